@@ -1,0 +1,22 @@
+# Two commands: `make demo` and `make test`. Both set up .venv where it is missing; PYTHON picks the interpreter.
+PYTHON ?= python3
+BIN := .venv/bin
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: demo test setup
+
+demo: setup
+	$(BIN)/exspec messages out/messages --rows 256 --shards 4
+	$(BIN)/exspec run --input out/messages --output out/completions --actors 2 --rows-per-chunk 16
+
+test: setup
+	$(BIN)/python -m pytest
+
+setup: .venv/installed
+
+# Made again when the dependencies change. The package itself is installed from the checkout, in place.
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c "import sys; sys.exit(None if sys.version_info >= (3, 11) else 'exspec needs Python 3.11 or newer; set PYTHON')"
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@

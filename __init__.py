@@ -1,0 +1,1 @@
+"""Large offline LLM generation with exact batch speculative decoding."""

@@ -1,0 +1,24 @@
+"""Exact batch speculative decoding. Knows torch and transformers; nothing of Ray, files or text."""
+
+from exspec.actors.engine.config import DRAFT_LENGTHS, METHODS, DraftLengthName, EngineConfig, Method
+from exspec.actors.engine.engine import Engine
+from exspec.actors.engine.request import Completion, Request, RequestError, Sampling, StopCheck
+from exspec.actors.engine.statistics import EngineStatistics, SequenceStatistics
+from exspec.actors.engine.thread import EngineThread
+
+__all__ = [
+    "DRAFT_LENGTHS",
+    "METHODS",
+    "Completion",
+    "DraftLengthName",
+    "Engine",
+    "EngineConfig",
+    "EngineStatistics",
+    "EngineThread",
+    "Method",
+    "Request",
+    "RequestError",
+    "Sampling",
+    "SequenceStatistics",
+    "StopCheck",
+]

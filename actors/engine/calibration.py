@@ -1,0 +1,336 @@
+"""Choosing the shape of decoding by measurement: plain decoding or speculation, B, W, K and bucket.
+
+Three steps. A short run on a sample of the requests tells how far drafts survive and how long completions are. A dry
+run of the scheduler for each candidate, with a clock that adds up measured times of its forwards, predicts its
+tokens/s. The best of each kind are then run in turn, and the fastest of them is taken: plain decoding unless
+speculation is faster.
+"""
+
+import gc
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import cycle
+from statistics import mean, median
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from exspec.actors.engine.cached_model import context_length
+from exspec.actors.engine.config import EngineConfig
+from exspec.actors.engine.costs import Costs, OutOfTimeError
+from exspec.actors.engine.engine import Engine
+from exspec.actors.engine.grouping import LengthBuckets
+from exspec.actors.engine.memory import fit, plan_memory
+from exspec.actors.engine.pool import Pool
+from exspec.actors.engine.pool import Sequence as Decoded
+from exspec.actors.engine.request import Request, RequestError
+from exspec.actors.engine.statistics import SequenceStatistics
+from exspec.actors.engine.twin import packs
+
+MakeEngine = Callable[[PreTrainedModel, PreTrainedModel | None, EngineConfig], Engine]
+FREE = ("method", "batch_size", "window", "draft_tokens", "bucket")
+LENGTHS = (1, 2, 3, 4, 5, 6, 8)  # K that are tried
+LOOKED_AT = 5  # K of the first run, beyond which survival is extrapolated
+ROUNDS = 100  # of a dry run
+FINALISTS = 3
+MARGIN = 1.02  # speculation must be this much faster than plain decoding to be taken
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What the first run saw.
+
+    requests: those of the sample that can be decoded.
+    survival: chance that the first i + 1 tokens of a draft are all accepted. lengths: tokens of prompt and completion
+    by request. overhead: seconds of bookkeeping for a row of a round.
+    """
+
+    requests: list[Request]
+    survival: tuple[float, ...]
+    lengths: list[tuple[int, int]]
+    overhead: float
+
+
+@dataclass
+class Candidate:
+    """A shape, with its tokens/s as predicted by the dry run and as measured in the final; None: not run."""
+
+    config: EngineConfig
+    predicted: float
+    measured: float | None = None
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """config: the choice. candidates: all that were predicted, the best first. seconds: what it took."""
+
+    config: EngineConfig
+    candidates: list[Candidate]
+    sample: Sample
+    seconds: float
+
+    def table(self) -> list[dict[str, Any]]:
+        """The candidates as plain values, those that were run first. B, W and K as they are used."""
+        return [
+            {
+                "method": c.config.method,
+                "batch_size": c.config.batch_size,
+                "window": c.config.slots,
+                "draft_tokens": c.config.drafted,
+                "bucket": c.config.bucket,
+                "predicted": round(c.predicted, 1),
+                "measured": None if c.measured is None else round(c.measured, 1),
+                "chosen": replace(c.config, threshold=self.config.threshold) == self.config,
+            }
+            for c in sorted(self.candidates, key=lambda c: (c.measured is None, -(c.measured or c.predicted)))
+        ]
+
+
+def calibrate(
+    target: PreTrainedModel,
+    draft: PreTrainedModel | None,
+    requests: Sequence[Request],
+    config: EngineConfig,
+    free: Sequence[str] = FREE,
+    seconds: float = 20.0,
+    budget: int | None = None,
+    engine: MakeEngine = Engine,
+) -> Calibration:
+    """The fastest config that differs from `config` in the settings named in `free` alone.
+
+    requests: a sample; those of it that cannot be decoded are left out. seconds: about how long to take; half of it
+    goes to the final. budget: bytes of memory that the config may plan to use. engine: makes the engines that decode.
+
+    Raises ValueError where no request of the sample can be decoded, or no candidate fits the budget.
+    """
+    start = time.monotonic()
+    config = replace(config, capacity=min(config.capacity, context_length(target.config)))
+    start_from = config if budget is None else _fitted(target, draft, config, budget)
+    sample = look(engine, target, draft, requests, start_from, start + seconds / 4)
+    gc.collect()  # engines refer to themselves, and their KV must not pile up
+    costs = Costs(target, draft, sample.requests, max(p + n for p, n in sample.lengths), config)
+    made: list[Candidate] = []
+    tried: set[bool] = set()
+
+    def consider(shape: EngineConfig) -> None:
+        if len(tried) == (2 if draft is not None and "method" in free else 1):
+            costs.deadline = start + seconds / 2  # one of each kind is predicted whatever it takes
+        tried.add(shape.drafts)
+        with suppress(OutOfTimeError, ValueError, torch.OutOfMemoryError):  # but for the first: it does not fit
+            fitted = shape if budget is None else _fitted(target, draft, shape, budget)
+            if fitted.batch_size == shape.batch_size:
+                made.append(Candidate(fitted, predict(fitted, costs, sample)))
+
+    shapes = list(_candidates(config, free, draft is not None, target.device.type))
+    widths = sorted({s.bucket for s in shapes})
+    coarse = [s for s in shapes if s.bucket == widths[len(widths) // 2] and s.drafted in (0, LOOKED_AT)]
+    for shape in coarse:
+        consider(shape)
+    rows = max(made, key=lambda c: c.predicted).config.batch_size if made else None
+    for shape in shapes:
+        if shape not in coarse and rows in (shape.batch_size, None):
+            consider(shape)
+    if not made:
+        raise ValueError("calibration: no shape of those that may be chosen fits the memory")
+    made.sort(key=lambda c: -c.predicted)
+    finalists = [c for c in made if c.config.drafts][: FINALISTS - 1] + [c for c in made if not c.config.drafts][:1]
+    costs.forget()
+    if budget is not None:  # all finalists hold their KV at once
+        while len(finalists) > 1 and _together(target, draft, finalists) > budget:
+            finalists.remove(max(finalists, key=lambda c: (c is not finalists[0], c.config.drafts)))
+    _final(engine, target, draft, sample, finalists, start + seconds)
+    compared = finalists if len(finalists) > 1 else made
+    chosen = max(compared, key=lambda c: (c.measured or c.predicted) / (MARGIN if c.config.drafts else 1))
+    costs.deadline = math.inf
+    best = replace(chosen.config, threshold=_threshold(chosen.config, costs, sample))
+    return Calibration(best, made, sample, time.monotonic() - start)
+
+
+def look(
+    make: MakeEngine,
+    target: PreTrainedModel,
+    draft: PreTrainedModel | None,
+    requests: Sequence[Request],
+    config: EngineConfig,
+    end: float,
+) -> Sample:
+    """Decode the requests until all are done or the time is over. Raises ValueError where none can be decoded."""
+    drafted = LOOKED_AT if config.method == "plain" else config.draft_tokens
+    shape = replace(config, draft_tokens=drafted, draft_length="fixed", columns=None)
+    engine = make(target, draft, replace(shape, method="plain" if draft is None else "exspec"))
+    usable, refused = [], []
+    for request in requests:
+        try:
+            engine.submit(request)
+            usable.append(request)
+        except RequestError as error:
+            refused.append(str(error))
+    if not usable:
+        raise ValueError(f"calibration: no request of the sample can be decoded; the first: {(refused or ['none'])[0]}")
+    while engine.busy and (time.monotonic() < end or engine.statistics.rounds < 8):
+        engine.step()
+    done, running = engine.take(), engine.pool.running
+    seen = [*(c.statistics for c in done), *(s.statistics for s in running)]
+    total = sum(seen, start=SequenceStatistics())
+    counts = zip(total.accepted_by_position, total.drafted_by_position, strict=False)
+    lengths = [(c.statistics.prompt_tokens, len(c.tokens)) for c in done]
+    lengths += [(len(s.request.prompt), max(len(s.committed), s.request.max_new_tokens // 2)) for s in running]
+    spent = engine.statistics.seconds
+    rows = max(engine.statistics.busy_rows, 1)
+    return Sample(
+        requests=usable,
+        survival=_extrapolated([a / d for a, d in counts if d]),
+        lengths=lengths,
+        overhead=(spent["group"] + spent["commit"]) / rows,
+    )
+
+
+def _extrapolated(survival: list[float]) -> tuple[float, ...]:
+    """Up to the longest K that is tried: the last ratio goes on."""
+    while survival and len(survival) < max(LENGTHS):
+        last = survival[-1] / survival[-2] if len(survival) > 1 and survival[-2] else survival[-1]
+        survival.append(survival[-1] * min(last, 1.0))
+    return tuple(survival)
+
+
+def predict(config: EngineConfig, costs: Costs, sample: Sample) -> float:
+    """Tokens/s of a long job: the scheduler's own rounds, on sequences that are only lengths."""
+    rng = random.Random(0)
+    pool, grouping = Pool(config.slots), LengthBuckets(config.batch_size, config.bucket, fallback=not config.exact)
+    source = cycle(sample.lengths)
+    seconds, tokens = 0.0, 0
+    for number in range(ROUNDS):
+        for _ in range(len(pool.free)):
+            prompt, completion = next(source)
+            sequence = Decoded(Request(number, [0] * prompt, max_new_tokens=max(completion, 1)), config.capacity)
+            if number == 0:  # a long job is met in its midst
+                sequence.tokens += [0] * rng.randrange(sequence.budget or 1)
+            else:
+                seconds += costs.prefill(config, prompt)
+            pool.waiting.append(sequence)
+        pool.admit(len(pool.free))
+        rows = grouping.select(pool.running)
+        for sequence in pool.running:
+            sequence.waited = 0 if sequence in rows else sequence.waited + 1
+        _, attended = config.round_shape(len(rows), max(s.length for s in rows) + 1)
+        seconds += costs.round(config, attended) + sample.overhead * len(rows)
+        for sequence in rows:
+            chance, kept = rng.random(), 1
+            kept += sum(chance < s for s in sample.survival[: config.drafted])
+            kept = min(kept, sequence.budget, max(attended - sequence.length, 1))
+            sequence.tokens += [0] * kept
+            tokens += kept
+            if sequence.budget <= 0:
+                pool.end(sequence, "length", None)
+    return tokens / seconds
+
+
+def _threshold(config: EngineConfig, costs: Costs, sample: Sample) -> float:
+    """The chance of acceptance below which one more draft step costs more than it brings.
+
+    A step takes D seconds for R rows; a committed token is worth the round's time T over the R * E tokens that it
+    commits. So place i of a row's draft pays while its chance is at least (D / R) / (T / (R * E)) = D * E / T.
+    """
+    if not config.drafts:
+        return config.threshold
+    attended = config.attended(round(mean(p + n / 2 for p, n in sample.lengths)))
+    expected = 1 + sum(sample.survival[: config.draft_tokens])
+    ratio = costs.draft_step(config, attended) * expected / costs.round(config, attended)
+    return min(max(ratio, 0.01), 0.9)
+
+
+def _candidates(config: EngineConfig, free: Sequence[str], drafts: bool, device: str) -> Iterator[EngineConfig]:
+    """Shapes that differ from `config` in what is free, the likeliest first."""
+
+    def options(name: str, values: Sequence[Any]) -> Sequence[Any]:
+        return values if name in free else (getattr(config, name),)
+
+    sizes = options("batch_size", (8, 16, 4, 32, 64, 2, 1) if device == "cuda" else (8, 16, 4, 2, 1))
+    methods = options("method", ("plain", "exspec") if drafts else ("plain",))
+    buckets = options("bucket", sorted({min(b, config.capacity) for b in (128, 256, 512, 1024, config.capacity)}))
+    for rows in sizes:
+        if "window" not in free and rows > config.window:
+            continue
+        for bucket in buckets:
+            window = rows if bucket >= config.capacity else 3 * rows
+            windows = options("window", (window,))
+            for method in methods:
+                for drafted in options("draft_tokens", LENGTHS) if method != "plain" else (config.draft_tokens or 1,):
+                    try:
+                        yield replace(
+                            config,
+                            method=method,
+                            batch_size=rows,
+                            window=windows[0],
+                            draft_tokens=drafted,
+                            bucket=bucket,
+                        )
+                    except ValueError:
+                        continue  # a bucket narrower than a verify forward, say
+
+
+def _fitted(target: PreTrainedModel, draft: PreTrainedModel | None, shape: EngineConfig, budget: int) -> EngineConfig:
+    """The shape with a window and a batch that fit. Raises ValueError with the smallest budget that would do."""
+    return fit(target.config, draft.config if draft is not None else None, shape, target.dtype, packs(target), budget)
+
+
+def _together(target: PreTrainedModel, draft: PreTrainedModel | None, candidates: list[Candidate]) -> int:
+    """Bytes of all candidates' engines. They share the weights, but for those that each packs for itself."""
+    other = draft.config if draft is not None else None
+    plans = [plan_memory(target.config, other, c.config, target.dtype, packs(target)) for c in candidates]
+    shared = 0 if packs(target) else sum(p.weights for p in plans) - max(p.weights for p in plans)
+    return sum(p.total for p in plans) - shared
+
+
+def _final(
+    make: MakeEngine,
+    target: PreTrainedModel,
+    draft: PreTrainedModel | None,
+    sample: Sample,
+    finalists: list[Candidate],
+    end: float,
+) -> None:
+    """Run the finalists in turn, a slice of the time each, on pools that are never drained."""
+    if len(finalists) == 1:
+        return
+    engines = [make(target, draft if c.config.drafts else None, c.config) for c in finalists]
+    feeds = [_Feed(engine, sample) for engine in engines]
+    slice_ = max(0.05, (end - time.monotonic()) / (5 * len(feeds)))
+    for feed in feeds:
+        feed.run(time.monotonic() + slice_)  # admits, and records what a device records
+    speeds: list[list[float]] = [[] for _ in feeds]
+    while not speeds[-1] or time.monotonic() + len(feeds) * slice_ < end:
+        for i, feed in enumerate(feeds):
+            speeds[i].append(feed.run(time.monotonic() + slice_))
+    for candidate, measured in zip(finalists, speeds, strict=True):
+        candidate.measured = median(measured)
+    del engines, feeds, feed
+    gc.collect()
+
+
+class _Feed:
+    """An engine that always has requests waiting. Its first ones end at any time, as if it had long been at work."""
+
+    def __init__(self, engine: Engine, sample: Sample) -> None:
+        self.engine, self.source, self.count = engine, cycle(sample.requests), 0
+        self.random, self.usual = random.Random(0), round(mean(n for _, n in sample.lengths))
+
+    def run(self, end: float) -> float:
+        """Rounds until `end`, one at least; their tokens/s."""
+        start, before = time.perf_counter(), self.engine.statistics.tokens
+        while self.engine.statistics.tokens == before or time.monotonic() < end:
+            while len(self.engine.pool.waiting) < self.engine.pool.slots:
+                self.count += 1
+                request = replace(next(self.source), id=self.count)
+                if self.count <= self.engine.pool.slots:
+                    left = self.random.randint(1, max(self.usual, 1))
+                    request = replace(request, max_new_tokens=min(left, request.max_new_tokens))
+                self.engine.submit(request)
+            self.engine.step()
+            self.engine.take()
+        return (self.engine.statistics.tokens - before) / (time.perf_counter() - start)

@@ -1,0 +1,107 @@
+"""Settings of an engine, checked once when they are made."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Method = Literal["plain", "eqspec", "exspec"]
+METHODS: tuple[Method, ...] = ("plain", "eqspec", "exspec")
+DraftLengthName = Literal["fixed", "explicit", "implicit", "both"]
+DRAFT_LENGTHS: tuple[DraftLengthName, ...] = ("fixed", "explicit", "implicit", "both")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an engine decodes. With `exact`, everything but the method's name is part of the shapes tokens come out of.
+
+    method: plain decodes without a draft; eqspec speculates on a fixed batch, realigned every round; exspec
+        speculates on a window that is refilled at once, in groups of like length.
+    batch_size: B, rows of a verify forward.
+    window: W, slots of the pool. A round advances a group of B out of W. It is B where more slots would only wait:
+        with one bucket for all lengths, and with eqspec.
+    draft_tokens: K, tokens drafted a round. Ignored by plain, which drafts none.
+    columns: width of a verify forward; default K + 1 (plain: 1). Wider ones are dead columns: `plain` with
+        `columns = K + 1` is the reference in the shape of speculation.
+    bucket: a row attends its length rounded up to a multiple of this many KV columns; rows of one bucket form a group.
+    capacity: longest request in tokens, prompt and completion together.
+    draft_length: how long a draft gets. `fixed`: K. Shorter where the chance that all of it will be accepted would fall
+        below `threshold`: by the draft's own confidence (`explicit`), by what was accepted of the sequence so far
+        (`implicit`), or by either (`both`). Changes no token.
+    prefill_rows, prefill_columns: P and C. Prompts are prefilled in chunks of C tokens, P rows of one shape at a time.
+    exact: every token comes out of forwards whose shape depends on its position alone, so that it does not depend on
+        neighbours, drafter, acceptance, admission order or retry. False lets shapes follow the rows at hand.
+        eqspec grows its cache by nature and never has fixed shapes.
+
+    Raises ValueError naming the setting that is out of range.
+    """
+
+    method: Method = "exspec"
+    batch_size: int = 8
+    window: int = 24
+    draft_tokens: int = 5
+    columns: int | None = None
+    bucket: int = 512
+    capacity: int = 1024
+    draft_length: DraftLengthName = "fixed"
+    threshold: float = 0.3
+    prefill_rows: int = 1
+    prefill_columns: int = 128
+    exact: bool = True
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(f"method: expected one of {', '.join(METHODS)}, not {self.method!r}")
+        if self.draft_length not in DRAFT_LENGTHS:
+            raise ValueError(f"draft_length: expected one of {', '.join(DRAFT_LENGTHS)}, not {self.draft_length!r}")
+        if not 0 < self.threshold < 1:
+            raise ValueError(f"threshold: expected a number between 0 and 1, not {self.threshold}")
+        for name in ("batch_size", "window", "bucket", "capacity", "prefill_rows", "prefill_columns"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected a positive number, not {getattr(self, name)}")
+        if self.draft_tokens < (1 if self.drafts else 0):
+            raise ValueError(f"draft_tokens: expected a positive number, not {self.draft_tokens}")
+        if self.window < self.batch_size:
+            raise ValueError(f"window: expected at least batch_size ({self.batch_size}), not {self.window}")
+        if self.fixed_shapes and self.bucket < self.width:
+            raise ValueError(
+                f"bucket: expected at least the verify width ({self.width}) with exact, not {self.bucket}; "
+                "smaller buckets need exact = false"
+            )
+        if self.columns is not None and self.columns < self.drafted + 1:
+            raise ValueError(f"columns: expected at least {self.drafted + 1} (drafts and one more), not {self.columns}")
+
+    @property
+    def drafts(self) -> bool:
+        return self.method != "plain"
+
+    @property
+    def drafted(self) -> int:
+        """K as the method uses it: plain drafts nothing."""
+        return self.draft_tokens if self.drafts else 0
+
+    @property
+    def width(self) -> int:
+        """Columns of a verify forward."""
+        return self.columns or self.drafted + 1
+
+    @property
+    def fixed_shapes(self) -> bool:
+        return self.exact and self.method != "eqspec"
+
+    @property
+    def slots(self) -> int:
+        one_bucket = self.bucket >= self.capacity
+        return self.batch_size if one_bucket or self.method == "eqspec" else self.window
+
+    def plain(self) -> "EngineConfig":
+        """Plain decoding whose forwards have the shape of this config's: what its tokens must equal."""
+        return replace(self, method="plain", columns=self.width, draft_length="fixed", threshold=EngineConfig.threshold)
+
+    def round_shape(self, live: int, longest: int) -> tuple[int, int]:
+        """Rows of a round with `live` sequences, and the KV columns it attends where the longest has so many tokens."""
+        if self.fixed_shapes:
+            return self.batch_size, self.attended(longest)
+        return live, min(longest + self.drafted, self.capacity)
+
+    def attended(self, length: int) -> int:
+        """KV columns that a row of `length` tokens attends: the length in whole buckets, the capacity at most."""
+        return min(-(-length // self.bucket) * self.bucket, self.capacity)

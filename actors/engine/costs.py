@@ -1,0 +1,167 @@
+"""What forwards cost on the device at hand, by shape."""
+
+import gc
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import cycle
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from exspec.actors.engine.config import EngineConfig
+from exspec.actors.engine.drafting import DraftModel
+from exspec.actors.engine.engine import Engine
+from exspec.actors.engine.request import Request
+from exspec.actors.engine.sampling import Sampler
+
+
+class OutOfTimeError(Exception):
+    """The clock ran out before a forward was timed."""
+
+
+class Costs:
+    """Seconds of forwards on the device, timed when first asked for; between attended columns interpolated.
+
+    requests: their sampling is what tokens are chosen with. longest: tokens of the longest sequence expected. config:
+    what the shapes asked for have in common. deadline: once past it (`time.monotonic`), a forward that was not timed
+    yet raises OutOfTimeError.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        draft: PreTrainedModel | None,
+        requests: Sequence[Request],
+        longest: int,
+        config: EngineConfig,
+    ) -> None:
+        self.target, self.draft, self.requests, self.config = target, draft, requests, config
+        self.deadline = math.inf
+        attended = config.attended(longest)
+        self.points = sorted({min(config.capacity, c) for c in (64, attended, (64 + attended) // 2, config.capacity)})
+        self.known: dict[Any, float] = {}
+        self.engines: dict[tuple[int, bool], Engine] = {}
+
+    def round(self, config: EngineConfig, attended: int) -> float:
+        """Draft and verify of a full group."""
+        in_place = config.slots == config.batch_size
+        verify = self._between(attended, lambda a: self.verify(config.batch_size, config.width, a, in_place))
+        if not config.drafts:
+            return verify
+        first = self._between(attended, lambda a: self.propose(config.batch_size, 1, a, in_place))
+        return verify + first + (config.draft_tokens - 1) * self.draft_step(config, attended)
+
+    def draft_step(self, config: EngineConfig, attended: int) -> float:
+        """One more drafted token."""
+        rows, in_place = config.batch_size, config.slots == config.batch_size
+        one, four = (
+            self._between(attended, lambda a, n=n: self.propose(rows, n, a, in_place))  # type: ignore[misc]
+            for n in (1, 4)
+        )
+        return max(four - one, 0.0) / 3
+
+    def prefill(self, config: EngineConfig, length: int) -> float:
+        """A prompt of so many tokens."""
+        chunks = -(-length // config.prefill_columns)
+        return chunks * self.chunk(config.drafts) / config.prefill_rows
+
+    def _between(self, attended: int, timed: Callable[[int], float]) -> float:
+        low = max((p for p in self.points if p <= attended), default=self.points[0])
+        high = min((p for p in self.points if p >= attended), default=self.points[-1])
+        share = 0.0 if low == high else (attended - low) / (high - low)
+        return timed(low) * (1 - share) + timed(high) * share
+
+    def _engine(self, rows: int, in_place: bool) -> Engine:
+        if (rows, in_place) not in self.engines:
+            shape = replace(
+                self.config,
+                method="exspec" if self.draft is not None else "plain",
+                batch_size=rows,
+                window=rows if in_place else rows + 1,
+                bucket=self.config.capacity if in_place else max(self.config.capacity - 1, 1),
+                columns=None,
+                draft_length="fixed",
+            )
+            self.forget()  # one at a time: each holds KV
+            self.engines[rows, in_place] = Engine(self.target, self.draft, replace(shape, exact=True))
+        return self.engines[rows, in_place]
+
+    def forget(self) -> None:
+        """Let go of the engines, and of their memory."""
+        self.engines.clear()
+        gc.collect()
+
+    def verify(self, rows: int, width: int, attended: int, in_place: bool) -> float:
+        """One verify forward and the choice of its tokens."""
+
+        def prepare() -> Callable[[], Any]:
+            engine = self._engine(rows, in_place)
+            slots, _, starts = self._rows(engine, rows, attended, in_place)
+            tokens = torch.ones(rows, width, dtype=torch.long, device=engine.device)
+            starts = (starts - width).clamp(min=1)
+            sampler = self._sampler(rows)
+            return lambda: engine._choose(slots, tokens, starts, sampler, attended)
+
+        return self._seconds(("verify", rows, width, attended, in_place), prepare)
+
+    def propose(self, rows: int, count: int, attended: int, in_place: bool) -> float:
+        """A whole draft of `count` tokens."""
+
+        def prepare() -> Callable[[], Any]:
+            engine = self._engine(rows, in_place)
+            slots, ones, starts = self._rows(engine, rows, attended, in_place)
+            starts, most, sampler = (starts - count).clamp(min=1), torch.full_like(ones, count), self._sampler(rows)
+            drafter = engine.drafter
+            assert isinstance(drafter, DraftModel)
+            return lambda: drafter._loop(slots, ones, ones, starts, most, sampler, count, attended)
+
+        return self._seconds(("propose", rows, count, attended, in_place), prepare)
+
+    def chunk(self, drafts: bool) -> float:
+        """One prefill forward of full width, of the target and, with `drafts`, of the draft too."""
+
+        def prepare() -> Callable[[], Any]:
+            rows, columns = self.config.prefill_rows, min(self.config.prefill_columns, self.config.capacity)
+            engine = next(iter(self.engines.values()), None) or self._engine(self.config.batch_size, True)
+            places = torch.full((rows,), engine.pool.slots, device=engine.device)
+            ids = torch.ones(rows, columns, dtype=torch.long, device=engine.device)
+            first = torch.zeros_like(places)
+
+            def run() -> None:
+                engine._feed(places, ids, first, columns, 1)
+                if drafts:
+                    engine.drafter.prefill(places, ids, first, columns)
+
+            return run
+
+        return self._seconds(("prefill", drafts), prepare)
+
+    def _rows(self, engine: Engine, rows: int, attended: int, in_place: bool) -> tuple[Any, torch.Tensor, torch.Tensor]:
+        numbers = torch.arange(rows, device=engine.device)
+        ones = torch.ones_like(numbers)
+        return None if in_place else numbers, ones, torch.full_like(numbers, attended - 1)
+
+    def _sampler(self, rows: int) -> Sampler:
+        chosen = [r.sampling for r, _ in zip(cycle(self.requests), range(rows), strict=False)]
+        return Sampler(chosen, [[1]] * rows, self.target.device)
+
+    def _seconds(self, key: Any, prepare: Callable[[], Callable[[], Any]]) -> float:
+        if key not in self.known:
+            if time.monotonic() > self.deadline:
+                raise OutOfTimeError
+            run = prepare()
+            run()
+            self.known[key] = median(_timed(run, self.target.device) for _ in range(3))
+        return self.known[key]
+
+
+def _timed(run: Callable[[], Any], device: torch.device) -> float:
+    start = time.perf_counter()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start

@@ -1,0 +1,258 @@
+"""The engine: one loop of rounds for every method. It knows nothing of text, files or Ray."""
+
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from functools import wraps
+from itertools import takewhile
+from typing import Concatenate, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from exspec.actors.engine.cached_model import context_length
+from exspec.actors.engine.config import EngineConfig
+from exspec.actors.engine.drafting import Draft
+from exspec.actors.engine.graphs import Recorder
+from exspec.actors.engine.group import Group
+from exspec.actors.engine.methods import build, recorder_for
+from exspec.actors.engine.pool import Pool, Sequence
+from exspec.actors.engine.prefill import Chunk
+from exspec.actors.engine.request import Completion, FinishReason, Request, RequestError
+from exspec.actors.engine.sampling import Sampler
+from exspec.actors.engine.statistics import EngineStatistics, SequenceStatistics
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def phase(method: "Callable[Concatenate[Engine, P], T]") -> "Callable[Concatenate[Engine, P], T]":
+    """Adds the seconds that the method takes to the engine's statistics under its name."""
+    name = method.__name__.strip("_")
+
+    @wraps(method)
+    def timed(self: "Engine", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        start = time.perf_counter()
+        result = method(self, *args, **kwargs)
+        self.statistics += EngineStatistics(seconds={name: time.perf_counter() - start})
+        return result
+
+    return timed
+
+
+class Engine:
+    """Decodes token sequences in batches with a target and, unless the method is plain, a draft model.
+
+    target, draft: causal language models of transformers with plain full attention and one vocabulary
+        (`exspec.actors.models.load_pair` checks that), on one device.
+    end_ids: token ids that end a sequence; default: those of the target's generation config.
+    recorder: records forwards of fixed shapes; default: CUDA graphs on a GPU, nothing elsewhere.
+
+    `submit` takes requests at any time; `step` runs one round; `take` hands out what has finished. One thread only:
+    `EngineThread` wraps an engine for several. Raises ValueError for settings that the models cannot meet.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        draft: PreTrainedModel | None = None,
+        config: EngineConfig | None = None,
+        end_ids: frozenset[int] | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        config = config or EngineConfig(method="exspec" if draft else "plain")
+        self.context = context_length(target.config)
+        # Slots longer than the model's context would never fill.
+        self.config = config = replace(config, capacity=min(config.capacity, self.context))
+        self.device = target.device
+        self.vocabulary = target.config.get_text_config().vocab_size
+        self.end_ids = model_end_ids(target) if end_ids is None else end_ids
+        self.pool = Pool(config.slots)
+        recorder = recorder or recorder_for(self.device, config)
+        self.target, self.drafter, self.draft_length, self.grouping, self.prefill, self.caches = build(
+            target, draft, config, recorder
+        )
+        self._feed, self._choose = recorder.wrap(self.target.forward), recorder.wrap(self._choices)
+        self.statistics = EngineStatistics()
+        self._finished: list[Completion] = []
+        self._ids: set[Hashable] = set()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.pool.running or self.pool.waiting)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes that the KV of target and draft take now."""
+        return sum(cache.bytes for cache in self.caches)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises RequestError where it could never be decoded."""
+        length = len(request.prompt)
+        name = f"request {request.id!r}"
+        if length == 0:
+            raise RequestError(f"{name}: the prompt is empty, expected at least one token")
+        if request.max_new_tokens < 1:
+            raise RequestError(f"{name}: max_new_tokens is {request.max_new_tokens}, expected at least 1")
+        if bad := [t for t in request.prompt if not 0 <= t < self.vocabulary]:
+            raise RequestError(f"{name}: token id {bad[0]} is outside the vocabulary of {self.vocabulary} tokens")
+        if length >= self.context:
+            raise RequestError(f"{name}: a prompt of {length} tokens leaves no room in the context of {self.context}")
+        if min(length + request.max_new_tokens, self.context) > self.config.capacity:
+            raise RequestError(
+                f"{name}: {length} prompt and {request.max_new_tokens} new tokens do not fit the slots' capacity of "
+                f"{self.config.capacity} tokens; raise capacity or lower max_new_tokens"
+            )
+        if request.id in self._ids:
+            raise RequestError(f"{name}: a request with this id is already being decoded")
+        self._ids.add(request.id)
+        self.pool.waiting.append(Sequence(request, self.context))
+
+    def take(self) -> list[Completion]:
+        """What has finished since the last call, in order of finishing."""
+        finished, self._finished = self._finished, []
+        self._ids -= {completion.id for completion in finished}
+        return finished
+
+    def step(self) -> None:
+        """One round. Does nothing without work."""
+        self._admit()
+        if not self.pool.running:
+            return
+        group = self._group()
+        draft = self._draft(group)
+        choices = self._verify(group, draft)
+        self._commit(group, *self._wait(draft, choices))
+
+    def run(self) -> list[Completion]:
+        """Steps until nothing is left to do; returns what has finished."""
+        while self.busy:
+            self.step()
+        return self.take()
+
+    def check(self) -> None:
+        """Raise AssertionError where an invariant of pool or KV store does not hold. Call between rounds."""
+        self.pool.check()
+        for cache in self.caches:
+            # The draft model may lack the last token before the pending one.
+            missing = 0 if cache is self.target else 1
+            cache.check({s.slot: max(0, s.length - missing) for s in self.pool.running})
+
+    @phase
+    def _admit(self) -> None:
+        admitted = self.pool.admit(self.grouping.room(self.pool))
+        for chunks in self.prefill.plan(admitted):
+            self._prefill(chunks)
+        for sequence in admitted:
+            sequence.started = time.monotonic()
+
+    def _prefill(self, chunks: list[Chunk]) -> None:
+        """Feed chunks of one shape, right-padded: columns past a prompt are overwritten in time."""
+        width, attended = chunks[0].width, chunks[0].attended
+        rows = max(len(chunks), self.config.prefill_rows if self.config.fixed_shapes else 0)
+        fed = [c.sequence.tokens[c.start : min(c.start + width, c.sequence.length)] for c in chunks]
+        dead = rows - len(chunks)
+        tokens = [*(row + [0] * (width - len(row)) for row in fed), *[[0] * width] * dead]
+        slots = [*(c.sequence.slot for c in chunks), *[self.pool.slots] * dead]
+        starts = [*(c.start for c in chunks), *[0] * dead]
+        places, ids, first = (torch.tensor(values, device=self.device) for values in (slots, tokens, starts))
+        self._feed(places, ids, first, attended, 1)
+        self.drafter.prefill(places, ids, first, attended)
+        self.statistics += EngineStatistics(prefill_tokens=sum(map(len, fed)), prefill_columns=rows * width)
+
+    @phase
+    def _group(self) -> Group:
+        sequences = self.grouping.select(self.pool.running)
+        for sequence in self.pool.running:
+            sequence.waited += 1
+        for sequence in sequences:
+            sequence.waited = 0
+        rows, attended = self.config.round_shape(len(sequences), max(s.length for s in sequences) + 1)
+        # Dead rows of a forward over all slots write to theirs, so none of those may belong to a sequence that waits.
+        in_order = rows == self.pool.slots and len(sequences) == len(self.pool.running)
+        return Group.of(sequences, rows, self.pool.slots, in_order, attended, self.config.drafted, self.device)
+
+    @phase
+    def _draft(self, group: Group) -> Draft:
+        return self.drafter.propose(group, self.draft_length.limits(group))
+
+    @phase
+    def _verify(self, group: Group, draft: Draft) -> Tensor:
+        """The target's tokens [R, width] after the pending token and after each draft."""
+        width = self.config.width if self.config.fixed_shapes else 1 + draft.tokens.shape[1]
+        padded = torch.nn.functional.pad(draft.tokens, (0, width - 1 - draft.tokens.shape[1]))
+        tokens = torch.cat([group.pending[:, None], padded], dim=1)
+        choices: Tensor = self._choose(group.slots, tokens, group.starts, group.sampler, group.attended)
+        return choices
+
+    def _choices(self, slots: Tensor | None, tokens: Tensor, starts: Tensor, sampler: Sampler, attended: int) -> Tensor:
+        """The tokens [R, Q] that follow tokens [R, Q]."""
+        logits = self.target.forward(slots, tokens, starts, attended)
+        positions = starts[:, None] + 1 + torch.arange(tokens.shape[1], device=self.device)
+        return sampler.choose(logits, positions, tokens[:, 1:])
+
+    @phase
+    def _wait(self, draft: Draft, choices: Tensor) -> tuple[list[list[int]], int]:
+        """The round's one wait for the device. Of each row its choices, the length of its draft, and the draft; and how
+        many choices there are."""
+        return torch.cat([choices, draft.lengths[:, None], draft.tokens], dim=1).tolist(), choices.shape[1]
+
+    @phase
+    def _commit(self, group: Group, outcome: list[list[int]], width: int) -> None:
+        """Commit the drafts that the target agrees with and its own token after them; end what has come to its end."""
+        rows = zip(group.sequences, outcome, strict=True)
+        live = [(s, row[:width], row[width], row[width + 1 :]) for s, row in rows if s]
+        grouped = len({s.length // self.config.bucket for s, *_ in live}) == 1
+        kept = 0
+        for sequence, chosen, length, drafted in live:
+            pairs = zip(drafted[:length], chosen, strict=False)
+            accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            self.draft_length.learn(sequence, length, accepted)
+            kept += self._extend(sequence, chosen[: accepted + 1], length, accepted, grouped)
+        busy = len(live)
+        self.statistics += EngineStatistics(
+            rounds=1,
+            rows=self.config.batch_size,
+            busy_rows=busy,
+            grouped_rounds=int(grouped),
+            ragged_rounds=int(not grouped),
+            columns=len(outcome) * width,
+            dead_columns=len(outcome) * width - busy - sum(length for _, _, length, _ in live),
+            tokens=kept,
+        )
+
+    def _extend(self, sequence: Sequence, tokens: list[int], drafted: int, accepted: int, grouped: bool) -> int:
+        """Append committed tokens up to the first that ends the sequence, and count; returns how many were kept."""
+        kept, ending = 0, None
+        while ending is None and kept < len(tokens):
+            sequence.tokens.append(tokens[kept])
+            kept += 1
+            ending = self._ending(sequence)
+        # Drafts past an end are as if they had never been drafted.
+        drafted = min(drafted, kept) if ending else drafted
+        sequence.statistics += SequenceStatistics(
+            grouped_rounds=int(grouped),
+            ragged_rounds=int(not grouped),
+            drafted_by_position=(1,) * drafted,
+            accepted_by_position=(1,) * min(accepted, kept),
+        )
+        if ending:
+            self._finished.append(self.pool.end(sequence, *ending))
+        return kept
+
+    def _ending(self, sequence: Sequence) -> tuple[FinishReason, int | str | None] | None:
+        """Why the sequence ends with its last token, if it does."""
+        last, request = sequence.tokens[-1], sequence.request
+        if last in self.end_ids or last in request.end_ids:
+            return "stop", last
+        if request.stop and (found := request.stop(sequence.committed)) is not None:
+            return "stop", found
+        return ("length", None) if sequence.budget == 0 else None
+
+
+def model_end_ids(model: PreTrainedModel) -> frozenset[int]:
+    """Every end-token id of the model's generation config, or of its config where that names none."""
+    ids = model.generation_config.eos_token_id if model.generation_config else None
+    ids = model.config.get_text_config().eos_token_id if ids is None else ids
+    return frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)

@@ -1,0 +1,115 @@
+"""Forwards recorded once for each shape and played again: a launch instead of hundreds.
+
+A recorded function takes tensors, None, samplers and plain values. Its tensors are copied into buffers that stay in
+place; everything else, and the tensors' shapes, is what a recording is kept under. Inside, nothing may wait for the
+device, and running it twice must do what running it once does: the KV columns that a forward writes follow from its
+arguments alone.
+"""
+
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from exspec.actors.engine.sampling import Sampler
+
+Play = Callable[[], Any]
+
+
+class Recorder(Protocol):
+    @property
+    def records(self) -> bool:
+        """Whether functions are recorded at all."""
+        ...
+
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, recorded for each shape when it is first met."""
+        ...
+
+
+class Eager:
+    """Records nothing."""
+
+    records = False
+
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return function
+
+
+class Recordings:
+    """Records with `record`, which runs a function of no arguments and returns what plays it again."""
+
+    records = True
+
+    def __init__(self, record: Callable[[Play], Play]) -> None:
+        self.record = record
+
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        kept: dict[Hashable, tuple[list[Any], Play]] = {}
+
+        @torch.inference_mode()
+        def recorded(*arguments: Any) -> Any:
+            key = tuple(map(_key, arguments))
+            if key not in kept:
+                buffers = [_copied(a) for a in arguments]
+                kept[key] = (buffers, self.record(lambda: function(*buffers)))
+            buffers, play = kept[key]
+            for buffer, value in zip(_tensors(buffers), _tensors(arguments), strict=True):
+                buffer.copy_(value)
+            return _copied(play())  # the recording's own output is overwritten when it is played again
+
+        return recorded
+
+
+class CudaGraphs(Recordings):
+    """CUDA graphs, which share one pool of memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(self._record)
+        self.device = device
+        self.side = torch.cuda.Stream(device)
+        self.pool: Any = None
+
+    def _record(self, run: Play) -> Play:
+        with torch.cuda.device(self.device):
+            self.side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.side):  # libraries choose kernels and allocate workspaces outside a graph
+                for _ in range(2):
+                    run()
+            torch.cuda.current_stream().wait_stream(self.side)
+            self.pool = self.pool or torch.cuda.graph_pool_handle()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.side):
+                output = run()
+
+        def play() -> Any:
+            with torch.cuda.device(self.device):
+                graph.replay()
+            return output
+
+        return play
+
+
+def _key(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    if isinstance(value, Sampler):
+        return tuple((name, _key(v)) for name, v in value.state.items())
+    return value  # type: ignore[no-any-return]
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, Sampler):
+        return Sampler.of_state({name: _copied(v) for name, v in value.state.items()})
+    return tuple(map(_copied, value)) if isinstance(value, tuple) else value
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, Sampler):
+            yield from _tensors(value.state.values())

@@ -1,0 +1,78 @@
+"""The rows of one round, as tensors."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from exspec.actors.engine.pool import Sequence
+from exspec.actors.engine.request import Sampling
+from exspec.actors.engine.sampling import Sampler
+
+
+@dataclass(frozen=True)
+class Group:
+    """R rows, of which those without a sequence are dead.
+
+    slots: [R], or None where the rows are all slots in order.
+    previous, pending: [R], the last two committed tokens. starts: [R], the place of the pending one.
+    attended: KV columns that the target attends; nothing is committed past them.
+    useful: drafts that row r can take at most, for its bucket and its budget; dead rows take none.
+    """
+
+    sequences: list[Sequence | None]
+    slots: Tensor | None
+    previous: Tensor
+    pending: Tensor
+    starts: Tensor
+    attended: int
+    useful: list[int]
+    sampler: Sampler
+
+    @property
+    def longest(self) -> int:
+        return max(s.length for s in self.sequences if s) + 1
+
+    @classmethod
+    def of(
+        cls,
+        sequences: list[Sequence],
+        rows: int,
+        slots: int,
+        in_order: bool,
+        attended: int,
+        drafts: int,
+        device: torch.device,
+    ) -> "Group":
+        """Rows for the sequences, filled up with dead ones to `rows`; `slots` is W and `drafts` is K.
+
+        in_order: every sequence stands in its slot's row, and the slots between are free. Otherwise dead rows come
+        last, and point to slot W, which nobody owns.
+        """
+        placed: list[Sequence | None] = [None] * rows
+        for i, sequence in enumerate(sequences):
+            placed[sequence.slot if in_order else i] = sequence
+        numbers, previous, pending, starts = torch.tensor(
+            [_row(s, slots) for s in placed], device=device
+        ).T.contiguous()
+        return cls(
+            sequences=placed,
+            slots=None if in_order else numbers,
+            previous=previous,
+            pending=pending,
+            starts=starts,
+            attended=attended,
+            useful=[0 if s is None else min(drafts, attended - s.length - 1, s.budget - 1) for s in placed],
+            sampler=Sampler(
+                [Sampling() if s is None else s.request.sampling for s in placed],
+                [[0] if s is None else s.tokens for s in placed],
+                device,
+            ),
+        )
+
+
+def _row(sequence: Sequence | None, dead_slot: int) -> list[int]:
+    """Slot, previous token, pending token and its place; a prompt of one token has no previous one."""
+    if sequence is None:
+        return [dead_slot, 0, 0, 0]
+    return [sequence.slot, sequence.tokens[-2:][0], sequence.tokens[-1], sequence.length]

@@ -1,0 +1,53 @@
+"""Which sequences a round advances, and when new ones come in."""
+
+from collections import defaultdict
+from typing import Protocol
+
+from exspec.actors.engine.pool import Pool, Sequence
+
+
+class Grouping(Protocol):
+    def room(self, pool: Pool) -> int:
+        """How many sequences to admit now."""
+        ...
+
+    def select(self, running: list[Sequence]) -> list[Sequence]:
+        """The sequences of the next round, at most B; not empty while any runs."""
+        ...
+
+
+class FixedBatch:
+    """EQSPEC: a batch starts together and stays until its last row has ended."""
+
+    def room(self, pool: Pool) -> int:
+        return 0 if pool.running else pool.slots
+
+    def select(self, running: list[Sequence]) -> list[Sequence]:
+        return list(running)
+
+
+class LengthBuckets:
+    """EXSPEC: slots are refilled at once, and a round takes rows of one length bucket, the fullest bucket first.
+
+    A row left waiting for more than `patience` rounds brings its bucket to the front, so that none starves.
+    With `fallback`, a group that its bucket does not fill is filled with rows of other buckets, and is then ragged:
+    with buckets of one column this is the paper's equal-length grouping.
+    """
+
+    def __init__(self, batch_size: int, bucket: int, fallback: bool, patience: int = 16) -> None:
+        self.batch_size, self.bucket, self.fallback, self.patience = batch_size, bucket, fallback, patience
+
+    def room(self, pool: Pool) -> int:
+        return len(pool.free)
+
+    def select(self, running: list[Sequence]) -> list[Sequence]:
+        by_wait = sorted(running, key=lambda s: -s.waited)
+        buckets: dict[int, list[Sequence]] = defaultdict(list)
+        for sequence in by_wait:
+            buckets[sequence.length // self.bucket].append(sequence)
+        if by_wait[0].waited > self.patience:
+            first = buckets[by_wait[0].length // self.bucket]
+        else:
+            first = max(buckets.values(), key=lambda rows: (min(len(rows), self.batch_size), rows[0].waited))
+        others = [s for s in by_wait if s not in first] if self.fallback else []
+        return [*first, *others][: self.batch_size]

@@ -1,0 +1,81 @@
+"""The sequences of an engine: waiting in a queue, or running in a slot."""
+
+import time
+from collections import deque
+
+from exspec.actors.engine.request import Completion, FinishReason, Request
+from exspec.actors.engine.statistics import SequenceStatistics
+
+
+class Sequence:
+    """A request on its way to a completion.
+
+    Invariant: tokens = prompt + committed, and `length` = len(tokens) - 1 of them are cached between rounds: all but
+    the last, the pending token.
+    """
+
+    def __init__(self, request: Request, longest: int) -> None:
+        self.request = request
+        self.tokens = list(request.prompt)
+        self.limit = min(len(self.tokens) + request.max_new_tokens, longest)  # tokens at most, prompt included
+        self.slot = -1
+        self.waited = 0  # rounds since the last one that it was part of
+        self.accepted = self.decided = 0  # drafts that the target agreed with, and those that it came to judge
+        self.statistics = SequenceStatistics(prompt_tokens=len(self.tokens))
+        self.submitted = self.admitted = self.started = time.monotonic()
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens) - 1
+
+    @property
+    def committed(self) -> list[int]:
+        return self.tokens[len(self.request.prompt) :]
+
+    @property
+    def budget(self) -> int:
+        """Tokens that may still be committed."""
+        return self.limit - len(self.tokens)
+
+
+class Pool:
+    """W slots and the sequences in them; the others wait in order of arrival.
+
+    Invariant: every slot is either free or held by exactly one running sequence.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.free = list(range(slots))
+        self.running: list[Sequence] = []
+        self.waiting: deque[Sequence] = deque()
+
+    def admit(self, room: int) -> list[Sequence]:
+        """Give slots to up to `room` waiting sequences."""
+        admitted = [self.waiting.popleft() for _ in range(min(room, len(self.free), len(self.waiting)))]
+        for sequence in admitted:
+            sequence.slot = self.free.pop(0)
+            sequence.admitted = time.monotonic()
+        self.running += admitted
+        return admitted
+
+    def end(self, sequence: Sequence, reason: FinishReason, stopped_by: int | str | None) -> Completion:
+        """Take the sequence out and free its slot."""
+        self.running.remove(sequence)
+        self.free.append(sequence.slot)
+        timing = SequenceStatistics(
+            completion_tokens=len(sequence.committed),
+            seconds_queued=sequence.admitted - sequence.submitted,
+            seconds_prefill=sequence.started - sequence.admitted,
+            seconds_decode=time.monotonic() - sequence.started,
+        )
+        return Completion(sequence.request.id, sequence.committed, reason, stopped_by, sequence.statistics + timing)
+
+    def check(self) -> None:
+        """Raise AssertionError where the invariants do not hold."""
+        held = [s.slot for s in self.running]
+        assert sorted([*self.free, *held]) == list(range(self.slots)), f"free {self.free}, held {held}"
+        for s in self.running:
+            assert s.tokens[: len(s.request.prompt)] == list(s.request.prompt), f"prompt of {s.request.id} changed"
+            assert s.budget > 0, f"{s.request.id} runs past its limit of {s.limit} tokens"
+        assert all(s.slot == -1 for s in self.waiting), "a waiting sequence holds a slot"

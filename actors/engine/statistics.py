@@ -1,0 +1,96 @@
+"""Statistics as values with `+`: of a sequence, and of an engine. The words are those of the README."""
+
+from dataclasses import dataclass, field, fields
+from itertools import zip_longest
+from typing import Any, Self
+
+Counts = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Addable:
+    """Adds field by field; tuples position by position, dictionaries key by key."""
+
+    def __add__(self, other: Self) -> Self:
+        if type(other) is not type(self):
+            return NotImplemented
+        return type(self)(*(_add(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)))
+
+
+def _add(a: Any, b: Any) -> Any:
+    if isinstance(a, tuple):
+        return tuple(x + y for x, y in zip_longest(a, b, fillvalue=0))
+    if isinstance(a, dict):
+        return {key: a.get(key, 0) + b.get(key, 0) for key in a | b}
+    return a + b
+
+
+def ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+@dataclass(frozen=True)
+class SequenceStatistics(Addable):
+    """Of one sequence, or of the sum of several. Nothing past a sequence's end is counted.
+
+    drafted_by_position, accepted_by_position: tokens proposed, and those the target agreed with, by place in the draft.
+    grouped_rounds: rounds whose rows all lay in one length bucket; ragged_rounds: the others.
+    """
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    grouped_rounds: int = 0
+    ragged_rounds: int = 0
+    drafted_by_position: Counts = ()
+    accepted_by_position: Counts = ()
+    seconds_queued: float = 0.0
+    seconds_prefill: float = 0.0
+    seconds_decode: float = 0.0
+
+    @property
+    def rounds(self) -> int:
+        return self.grouped_rounds + self.ragged_rounds
+
+    @property
+    def drafted(self) -> int:
+        return sum(self.drafted_by_position)
+
+    @property
+    def accepted(self) -> int:
+        return sum(self.accepted_by_position)
+
+    @property
+    def acceptance_rate(self) -> float:
+        return ratio(self.accepted, self.drafted)
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Committed tokens per round, bonus included."""
+        return ratio(self.completion_tokens, self.rounds)
+
+
+@dataclass(frozen=True)
+class EngineStatistics(Addable):
+    """Of an engine since it was made, or of the sum of several.
+
+    rows: B for every round; busy_rows: those of them that held a sequence.
+    columns: token positions of all verify forwards; dead_columns: those that could not have become a token: dead rows,
+        and columns past a row's drafts.
+    seconds: by phase of the round.
+    """
+
+    rounds: int = 0
+    rows: int = 0
+    busy_rows: int = 0
+    grouped_rounds: int = 0
+    ragged_rounds: int = 0
+    columns: int = 0
+    dead_columns: int = 0
+    prefill_tokens: int = 0
+    prefill_columns: int = 0
+    tokens: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def occupancy(self) -> float:
+        return ratio(self.busy_rows, self.rows)

@@ -1,0 +1,192 @@
+"""The actor beside a GPU: rows in, one committed chunk out.
+
+It is handed what it works with: a loader of engine and tokenizer, a sink that commits, a ledger that counts attempts.
+It knows no paths, and it runs in a plain process as well as under Ray.
+"""
+
+import logging
+import os
+import pickle
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import pyarrow as pa
+import torch
+
+from exspec.actors.engine import Completion, Engine, EngineStatistics, EngineThread, Request, RequestError, Sampling
+from exspec.actors.ledger import Attempt, Ledger
+from exspec.actors.models import StopStrings, completion_text
+
+KILLER = "the row ended the process that decoded it"  # the error of such a row
+WIDEST = 64  # slots from which an actor goes down that cannot even be built
+GROUPS = 8  # how many parts a suspect chunk is cut into to find the row that kills the process
+WORK = ("_chunk", "_prompt", "_error", "_skip", "_max_new_tokens", "_temperature", "_seed", "_stop")
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """What became of one row: a completion with its text, or an error."""
+
+    completion: Completion | None
+    text: str | None
+    error: str | None
+
+
+class Sink(Protocol):
+    def commit(
+        self, chunk: Any, block: pa.Table, results: list[RowResult | None], actor: str, started: float, number: int
+    ) -> dict[str, Any]:
+        """Write the chunk's part and return its summary; a result of None leaves the row as it was."""
+        ...
+
+
+class Meter(Protocol):
+    def report(self, actor: str, summary: dict[str, Any], engine: EngineStatistics) -> None: ...
+
+
+class Generator:
+    """Calls run at once, from several threads, each with one chunk; all of them feed one engine.
+
+    load: gives the engine, with at most so many slots, and the tokenizer. attempts: after so many that ended in the
+    process's death a chunk is set aside. A call's block has the carried columns and WORK: prompt ids or an error for
+    every row, and its settings.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[int | None], tuple[Engine, Any]],
+        sampling: dict[str, Any],
+        sink: Sink,
+        ledger: Ledger,
+        meter: Meter,
+        attempts: int,
+    ) -> None:
+        window = ledger.window()
+        try:
+            engine, self.tokenizer = load(window)
+        except torch.OutOfMemoryError:
+            ledger.shrink((window or WIDEST) // 2)
+            raise
+        self.shape = engine.config
+        self.engine = EngineThread(engine)
+        self.sampling, self.sink, self.ledger, self.meter, self.attempts = sampling, sink, ledger, meter, attempts
+        self.name = f"{os.uname().nodename}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+        self.turns = Turns()
+
+    def __call__(self, block: pa.Table) -> pa.Table:
+        chunk = pickle.loads(block["_chunk"][0].as_py())
+        summary: dict[str, Any] = {"part": chunk.part, "set_aside": ""}
+        # An attempt begins when its turn has come: one who waits is not blamed for another's death.
+        with self.turns.alone() if self.ledger.begun(chunk.part) else self.turns.shared():
+            started, attempt = time.time(), self.ledger.begin(chunk.part)
+            # An attempt that finds a row that kills is free; many such rows mean that something else is wrong.
+            if attempt.number > self.attempts or len(attempt.bad) > self.attempts:
+                died = f"its process died in each of {self.attempts} attempts {attempt.last_error}"
+                summary["set_aside"] = f"{chunk}: {died}"
+            else:
+                results = self._survive(chunk, block, attempt)
+        if not summary["set_aside"]:
+            try:
+                summary |= self.sink.commit(chunk, block, results, self.name, started, attempt.number)
+            except Exception as error:  # storage that refuses for good would refuse a second decoding too
+                summary["set_aside"] = f"{chunk}: cannot be written: {type(error).__name__}: {error}"
+        statistics = self.engine.statistics
+        self.meter.report(self.name, summary, statistics)
+        return pa.Table.from_pylist([{**summary, "engine": pickle.dumps(statistics), "actor": self.name}])
+
+    def _survive(self, chunk: Any, block: pa.Table, attempt: Attempt) -> list[RowResult | None]:
+        """The results, or the end of this process: an engine that failed serves nobody, and a new one tries again."""
+        try:
+            return self._generate(chunk, block.select(WORK).to_pylist(), attempt)
+        except Exception as error:
+            logging.getLogger(__name__).exception("%s: attempt %d failed", chunk, attempt.number)
+            self.ledger.note(chunk.part, f"({type(error).__name__}: {error})")
+            if isinstance(error, torch.OutOfMemoryError) and self.shape.slots > self.shape.batch_size:
+                self.ledger.shrink(self.shape.slots // 2)
+                self.ledger.mark(chunk.part, [])  # the window is to blame before any row is
+            os._exit(1)
+
+    def _generate(self, chunk: Any, rows: list[dict[str, Any]], attempt: Attempt) -> list[RowResult | None]:
+        """The results of all rows. A repeated chunk runs in groups that the ledger knows of, the suspects last."""
+        results: dict[int, RowResult | None] = {i: RowResult(None, None, KILLER) for i in attempt.bad}
+        results |= {i: None for i, row in enumerate(rows) if row["_skip"]}
+        rest = [i for i in range(len(rows)) if i not in results]
+        if attempt.number == 1:
+            results |= dict(zip(rest, self._decode(chunk.part, rows, rest), strict=True))
+            return [results[i] for i in range(len(rows))]
+        innocent = [i for i in rest if i not in attempt.suspects]
+        suspects = [i for i in rest if i in attempt.suspects]
+        for group in (*_parts(innocent), *_parts(suspects)):
+            self.ledger.mark(chunk.part, group)
+            results |= dict(zip(group, self._decode(chunk.part, rows, group), strict=True))
+            self.ledger.mark(chunk.part, [])
+        return [results[i] for i in range(len(rows))]
+
+    def _decode(self, part: str, rows: list[dict[str, Any]], numbers: list[int]) -> list[RowResult]:
+        waiting = [self._submit((part, i), rows[i]) for i in numbers]
+        return [result() for result in waiting]
+
+    def _submit(self, name: tuple[str, int], row: dict[str, Any]) -> Callable[[], RowResult]:
+        """Hand a row to the engine; what is returned waits for its result."""
+        if row["_error"]:
+            return lambda: RowResult(None, None, row["_error"])
+        stop = StopStrings(self.tokenizer, row["_stop"]) if row["_stop"] else None
+        sampling = Sampling(temperature=row["_temperature"], seed=row["_seed"], **self.sampling)
+        future = self.engine.submit(Request(name, row["_prompt"], row["_max_new_tokens"], sampling, stop=stop))
+
+        def result() -> RowResult:
+            error = future.exception()
+            if isinstance(error, RequestError):
+                return RowResult(None, None, str(error).split(": ", 1)[-1])
+            completion = future.result()
+            return RowResult(completion, completion_text(self.tokenizer, completion, stop), None)
+
+        return result
+
+
+def _parts(rows: list[int]) -> Iterator[list[int]]:
+    size = -(-len(rows) // GROUPS) or 1
+    for i in range(0, len(rows), size):
+        yield rows[i : i + size]
+
+
+class Turns:
+    """Many may go at once, or one alone. One who waits to be alone lets nobody new in."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside = 0
+        self._alone = 0  # waiting or inside
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._alone == 0)
+            self._inside += 1
+        try:
+            yield
+        finally:
+            self._leave()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        with self._changed:
+            self._alone += 1
+            self._changed.wait_for(lambda: self._inside == 0)
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._alone -= 1
+            self._leave()
+
+    def _leave(self) -> None:
+        with self._changed:
+            self._inside -= 1
+            self._changed.notify_all()

@@ -1,0 +1,5 @@
+"""What a person runs: the command line, and `generate` for notebooks."""
+
+from exspec.jobs.api import generate
+
+__all__ = ["generate"]

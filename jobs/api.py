@@ -1,0 +1,84 @@
+"""`generate`: a job on a table that is at hand, for notebooks. Imports what it needs when it is called."""
+
+import tempfile
+from typing import Any
+
+
+def generate(data: Any, folder: str | None = None, **settings: Any) -> Any:
+    """Generate a completion for every row, as `exspec run` does, and return the rows with the columns of its output.
+
+    data: a pyarrow table, a pandas DataFrame or a Ray Dataset; what comes back is of the same kind. The rows of a table
+        keep their order.
+    folder: where input and output lie, a path or an fsspec URL. A table needs none; the same table with the same folder
+        resumes a job that broke off there. A Ray Dataset needs one that every node can reach.
+    settings: those of `exspec run`, such as `target`, `draft`, `max_new_tokens`. Without a pair: the demo pair.
+
+    Raises JobError where the job is refused or chunks were set aside. Rows that cannot be generated have an `error`.
+
+    Example: generate(pa.table({"prompt": ["Hello"]}), max_new_tokens=16)
+    """
+    import pyarrow as pa
+
+    if isinstance(data, pa.Table):
+        return _table(data, folder, settings)
+    kind = f"{type(data).__module__}.{type(data).__name__}"
+    if kind.startswith("pandas."):
+        return _table(pa.Table.from_pandas(data, preserve_index=False), folder, settings).to_pandas()
+    if kind.startswith("ray.data."):
+        return _dataset(data, folder, settings)
+    raise TypeError(f"generate: expected a pyarrow table, a pandas DataFrame or a Ray Dataset, not {kind}")
+
+
+def _table(table: Any, folder: str | None, settings: dict[str, Any]) -> Any:
+    import io
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from exspec.pipeline.errors import JobError
+    from exspec.pipeline.storage import Folder
+
+    if folder is None:
+        with tempfile.TemporaryDirectory(prefix="exspec-") as temporary:
+            return _table(table, temporary, settings)
+    source = Folder(f"{folder}/input", settings.get("storage_options"))
+    buffer = io.BytesIO()
+    pq.write_table(table, buffer)
+    written = source.write("rows.parquet", buffer.getvalue(), replace=False)
+    if not written and source.read("rows.parquet") != buffer.getvalue():
+        raise JobError(f"generate: {source.url} holds other rows; give another folder")
+    output = _run(folder, settings)
+    parts = sorted(name for name in output.names() if name.startswith("part-"))
+    made = pa.concat_tables([pq.read_table(io.BytesIO(output.read(name))) for name in parts])
+    return made.sort_by("row").replace_schema_metadata()
+
+
+def _dataset(dataset: Any, folder: str | None, settings: dict[str, Any]) -> Any:
+    import ray
+
+    from exspec.pipeline.errors import JobError
+    from exspec.pipeline.storage import Folder
+
+    if folder is None:
+        raise JobError("generate: a Ray Dataset needs a folder that every node can reach")
+    source = Folder(f"{folder}/input", settings.get("storage_options"))
+    if source.names():
+        raise JobError(f"generate: {source.url} is not empty; give another folder, or resume with exspec run")
+    dataset.write_parquet(source.path, filesystem=source.fs)
+    output = _run(folder, settings)
+    parts = sorted(f"{output.path}/{name}" for name in output.names() if name.startswith("part-"))
+    return ray.data.read_parquet(parts, filesystem=output.fs)
+
+
+def _run(folder: str, settings: dict[str, Any]) -> Any:
+    """Run the job between the folder's input and output; returns the output's folder."""
+    from exspec.jobs.run import DEMO_PAIR
+    from exspec.pipeline.errors import JobError
+    from exspec.pipeline.job import load_job
+    from exspec.pipeline.run import execute, prepare
+
+    job = load_job(None, {**settings, "input": f"{folder}/input", "output": f"{folder}/output"}, DEMO_PAIR)
+    prepared = prepare(job)
+    if execute(prepared, quiet=True) != 0:
+        raise JobError(f"{job.output}: the job finished with chunks set aside; see _report.json there")
+    return prepared.folder

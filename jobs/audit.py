@@ -1,0 +1,217 @@
+"""`exspec audit`: a sample of a finished job, decoded again by plain decoding, and compared.
+
+In the job's own shape plain decoding must give the same tokens: anything else is a fault. In float32 the tokens of
+greedy rows are compared with `generate` of transformers too, one prompt at a time; there a model that the job ran in
+bfloat16 may differ by rounding, and the audit tells by how little.
+"""
+
+import json
+import random
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import GenerationConfig, PreTrainedModel
+
+from exspec.actors.engine import Completion, Engine, EngineConfig, Request, RequestError, SequenceStatistics
+from exspec.actors.engine.engine import model_end_ids
+from exspec.actors.generator import KILLER
+from exspec.actors.models import Pair, StopStrings, completion_text, load_model, load_pair
+from exspec.pipeline.errors import JobError
+from exspec.pipeline.job import Job
+from exspec.pipeline.output import AUDIT, JOB, read_job
+from exspec.pipeline.parts import read_rows
+from exspec.pipeline.prompts import Prompts, RowError
+from exspec.pipeline.report import rebuild, write_report
+from exspec.pipeline.shards import Chunk, Plan, read_chunk
+from exspec.pipeline.storage import Folder
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the sample: what the job wrote, and what it was asked."""
+
+    shard: str
+    number: int
+    id: str
+    completion: str | None
+    tokens: int | None
+    request: Request | None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where a row parts from the reference: at its token `token`, whose logit leads the next best by `margin`."""
+
+    shard: str
+    row: int
+    id: str
+    stored: str | None
+    expected: str | None
+    token: int
+    margin: float | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """against: the reference. equal of rows have its text, and its number of tokens."""
+
+    against: str
+    rows: int
+    equal: int
+    differences: list[Difference]
+
+
+def audit(output: str, options: dict[str, Any], count: int, share: float | None, seed: int, generate: bool) -> int:
+    """Audit a job; returns the exit code: 1 where plain decoding in the job's shape gives anything else."""
+    folder = Folder(output, options)
+    description, plan = read_job(folder)
+    if "shape" not in description:
+        raise JobError(f"{output}: {JOB} holds no shape; it was not written by this version")
+    job = Job(**description["job"], storage_options=options)
+    device = str(description["device"])
+    if device == "cuda" and not torch.cuda.is_available():
+        raise JobError(f"{output}: the job ran on cuda, and its shapes can only be compared there; no GPU is at hand")
+    torch.set_num_threads(job.threads)
+    pair = load_pair(job.target, None, getattr(torch, job.dtype), device, job.target_revision)
+    chosen = choose(plan, folder, count, share, seed)
+    rows = list(_read(job, folder, pair, chosen))
+    shaped = EngineConfig(**description["shape"]).plain()
+    found = [compare("plain decoding in the job's shape", rows, decode(pair.target, shaped, rows), pair)]
+    if generate:
+        greedy = [r for r in rows if r.request is None or _is_greedy(r.request)]
+        model = load_model(job.target, torch.float32, device, job.target_revision)
+        expected = {(r.shard, r.number): _generate(model, r.request) for r in greedy if r.request is not None}
+        found.append(compare("generate of transformers in float32", greedy, expected, replace(pair, target=model)))
+    report = {"sample": len(rows), "seed": seed, "comparisons": [asdict(c) for c in found]}
+    folder.write(AUDIT, json.dumps(report, indent=1).encode())
+    rebuilt = rebuild(folder)
+    write_report(rebuilt, rebuilt.figures(), folder)
+    _show(found, folder)
+    return int(found[0].equal < found[0].rows)
+
+
+def choose(plan: Plan, folder: Folder, count: int, share: float | None, seed: int) -> dict[Chunk, list[int]]:
+    """Rows of finished chunks: of every shard its share of `count`, or `share` of its rows, but one at least."""
+    names, by_shard = folder.names(), defaultdict(list)
+    for chunk in plan.chunks():
+        if chunk.part in names:
+            by_shard[chunk.shard.name].append(chunk)
+    total = sum(chunk.rows for chunks in by_shard.values() for chunk in chunks)
+    if total == 0:
+        raise JobError(f"{folder.url}: holds no finished part")
+    part = share if share is not None else min(1.0, count / total)
+    chosen: dict[Chunk, list[int]] = defaultdict(list)
+    for name, chunks in sorted(by_shard.items()):
+        places = [(chunk, i) for chunk in chunks for i in range(chunk.rows)]
+        taken = random.Random(f"{seed} {name}").sample(places, max(1, round(part * len(places))))
+        for chunk, i in taken:
+            chosen[chunk].append(i)
+    return {chunk: sorted(numbers) for chunk, numbers in chosen.items()}
+
+
+def _read(job: Job, folder: Folder, pair: Pair, chosen: dict[Chunk, list[int]]) -> Iterator[Row]:
+    prompts = None
+    for chunk, numbers in chosen.items():
+        source = read_chunk(chunk, job.storage_options)
+        prompts = prompts or Prompts(job, pair.tokenizer, source.schema)
+        columns = ["row", "id", "completion", "completion_tokens", "error"]
+        stored = read_rows(folder, chunk.part, columns).to_pylist()
+        given = source.take(numbers).to_pylist()
+        for i, row in zip(numbers, given, strict=True):
+            out = stored[i]
+            if out["error"] == KILLER:
+                continue  # it would end this process too
+            try:
+                request = prompts.request(row, chunk.shard, chunk.first + i)
+            except RowError:
+                request = None
+            yield Row(
+                chunk.shard.name, chunk.first + i, out["id"], out["completion"], out["completion_tokens"], request
+            )
+
+
+def decode(target: PreTrainedModel, config: EngineConfig, rows: list[Row]) -> dict[tuple[str, int], Completion]:
+    """Completions by shard and row number; a row that the engine refuses has none."""
+    engine = Engine(target, None, config)
+    for row in rows:
+        if row.request is not None:
+            try:
+                engine.submit(row.request)
+            except RequestError:
+                continue  # compare() expects an error row
+    return {(str(c.id[0]), int(c.id[1])): c for c in engine.run()}  # type: ignore[index]
+
+
+def compare(against: str, rows: list[Row], expected: dict[tuple[str, int], Completion], pair: Pair) -> Comparison:
+    """The rows against their reference; one without a reference must be an error row, and one with it must not."""
+    differences = []
+    for row in rows:
+        completion = expected.get((row.shard, row.number))
+        stop = row.request.stop if row.request else None
+        assert stop is None or isinstance(stop, StopStrings)
+        text = None if completion is None else completion_text(pair.tokenizer, completion, stop)
+        count = None if completion is None else len(completion.tokens)
+        if (text, count) != (row.completion, row.tokens):
+            place, margin = (0, None) if completion is None else _first_other(pair, row, completion, text or "")
+            differences.append(Difference(row.shard, row.number, row.id, row.completion, text, place, margin))
+    return Comparison(against, len(rows), len(rows) - len(differences), differences)
+
+
+@torch.inference_mode()
+def _first_other(pair: Pair, row: Row, completion: Completion, text: str) -> tuple[int, float | None]:
+    """The reference's first token whose text is not in what was stored, and its logit's lead over the next best."""
+    stored, place = row.completion or "", 0
+    while place < len(completion.tokens) - 1:
+        begun = str(pair.tokenizer.decode(completion.tokens[: place + 1], skip_special_tokens=True))
+        if not stored.startswith(begun[: len(text)].rstrip("\ufffd")):
+            break
+        place += 1
+    assert row.request is not None
+    ids = torch.tensor([[*row.request.prompt, *completion.tokens[:place]]], device=pair.target.device)
+    best = pair.target(input_ids=ids).logits[0, -1].float().topk(2).values
+    return place, float(best[0] - best[1])
+
+
+def _is_greedy(request: Request) -> bool:
+    return request.sampling.temperature == 0 and request.sampling.repetition_penalty == 1
+
+
+def _generate(model: PreTrainedModel, request: Request) -> Completion:
+    """transformers' completion of one prompt, ended as the engine ends it."""
+    ids = torch.tensor([list(request.prompt)], device=model.device)
+    ends = model_end_ids(model)
+    output = model.generate(  # type: ignore[operator]
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        generation_config=GenerationConfig(
+            do_sample=False, max_new_tokens=request.max_new_tokens, eos_token_id=sorted(ends) or None, pad_token_id=0
+        ),
+    )
+    tokens: list[int] = output[0, len(request.prompt) :].tolist()
+    for place in range(len(tokens)):
+        stopped = request.stop(tokens[: place + 1]) if request.stop else None
+        if tokens[place] in ends or stopped is not None:
+            by = tokens[place] if tokens[place] in ends else stopped
+            return Completion(request.id, tokens[: place + 1], "stop", by, SequenceStatistics())
+    return Completion(request.id, tokens, "length", None, SequenceStatistics())
+
+
+def _show(found: list[Comparison], folder: Folder) -> None:
+    console = Console()
+    table = Table(title=f"audit of {folder.url}")
+    for heading in ("against", "rows", "equal"):
+        table.add_column(heading)
+    for c in found:
+        table.add_row(c.against, str(c.rows), f"{c.equal} ({c.equal / c.rows:.1%})" if c.rows else "-")
+    console.print(table)
+    for c in found:
+        for d in c.differences[:3]:
+            lead = "" if d.margin is None else f", where its logit leads by {d.margin:.2g}"
+            place = f"{d.shard}, row {d.row} (id {d.id}): differs from {c.against} at token {d.token}{lead}"
+            for line in (place, f"  stored:   {d.stored!r}", f"  expected: {d.expected!r}"):
+                console.print(line, markup=False, highlight=False)

@@ -1,0 +1,342 @@
+"""`exspec bench`: the engine's methods beside transformers' own, on the same prompts, in one run.
+
+All methods are run in turn, several times over; a ratio is the median of the ratios within each turn, so that a
+machine that slows down slows all of them. Tokens are counted up to and with the end token, for everyone.
+"""
+
+import json
+import platform
+import random
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from exspec.actors.engine import METHODS, Engine, EngineConfig, EngineStatistics, Request, SequenceStatistics
+from exspec.actors.engine.cached_model import context_length
+from exspec.actors.engine.calibration import Calibration, calibrate
+from exspec.actors.engine.engine import model_end_ids
+from exspec.actors.models import Pair, load_pair
+from exspec.jobs.demo import DRAFT, TARGET
+from exspec.jobs.demo.messages import examples
+
+RIVALS = ("generate", "assisted")
+CHOSEN_BY_AUTO = ("method", "window", "draft_tokens", "bucket")  # B is the bench's own, for all methods
+VARIANT = re.compile(r"(eqspec|exspec)(?:\+(explicit|implicit|both))?(?::(\d+))?")
+DEMO_SEED = 5  # messages that neither training nor its evaluation saw
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line sets; the names are its flags'."""
+
+    target: str | None
+    draft: str | None
+    prompts: Path | None
+    prompt_column: str
+    limit: int
+    batch_size: int
+    window: int
+    draft_tokens: int
+    bucket: int | None
+    max_new_tokens: int
+    exact: bool
+    dtype: str
+    device: str
+    threads: int | None
+    repeats: int
+    methods: tuple[str, ...]
+    threshold: float = 0.3
+    tune_seconds: float = 20.0
+
+    def __post_init__(self) -> None:
+        for method in self.methods:
+            if method not in (*METHODS, *RIVALS, "auto") and not VARIANT.fullmatch(method):
+                raise ValueError(
+                    f"--methods: {method!r} is unknown, expected some of {', '.join((*METHODS, 'auto', *RIVALS))}; "
+                    "exspec also as exspec+explicit, +implicit or +both, and with a K of its own as exspec:3"
+                )
+        if (self.target is None) != (self.draft is None):
+            raise ValueError("--target and --draft: expected both or neither (the demo pair)")
+
+
+@dataclass
+class Outcome:
+    """One run of one method: the completions by prompt, how long it took, and what an engine counted."""
+
+    tokens: list[list[int]]
+    seconds: float = 0.0
+    sequences: SequenceStatistics = field(default_factory=SequenceStatistics)
+    engine: EngineStatistics = field(default_factory=EngineStatistics)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(map(len, self.tokens)) / self.seconds
+
+
+class Bench:
+    """Runs methods over one list of prompts with one pair."""
+
+    def __init__(self, pair: Pair, prompts: list[list[int]], settings: Settings) -> None:
+        self.pair, self.prompts, self.settings = pair, prompts, settings
+        self.end_ids = model_end_ids(pair.target)
+        self.capacity = max(map(len, prompts)) + settings.max_new_tokens
+        self.calibration: Calibration | None = None
+
+    def run(self, method: str, count: int | None = None) -> Outcome:
+        """Decode the prompts, or the first `count`, with the clock running."""
+        prompts = self.prompts[:count]
+        runner: Callable[[list[list[int]]], Outcome] = {
+            "generate": self.generate,
+            "assisted": self.assisted,
+        }.get(method, lambda rows: self.engine(self.config(method), rows))
+        self.synchronize()
+        start = time.perf_counter()
+        outcome = runner(prompts)
+        self.synchronize()
+        outcome.seconds = time.perf_counter() - start
+        return outcome
+
+    def config(self, method: str) -> EngineConfig:
+        """The shape of a method: `exspec+implicit:3` is exspec with that draft length and K = 3."""
+        if method == "auto":
+            assert self.calibration is not None, "tune() comes before auto"
+            return self.calibration.config
+        s = self.settings
+        options: dict[str, Any] = {"method": method, "batch_size": s.batch_size, "window": max(s.window, s.batch_size),
+                   "draft_tokens": s.draft_tokens, "capacity": self.capacity, "exact": s.exact,
+                   "threshold": s.threshold}  # fmt: skip
+        if s.bucket is not None:
+            options["bucket"] = s.bucket
+        if variant := VARIANT.fullmatch(method):
+            name, policy, drafted = variant.groups()
+            options |= {"method": name, "draft_length": policy or "fixed"}
+            options |= {"draft_tokens": int(drafted)} if drafted else {}
+        return EngineConfig(**options)
+
+    def tune(self) -> Calibration:
+        """Choose the shape of `auto` on the bench's own prompts."""
+        requests = [Request(i, p, max_new_tokens=self.settings.max_new_tokens) for i, p in enumerate(self.prompts)]
+        config, seconds = self.config("exspec"), self.settings.tune_seconds
+        self.calibration = calibrate(self.pair.target, self.pair.draft, requests, config, CHOSEN_BY_AUTO, seconds)
+        return self.calibration
+
+    def plain_in_shape_of(self, config: EngineConfig) -> list[list[int]]:
+        """Plain decoding in the method's own shape, in another order of admission."""
+        order = list(range(len(self.prompts)))
+        random.Random(0).shuffle(order)
+        outcome = self.engine(config.plain(), [self.prompts[i] for i in order])
+        by_prompt = dict(zip(order, outcome.tokens, strict=True))
+        return [by_prompt[i] for i in range(len(order))]
+
+    def engine(self, config: EngineConfig, prompts: list[list[int]]) -> Outcome:
+        engine = Engine(self.pair.target, self.pair.draft, config)
+        for i, prompt in enumerate(prompts):
+            engine.submit(Request(i, prompt, max_new_tokens=self.settings.max_new_tokens))
+        completions = sorted(engine.run(), key=lambda c: int(str(c.id)))
+        total = sum((c.statistics for c in completions), start=SequenceStatistics())
+        return Outcome([c.tokens for c in completions], sequences=total, engine=engine.statistics)
+
+    def generate(self, prompts: list[list[int]]) -> Outcome:
+        """transformers' batched `generate`: batches of B in the order given, padded on the left."""
+        size = self.settings.batch_size
+        return Outcome([row for i in range(0, len(prompts), size) for row in self._generate(prompts[i : i + size])])
+
+    def assisted(self, prompts: list[list[int]]) -> Outcome:
+        """transformers' assisted generation, which takes one prompt at a time, with the same K."""
+        return Outcome([row for prompt in prompts for row in self._generate([prompt], assistant_model=self.pair.draft)])
+
+    def oracle(self, dtype: torch.dtype) -> list[list[int]]:
+        """transformers' `generate` on one prompt at a time."""
+        model: Any = self.pair.target
+        if dtype != model.dtype:
+            model = type(model).from_pretrained(model.name_or_path, dtype=dtype).to(model.device).eval()
+        return [self._generate([prompt], model)[0] for prompt in self.prompts]
+
+    def _generate(
+        self, prompts: list[list[int]], model: PreTrainedModel | None = None, **options: Any
+    ) -> list[list[int]]:
+        width = max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=self.pair.target.device)
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=ids.device)
+        output = (model or self.pair.target).generate(  # type: ignore[operator]
+            input_ids=ids,
+            attention_mask=mask,
+            # A configuration of its own: what the model's suggests (sampling, penalties) is not what is compared here.
+            generation_config=GenerationConfig(
+                do_sample=False,
+                max_new_tokens=self.settings.max_new_tokens,
+                eos_token_id=sorted(self.end_ids) or None,
+                pad_token_id=min(self.end_ids, default=0),
+                num_assistant_tokens=self.settings.draft_tokens,
+                num_assistant_tokens_schedule="constant",
+                assistant_confidence_threshold=0.0,
+            ),
+            **options,
+        )
+        return [self._until_end(row[width:]) for row in output.tolist()]
+
+    def _until_end(self, tokens: list[int]) -> list[int]:
+        end = next((i + 1 for i, token in enumerate(tokens) if token in self.end_ids), len(tokens))
+        return tokens[:end]
+
+    def synchronize(self) -> None:
+        if self.pair.target.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def run(settings: Settings) -> None:
+    """Load, time, compare, print."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from exspec.jobs.tables import bench_table, candidates_table
+
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    disable_progress_bar()
+    torch.set_num_threads(settings.threads or torch.get_num_threads())
+    pair = load_pair(
+        settings.target or str(TARGET), settings.draft or str(DRAFT), getattr(torch, settings.dtype), settings.device
+    )
+    prompts = [pair.tokenizer(text)["input_ids"] for text in islice(_texts(settings, pair.tokenizer), settings.limit)]
+    room = context_length(pair.target.config) - settings.max_new_tokens
+    fitting = [p for p in prompts if 0 < len(p) <= room]
+    if len(fitting) < len(prompts):
+        console.print(
+            f"{len(prompts) - len(fitting)} of {len(prompts)} prompts left out: empty, or longer than {room} tokens"
+        )
+    if not fitting:
+        raise ValueError(f"no prompt is left that fits the model's context with {settings.max_new_tokens} new tokens")
+    bench = Bench(pair, fitting, settings)
+
+    if "auto" in settings.methods:
+        found = bench.tune()
+        console.print(candidates_table(found.table(), found.seconds))
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("warm-up", total=len(settings.methods) * (settings.repeats + 1) + 1)
+        for method in settings.methods:
+            bench.run(method, count=settings.batch_size)
+            progress.advance(task)
+        turns: list[dict[str, Outcome]] = []
+        for turn in range(settings.repeats):
+            turns.append({})
+            for method in settings.methods:
+                progress.update(task, description=f"{method}, run {turn + 1}")
+                turns[-1][method] = bench.run(method)
+                progress.advance(task)
+        progress.update(task, description="comparing tokens")
+        rows = compare(bench, turns)
+
+    hardware = describe_hardware(pair.target.device)
+    title = (
+        f"{len(fitting)} prompts, B={settings.batch_size}, W={settings.window}, K={settings.draft_tokens}, "
+        f"at most {settings.max_new_tokens} tokens, {settings.dtype}, {hardware}"
+    )
+    console.print(bench_table(rows, title))
+    shown = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(settings).items()}
+    print(json.dumps({"settings": shown, "hardware": hardware, "prompts": len(fitting), "methods": rows}))
+
+
+def compare(bench: Bench, turns: list[dict[str, Outcome]]) -> list[dict[str, Any]]:
+    """One row of figures for each method."""
+    same_dtype = bench.oracle(bench.pair.target.dtype)
+    float32 = same_dtype if bench.pair.target.dtype == torch.float32 else bench.oracle(torch.float32)
+    shaped: dict[EngineConfig, list[list[int]]] = {}
+    rows = []
+    for method, last in turns[-1].items():
+        shape = bench.config("plain" if method in RIVALS else method).plain()
+        if shape not in shaped:
+            shaped[shape] = bench.plain_in_shape_of(shape)
+        speeds = [turn[method].tokens_per_second for turn in turns]
+        engine, sequences = last.engine, last.sequences
+        rows.append(
+            {
+                "method": method,
+                "tokens_per_second": round(statistics.median(speeds), 1),
+                "tokens_per_second_range": [round(min(speeds), 1), round(max(speeds), 1)],
+                "ratio_to_generate": _ratio(turns, method, "generate"),
+                "ratio_to_plain": _ratio(turns, method, "plain"),
+                "exact_vs_generate": _share_equal(last.tokens, same_dtype),
+                "exact_vs_float32": _share_equal(last.tokens, float32),
+                "exact_vs_plain": _share_equal(last.tokens, shaped[shape]),
+                "drafted": sequences.drafted,
+                "wasted": sequences.drafted - sequences.accepted,
+                "acceptance_rate": round(sequences.acceptance_rate, 4) if sequences.drafted else None,
+                "mean_accepted_length": round(sequences.mean_accepted_length, 3) if engine.rounds else None,
+                "occupancy": round(engine.occupancy, 4) if engine.rounds else None,
+                "rounds": engine.rounds or None,
+                "ragged_rounds": engine.ragged_rounds if engine.rounds else None,
+                "dead_columns": round(engine.dead_columns / engine.columns, 4) if engine.rounds else None,
+                "tokens": sum(map(len, last.tokens)),
+                "seconds": {k: round(v, 3) for k, v in engine.seconds.items()},
+            }
+        )
+    return rows
+
+
+def _ratio(turns: list[dict[str, Outcome]], method: str, base: str) -> float | None:
+    if base not in turns[0]:
+        return None
+    ratios = [turn[method].tokens_per_second / turn[base].tokens_per_second for turn in turns]
+    return round(statistics.median(ratios), 3)
+
+
+def _share_equal(ours: list[list[int]], theirs: list[list[int]]) -> float:
+    return round(sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours), 4)
+
+
+def describe_hardware(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def _texts(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """The prompts as texts: rendered demo messages, or a column of a file as it stands."""
+    if settings.prompts is None:
+        for example in examples(DEMO_SEED):
+            messages = [{"role": "user", "content": example.message}]
+            yield str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    else:
+        yield from read_column(settings.prompts, settings.prompt_column)
+
+
+def read_column(path: Path, column: str) -> Iterator[str]:
+    """Texts of a Parquet or JSONL column; `name[2]` takes the third item of a list.
+
+    Raises ValueError naming file, row and column where there is no such text.
+    """
+    name, _, index = column.partition("[")
+    for number, row in enumerate(_rows(path)):
+        try:
+            value = row[name]
+            text = value[int(index.rstrip("]"))] if index else value
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}, row {number}: no column {column!r}, found {', '.join(sorted(row))}") from error
+        if not isinstance(text, str):
+            raise ValueError(f"{path}, row {number}, column {column!r}: expected text, not {type(text).__name__}")
+        yield text
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    if path.suffix == ".parquet":
+        import pyarrow.parquet as pq
+
+        for batch in pq.ParquetFile(path).iter_batches():
+            yield from batch.to_pylist()
+        return
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines):
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number + 1}: expected a JSON object ({error.msg})") from error

@@ -1,0 +1,228 @@
+"""The command line. Every command imports what it needs when it runs, so that `--help` loads neither torch nor Ray."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from exspec.jobs.options import with_settings
+from exspec.pipeline.job import Dtype, Job
+
+app = typer.Typer(
+    name="exspec",
+    help="Large offline LLM generation with exact batch speculative decoding.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def _root() -> None:
+    """Large offline LLM generation with exact batch speculative decoding."""
+
+
+@app.command()
+def bench(
+    target: Annotated[str | None, typer.Option(help="Hub id or folder. Default: the demo pair.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Hub id or folder of the draft.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="Parquet or JSONL file. Default: demo messages.")] = None,
+    prompt_column: Annotated[
+        str, typer.Option(help="Column of the prompts; `turns[0]` takes a list's item.")
+    ] = "prompt",
+    limit: Annotated[int, typer.Option(min=1, help="Prompts to decode.")] = 48,
+    batch_size: Annotated[int, typer.Option(min=1, help="B: rows of a forward.")] = 8,
+    window: Annotated[int, typer.Option(min=1, help="W: slots of the pool.")] = 24,
+    draft_tokens: Annotated[int, typer.Option(min=1, help="K: tokens drafted a round.")] = 5,
+    bucket: Annotated[int | None, typer.Option(min=1, help="KV columns of a length bucket.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a completion, at most.")] = 64,
+    exact: Annotated[bool, typer.Option(help="Fixed shapes: tokens depend on nothing but the row.")] = True,
+    dtype: Annotated[Dtype, typer.Option(help="Dtype of weights and KV.")] = Dtype.float32,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: one per core.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of every method, in turn.")] = 3,
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated: plain, eqspec, exspec, auto, generate, assisted; exspec+both:3 has a policy and a K."
+        ),
+    ] = "plain,eqspec,exspec,auto,generate,assisted",
+    threshold: Annotated[float, typer.Option(help="Chance of acceptance below which a policy ends a draft.")] = 0.3,
+    tune_seconds: Annotated[float, typer.Option(min=0.1, help="Seconds of the calibration of auto.")] = 20.0,
+    synthetic: Annotated[
+        str | None, typer.Option(help="TARGET:DRAFT, shapes with random weights, for every B and acceptance below.")
+    ] = None,
+    batch_sizes: Annotated[str, typer.Option(help="With --synthetic: every B.")] = "1,2,4,8,16,32,64",
+    acceptances: Annotated[
+        str, typer.Option(help="With --synthetic: chances of a right draft.")
+    ] = "0.2,0.4,0.6,0.8,0.9",
+    output: Annotated[Path | None, typer.Option(help="With --synthetic: file for the JSON report.")] = None,
+) -> None:
+    """Time the methods against each other and compare their tokens. The last line is one JSON object.
+
+    Example: exspec bench --limit 48 --max-new-tokens 64
+    """
+    if synthetic is not None:
+        from exspec.jobs import synthetic as shapes
+
+        shapes.run(
+            shapes.Settings(
+                pair=synthetic,
+                batch_sizes=tuple(int(b) for b in batch_sizes.split(",")),
+                acceptances=tuple(float(a) for a in acceptances.split(",")),
+                draft_tokens=draft_tokens,
+                prompts=limit,
+                max_new_tokens=max_new_tokens,
+                dtype=dtype.value,
+                device=device,
+                repeats=repeats,
+                tune_seconds=tune_seconds,
+            ),
+            output,
+        )
+        return
+    from exspec.jobs import bench as job
+
+    settings = job.Settings(
+        target=target,
+        draft=draft,
+        prompts=prompts,
+        prompt_column=prompt_column,
+        limit=limit,
+        batch_size=batch_size,
+        window=window,
+        draft_tokens=draft_tokens,
+        bucket=bucket,
+        max_new_tokens=max_new_tokens,
+        exact=exact,
+        dtype=dtype.value,
+        device=device,
+        threads=threads,
+        repeats=repeats,
+        methods=tuple(methods.split(",")),
+        threshold=threshold,
+        tune_seconds=tune_seconds,
+    )
+    job.run(settings)
+
+
+@app.command()
+@with_settings(Job)
+def run(
+    job: Path | None,
+    flags: dict[str, Any],
+    restart: Annotated[bool, typer.Option(help="Move the output aside and start over.")] = False,
+    retry_errors: Annotated[bool, typer.Option(help="Run rows again that have an error.")] = False,
+    quiet: Annotated[bool, typer.Option(help="Show no progress.")] = False,
+) -> None:
+    """Generate completions for Parquet shards. Run it again to resume: only what is missing runs.
+
+    Example: exspec run --input messages/ --output out/
+
+    Exit codes: 0 all rows done (row errors included), 1 finished with chunks set aside, 2 refused before starting.
+    """
+    from exspec.jobs import run as jobs
+
+    raise typer.Exit(jobs.run(job, flags, restart, retry_errors, quiet))
+
+
+@app.command()
+@with_settings(Job)
+def plan(job: Path | None, flags: dict[str, Any]) -> None:
+    """Show what a job would do, and everything that is wrong with it. Runs nothing.
+
+    Example: exspec plan --input messages/ --output out/
+    """
+    from exspec.jobs import run as jobs
+
+    jobs.plan(job, flags)
+
+
+@app.command()
+@with_settings(Job)
+def tune(job: Path | None, flags: dict[str, Any]) -> None:
+    """Measure the shape that a job should decode in, on this machine: the settings that are auto.
+
+    Example: exspec tune --input messages/ --output out/ --batch-size 8
+    """
+    from exspec.jobs import run as jobs
+
+    jobs.tune(job, flags)
+
+
+Options = Annotated[
+    str | None, typer.Option("--storage-options", help="JSON of the file system's options, as fsspec takes them.")
+]
+
+
+def _options(text: str | None) -> dict[str, Any]:
+    try:
+        options = json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--storage-options: not JSON: {error}") from error
+    if not isinstance(options, dict):
+        raise ValueError("--storage-options: expected a JSON object")
+    return options
+
+
+@app.command()
+def audit(
+    output: Annotated[str, typer.Argument(help="Output folder of a job, a path or an fsspec URL.")],
+    count: Annotated[int, typer.Option(min=1, help="Rows to decode again, spread over the shards.")] = 64,
+    share: Annotated[float | None, typer.Option(min=0, max=1, help="Share of all rows, in place of a count.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the sample.")] = 0,
+    generate: Annotated[bool, typer.Option(help="Compare with transformers' generate in float32 too.")] = True,
+    storage_options: Options = None,
+) -> None:
+    """Decode a sample of a finished job again by plain decoding, and compare.
+
+    Writes _audit.json and a section of the report.
+
+    Example: exspec audit out/ --count 200
+
+    Exit codes: 0 all equal in the job's own shape, 1 some differ, 2 refused.
+    """
+    from exspec.jobs import audit as job
+
+    raise typer.Exit(job.audit(output, _options(storage_options), count, share, seed, generate))
+
+
+@app.command()
+def report(
+    outputs: Annotated[list[str], typer.Argument(help="Output folders of jobs, paths or fsspec URLs.")],
+    price_per_gpu_hour: Annotated[float | None, typer.Option(min=0, help="To tell what a million tokens cost.")] = None,
+    storage_options: Options = None,
+) -> None:
+    """Build the report of a job again from its parts, and compare jobs side by side. The last line is one JSON object.
+
+    Example: exspec report out/plain out/exspec --price-per-gpu-hour 3
+    """
+    from exspec.jobs import report as job
+
+    job.report(outputs, _options(storage_options), price_per_gpu_hour)
+
+
+@app.command()
+def messages(
+    output: Annotated[Path, typer.Argument(help="Folder for the shards.")],
+    rows: Annotated[int, typer.Option(min=1, help="Messages in all.")] = 512,
+    shards: Annotated[int, typer.Option(min=1, help="Files to spread them over.")] = 4,
+    seed: Annotated[int, typer.Option(help="Seed of the messages.")] = 5,
+) -> None:
+    """Write demo messages as Parquet shards, to try a job with.
+
+    Example: exspec messages messages/ --rows 512
+    """
+    from exspec.jobs.demo.shards import write_shards
+
+    write_shards(output, rows, shards, seed)
+
+
+def main() -> None:
+    """Entry point: errors that name what is wrong become one sentence and exit code 2."""
+    try:
+        app()
+    except (ValueError, OSError) as error:
+        print(f"exspec: {error}", file=sys.stderr)
+        sys.exit(2)

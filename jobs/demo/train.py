@@ -1,0 +1,224 @@
+"""Trains the demo pair from nothing but the generated messages, and writes it where `exspec` looks for it.
+
+    python -m exspec.jobs.demo.train [--output FOLDER] [--minutes 35] [--draft-minutes 8] [--device cpu|cuda]
+
+Writes `target/` and `draft/` (safetensors in bfloat16, tokenizer, chat template) and `training.json`, which says
+how long it trained, on what hardware, and what the held-out messages gave. The two models see different messages
+of the same kind; held-out messages come from a third seed.
+"""
+
+import json
+import math
+import platform
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from exspec.jobs.demo import PAIR
+from exspec.jobs.demo.messages import examples
+
+MESSAGE, RECORD, END = "<|message|>", "<|record|>", "<|end|>"
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{%- if message.role == 'user' -%}<|message|>{{ message.content }}
+{%- elif message.role == 'assistant' -%}<|record|>{{ message.content }}<|end|>
+{%- else -%}{{ raise_exception('the demo model knows the roles user and assistant only, not ' ~ message.role) }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|record|>{%- endif -%}"""
+
+VOCABULARY = 1024
+CONTEXT = 1024
+SHORT = 250  # characters; training begins with messages up to this long, where the copying of facts is learned fastest
+HELD_OUT_SEED, TARGET_SEED, DRAFT_SEED, TOKENIZER_SEED = 1, 2, 3, 4
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+TARGET = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, **_HEADS}
+DRAFT = {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 2, **_HEADS}
+TOKENS_PER_STEP = 3072
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE over messages and records, digits one by one, so that copying a number is copying its tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    stream = examples(TOKENIZER_SEED)
+    texts = (text for _ in range(6000) for e in (next(stream),) for text in (e.message, e.completion))
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[MESSAGE, RECORD, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
+    wrapped.chat_template = CHAT_TEMPLATE
+    wrapped.model_max_length = CONTEXT
+    return wrapped
+
+
+def build_model(shape: dict[str, int], end: int) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=end,
+        pad_token_id=end,
+        **shape,  # type: ignore[arg-type]
+    )
+    model = LlamaForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=end, do_sample=False)
+    return model
+
+
+def prompt_text(message: str) -> str:
+    """The chat template's rendering of one user message."""
+    return f"{MESSAGE}{message}{RECORD}"
+
+
+def batches(seed: int, longest: int, tokenizer: PreTrainedTokenizerFast) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Endless batches of about TOKENS_PER_STEP tokens from messages of up to `longest` characters, rows of like length
+    together.
+
+    Yields ids [B, S], right-padded with zeros, and labels [B, S]: the next token on the record, -100 elsewhere.
+    """
+    end = tokenizer.convert_tokens_to_ids(END)
+    shuffle = random.Random(0)
+    stream = (e for e in examples(seed) if len(e.message) <= longest)
+    while True:
+        chunk = [next(stream) for _ in range(2048)]
+        prompts = tokenizer([prompt_text(e.message) for e in chunk])["input_ids"]
+        records = tokenizer([e.completion for e in chunk])["input_ids"]
+        rows = sorted(
+            ((p, [*r, end]) for p, r in zip(prompts, records, strict=True)), key=lambda row: sum(map(len, row))
+        )
+        made: list[list[Any]] = [[]]
+        for row in rows:
+            if (len(made[-1]) + 1) * sum(map(len, row)) > TOKENS_PER_STEP:
+                made.append([])
+            made[-1].append(row)
+        shuffle.shuffle(made)
+        for batch in made:
+            width = max(len(p) + len(r) for p, r in batch) - 1
+            ids, labels = torch.zeros(len(batch), width, dtype=torch.long), torch.full((len(batch), width), -100)
+            for i, (p, r) in enumerate(batch):
+                ids[i, : len(p) + len(r) - 1] = torch.tensor([*p, *r[:-1]])
+                labels[i, len(p) - 1 : len(p) + len(r) - 1] = torch.tensor(r)
+            yield ids, labels
+
+
+def train(model: Any, seed: int, tokenizer: PreTrainedTokenizerFast, minutes: float, device: str) -> dict[str, Any]:
+    """Train until the time is up; the learning rate follows the clock: short warm-up, flat, then linear to zero.
+
+    Matrices of the layers learn by Muon, the rest by AdamW. Only record tokens carry loss, so only they get logits.
+    """
+    model.to(device).train()
+    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if not any(p is m for m in matrices)]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(matrices, lr=0.004, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=0.004, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
+    short, every = (batches(seed, longest, tokenizer) for longest in (SHORT, 100_000))
+    start, step, tokens, running = time.monotonic(), 0, 0, math.log(VOCABULARY)
+    while (share := (time.monotonic() - start) / (60 * minutes)) < 1:
+        ids, labels = (t.to(device) for t in next(short if share < 0.3 else every))
+        with torch.autocast(device, dtype=torch.bfloat16):
+            hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state  # [B, S, D]
+            on_record = labels != -100
+            logits = model.lm_head(hidden[on_record])  # [tokens, V]
+        loss = torch.nn.functional.cross_entropy(logits.float(), labels[on_record])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scale = min(1.0, (step + 1) / 50, (1 - share) / 0.6)
+        for optimizer, peak in zip(optimizers, peaks, strict=True):
+            optimizer.param_groups[0]["lr"] = peak * scale
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        step, tokens, running = step + 1, tokens + ids.numel(), 0.98 * running + 0.02 * loss.item()
+        if step % 50 == 0:
+            print(
+                f"step {step:5d}  {60 * minutes * share:5.0f} s  {tokens / 1e6:6.2f} M tokens  loss {running:.4f}",
+                flush=True,
+            )
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "minutes": round((time.monotonic() - start) / 60, 1),
+        "steps": step,
+        "tokens": tokens,
+        "loss": round(running, 5),
+    }
+
+
+@torch.no_grad()
+def evaluate(model: Any, tokenizer: PreTrainedTokenizerFast, count: int, device: str) -> dict[str, float]:
+    """Share of record fields that greedy decoding gets right on held-out messages, one at a time."""
+    model.to(device).eval()
+    stream = examples(HELD_OUT_SEED)
+    right = total = whole = 0
+    for _ in range(count):
+        example = next(stream)
+        ids = tokenizer(prompt_text(example.message), return_tensors="pt")["input_ids"].to(device)
+        output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=400)
+        try:
+            record = json.loads(str(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)))
+        except json.JSONDecodeError:
+            record = {}
+        hits = sum(record.get(key) == value for key, value in example.record.items())
+        right, total, whole = right + hits, total + len(example.record), whole + (hits == len(example.record))
+    return {
+        "held_out_messages": count,
+        "fields_right": round(right / total, 4),
+        "records_right": round(whole / count, 4),
+    }
+
+
+def hardware(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def main(
+    output: Annotated[Path, typer.Option(help="Folder to write target/, draft/ and training.json into.")] = PAIR,
+    minutes: Annotated[float, typer.Option(help="Minutes of training for the target.")] = 34,
+    draft_minutes: Annotated[float, typer.Option(help="Minutes of training for the draft.")] = 8,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cuda" if torch.cuda.is_available() else "cpu",
+) -> None:
+    """Train the demo pair."""
+    torch.manual_seed(0)
+    tokenizer = build_tokenizer()
+    end = tokenizer.vocab[END]
+    summary: dict[str, Any] = {
+        "data": "messages generated by exspec.jobs.demo.messages, seeds "
+        f"{TARGET_SEED} (target), {DRAFT_SEED} (draft), {HELD_OUT_SEED} (held out)",
+        "hardware": hardware(device),
+        "torch": torch.__version__,
+    }
+    for name, shape, seed, budget in (
+        ("target", TARGET, TARGET_SEED, minutes),
+        ("draft", DRAFT, DRAFT_SEED, draft_minutes),
+    ):
+        model: Any = build_model(shape, end)
+        summary[name] = train(model, seed, tokenizer, budget, device)
+        model.to(torch.bfloat16).save_pretrained(output / name)
+        tokenizer.save_pretrained(output / name)
+        # What is measured is what was saved: the weights rounded to bfloat16, computed with in float32.
+        summary[name] |= evaluate(model.float(), tokenizer, 200, device)
+        print(name, summary[name], flush=True)
+        (output / "training.json").write_text(json.dumps(summary, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

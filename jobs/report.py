@@ -1,0 +1,48 @@
+"""`exspec report`: a job's report built again from its parts, and several jobs side by side."""
+
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from exspec.pipeline.report import price, rebuild, write_report
+from exspec.pipeline.storage import Folder
+
+COMPARED = ("rows", "errors", "completion_tokens", "seconds", "tokens_per_second", "acceptance_rate",
+            "mean_accepted_length", "repeated_chunks")  # fmt: skip
+
+
+def report(outputs: list[str], options: dict[str, Any], price_per_gpu_hour: float | None) -> None:
+    """Write every output's report anew, and print the figures of all in one table. The last line is one JSON object."""
+    jobs = []
+    for output in outputs:
+        folder = Folder(output, options)
+        rebuilt = rebuild(folder)
+        figures = rebuilt.figures()
+        write_report(rebuilt, figures, folder)
+        jobs.append(_figures(output, rebuilt.description, figures, price_per_gpu_hour))
+    table = Table(title="jobs")
+    table.add_column("")
+    for job in jobs:
+        table.add_column(job["output"], overflow="fold")
+    for name in jobs[0]:
+        if name != "output":
+            table.add_row(name.replace("_", " "), *("-" if job[name] is None else str(job[name]) for job in jobs))
+    Console().print(table)
+    print(json.dumps(jobs))
+
+
+def _figures(
+    output: str, description: dict[str, Any], figures: dict[str, Any], price_per_gpu_hour: float | None
+) -> dict[str, Any]:
+    job, shape = description["job"], description["shape"]
+    found = {"output": output, "target": job["target"], "draft": job["draft"], "method": shape["method"],
+             "batch_size": shape["batch_size"], "draft_tokens": shape["draft_tokens"], "device": description["device"],
+             "actors": len(figures["rows_by_actor"])}  # fmt: skip
+    found |= {name: figures[name] for name in COMPARED}
+    if price_per_gpu_hour is not None:
+        gpus = 1.0 if job["num_gpus"] is None else job["num_gpus"]
+        cost = price(figures, gpus, price_per_gpu_hour)
+        found["cost_per_million_tokens"] = None if cost is None else round(cost, 4)
+    return found

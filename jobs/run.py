@@ -1,0 +1,105 @@
+"""`exspec run`, `exspec plan` and `exspec tune`."""
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+from exspec.jobs.demo import DRAFT, TARGET
+from exspec.jobs.tables import candidates_table
+from exspec.pipeline.errors import JobError
+from exspec.pipeline.job import AUTO, Job, load_job
+from exspec.pipeline.prompts import RowError
+from exspec.pipeline.run import Prepared, execute, prepare
+from exspec.pipeline.shape import Settled, memory_of, sample, settle, shape_of
+from exspec.pipeline.shards import read_chunk
+
+DEMO_PAIR = {"target": str(TARGET), "draft": str(DRAFT)}
+SHOWN = 3  # rendered prompts that a plan prints
+
+
+def run(file: Path | None, flags: dict[str, Any], restart: bool, retry_errors: bool, quiet: bool) -> int:
+    """Run a job, or what is missing of it. Returns the exit code."""
+    _hush()
+    job = load_job(file, flags, DEMO_PAIR)
+    return execute(prepare(job, restart), retry_errors, quiet=quiet)
+
+
+def plan(file: Path | None, flags: dict[str, Any]) -> None:
+    """Print what a job would do."""
+    _hush()
+    job = load_job(file, flags, DEMO_PAIR)
+    prepared = prepare(job)
+    chunks = list(prepared.plan.chunks())
+    missing = prepared.missing
+    console = Console()
+    table = Table(show_header=False, title="plan")
+    table.add_row("shards", f"{len(prepared.plan.shards)}")
+    table.add_row("rows", f"{prepared.plan.rows}")
+    table.add_row("chunks", f"{len(chunks)} of at most {job.rows_per_chunk} rows, {len(chunks) - len(missing)} done")
+    table.add_row("actors", f"{job.actors}, each {job.chunks_in_flight} chunks at once or more")
+    config, free = prepared.shape.config, prepared.shape.free
+    table.add_row("shape", f"{Settled(config, [])}, {config.capacity} tokens a slot")
+    if free:
+        table.add_row("", f"{', '.join(free)}: measured when the job starts; what stands here is where it begins")
+    packed = job.device != "cuda" and torch.backends.mkldnn.is_available()
+    table.add_row("memory of an actor", str(memory_of(config, prepared.models.configs, job, packed)))
+    console.print(table)
+    _show_prompts(prepared, job, console)
+
+
+def tune(file: Path | None, flags: dict[str, Any]) -> None:
+    """Measure what is auto in a job, on this machine, and print what it found and how to fix it in a job file."""
+    _hush()
+    job = load_job(file, flags, DEMO_PAIR)
+    prepared = prepare(job)
+    shape = shape_of(job, prepared.models.context, job.tune_from, None)
+    if not shape.free:
+        raise JobError(f"nothing to measure: of {', '.join(AUTO)} none is auto, or the method is eqspec")
+    where = job.device if job.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    settled = settle(job, shape, sample(job, prepared.plan, prepared.prompts), where)
+    console = Console()
+    console.print(candidates_table(settled.candidates, settled.seconds))
+    for name in AUTO:
+        console.print(f"{name}: {getattr(settled.config, name)}", highlight=False)
+    if settled.config.draft_length != "fixed":
+        console.print(f"threshold: {settled.config.threshold:.3f}", highlight=False)
+
+
+def _show_prompts(prepared: Prepared, job: Job, console: Console) -> None:
+    """The first prompts as they are rendered, and what is wrong with rows of the first chunks."""
+    refused, looked, ids = [], 0, []
+    for chunk in islice(prepared.plan.chunks(), 8):
+        for i, row in enumerate(read_chunk(chunk, job.storage_options).to_pylist()):
+            looked += 1
+            ids.append(row.get(job.id_column or ""))
+            try:
+                text, tokens = prepared.prompts.text(row), prepared.prompts.tokens(row)
+                settings = prepared.prompts.settings(row, chunk.shard, chunk.first + i)
+            except RowError as error:
+                refused.append(f"{chunk.shard.name}, row {chunk.first + i}: {error}")
+                continue
+            if len(tokens) + settings.max_new_tokens > prepared.shape.config.capacity:
+                refused.append(
+                    f"{chunk.shard.name}, row {chunk.first + i}: {len(tokens)} prompt and {settings.max_new_tokens} "
+                    f"new tokens are more than the capacity of {prepared.shape.config.capacity}"
+                )
+            if looked <= SHOWN:
+                console.print(f"prompt of {len(tokens)} tokens: {text[:300]!r}", markup=False, highlight=False)
+    console.print(f"{len(refused)} of the first {looked} rows would be refused", markup=False, highlight=False)
+    for line in refused[:10]:
+        console.print(f"  {line}", markup=False, highlight=False)
+    if job.id_column:
+        nulls = sum(v is None for v in ids)
+        repeated = len(ids) - nulls - len({str(v) for v in ids if v is not None})
+        if nulls or repeated:
+            console.print(f"ids: {nulls} null and {repeated} repeated; shard and row tell them apart", highlight=False)
+
+
+def _hush() -> None:
+    disable_progress_bar()
+    set_verbosity_error()

@@ -1,0 +1,47 @@
+"""Tables on a terminal."""
+
+from typing import Any
+
+from rich.table import Table
+
+
+def bench_table(rows: list[dict[str, Any]], title: str) -> Table:
+    """Figures of methods side by side, as `bench.compare` returns them."""
+    grid = Table(title=title)
+    headings = ("method", "tokens/s", "min-max", "x generate", "x plain", "= float32", "= plain", "acceptance",
+                "wasted drafts", "accepted length", "occupancy", "dead columns")  # fmt: skip
+    for heading in headings:
+        grid.add_column(heading, justify="left" if heading == "method" else "right")
+    for row in rows:
+        low, high = row["tokens_per_second_range"]
+        grid.add_row(
+            row["method"],
+            f"{row['tokens_per_second']:.0f}",
+            f"{low:.0f}-{high:.0f}",
+            _cell(row["ratio_to_generate"], ".2f"),
+            _cell(row["ratio_to_plain"], ".2f"),
+            f"{row['exact_vs_float32']:.1%}",
+            f"{row['exact_vs_plain']:.1%}",
+            _cell(row["acceptance_rate"], ".3f"),
+            str(row["wasted"]) if row["drafted"] else "-",
+            _cell(row["mean_accepted_length"], ".2f"),
+            _cell(row["occupancy"], ".2f"),
+            _cell(row["dead_columns"], ".1%"),
+        )
+    return grid
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def candidates_table(candidates: list[dict[str, Any]], seconds: float, shown: int = 8) -> Table:
+    """Candidates of a calibration: those that were run, and the best of the others."""
+    grid = Table(title=f"calibration in {seconds:.0f} s: tokens/s by shape")
+    for heading in ("method", "B", "W", "K", "bucket", "predicted", "measured", ""):
+        grid.add_column(heading, justify="left" if heading in ("method", "") else "right")
+    for row in candidates[:shown]:
+        names = ("method", "batch_size", "window", "draft_tokens", "bucket")
+        measured = _cell(row["measured"], ".0f")
+        grid.add_row(*(str(row[n]) for n in names), f"{row['predicted']:.0f}", measured, "chosen" * row["chosen"])
+    return grid

@@ -1,0 +1,243 @@
+"""What a job is: its settings, checked once, and the fingerprint of all that decides its output."""
+
+import hashlib
+import json
+import os
+import re
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from exspec.pipeline.errors import JobError
+
+
+class Dtype(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class Method(StrEnum):
+    auto = "auto"
+    plain = "plain"
+    eqspec = "eqspec"
+    exspec = "exspec"
+
+
+class DraftLength(StrEnum):
+    fixed = "fixed"
+    explicit = "explicit"
+    implicit = "implicit"
+    both = "both"
+
+
+AUTO = ("method", "batch_size", "window", "draft_tokens", "bucket")  # settings that may be measured
+Auto = int | Literal["auto"]
+
+
+def _absolute(path: str) -> str:
+    return path if "://" in path else os.path.abspath(path)  # noqa: PTH100  (a glob is no path that exists)
+
+
+def _anonymous(url: str) -> str:
+    """A URL without user and password."""
+    return re.sub(r"(?<=://)[^/@]*@", "", url)
+
+
+def setting(default: Any, help: str, **limits: Any) -> Any:
+    return Field(default, description=help, **limits)
+
+
+class Job(BaseModel):
+    """The settings of a job. A job file (YAML) and the command line have the same names."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    target: str = setting(..., "Hub id or folder of the target model. Default: the demo pair.")
+    draft: str | None = setting(None, "Hub id or folder of the draft model.")
+    target_revision: str | None = setting(None, "Revision of the target on the hub.")
+    draft_revision: str | None = setting(None, "Revision of the draft on the hub.")
+
+    input: list[str] = setting(..., "Folders, globs or Parquet files; fsspec URLs such as s3://bucket/folder.")
+    output: str = setting(..., "Folder for the completions; an fsspec URL.")
+    storage_options: dict[str, Any] = setting({}, "Options of the file systems, as fsspec takes them.")
+
+    prompt_column: str | None = setting(
+        None,
+        "Column of the prompts: text, or a list of messages. Default: the first of messages, prompt, message, text.",
+    )
+    prompt_template: str | None = setting(None, "Jinja template of the prompt over a row's columns.")
+    template_arguments: dict[str, Any] = setting({}, "Arguments of the tokenizer's chat template.")
+    id_column: str | None = setting(None, "Column of the ids. Default: shard and row number.")
+    carry: list[str] | None = setting(None, "Input columns to carry through. Default: all.")
+    max_new_tokens_column: str | None = setting(None, "Column that overrides max_new_tokens by row.")
+    temperature_column: str | None = setting(None, "Column that overrides temperature by row.")
+    seed_column: str | None = setting(None, "Column that overrides a row's seed.")
+    stop_column: str | None = setting(None, "Column that overrides stop by row: text, or a list of texts.")
+
+    max_new_tokens: int = setting(256, "Tokens of a completion, at most.", ge=1)
+    temperature: float = setting(0.0, "0 is greedy.", ge=0)
+    top_p: float = setting(1.0, "Keep the smallest set of tokens whose probability reaches this.", gt=0, le=1)
+    top_k: int = setting(0, "Keep the k likeliest tokens; 0 is all.", ge=0)
+    repetition_penalty: float = setting(1.0, "As in transformers; 1 is off.", gt=0)
+    seed: int = setting(0, "Seed of the job; every row's own comes from it and the row's identity.", ge=0)
+    stop: list[str] = setting([], "Strings that end a completion; it is cut before them.")
+
+    method: Method = setting(Method.auto, "plain, eqspec, exspec, or auto: the faster of plain and exspec.")
+    batch_size: Auto = setting("auto", "B: rows of a forward.")
+    window: Auto = setting("auto", "W: slots of the pool.")
+    draft_tokens: Auto = setting("auto", "K: tokens drafted a round.")
+    bucket: Auto = setting("auto", "KV columns of a length bucket.")
+    draft_length: DraftLength = setting(
+        DraftLength.fixed, "How long a draft gets: fixed (K), or shorter: explicit, implicit or both."
+    )
+    threshold: float | None = setting(
+        None, "Chance of acceptance below which a draft ends, unless fixed. Default: what pays, or 0.3.", gt=0, lt=1
+    )
+    tune_seconds: float = setting(20.0, "Seconds to measure what is auto, about.", gt=0)
+    tune_from: int = setting(1000, "Rows from which on auto is measured; a smaller job takes defaults.", ge=1)
+    memory_gib: float | None = setting(None, "Memory of an actor in GiB. Default: what the device has free.", gt=0)
+    capacity: int | None = setting(None, "Longest request in tokens. Default: the model's context, 4096 at most.", ge=2)
+    exact: bool = setting(True, "Fixed shapes: tokens depend on nothing but the row.")
+    dtype: Dtype = setting(Dtype.float32, "Dtype of weights and KV.")
+
+    device: str = setting("auto", "cpu, cuda, or auto: cuda where there is one.", pattern="^(auto|cpu|cuda)$")
+    threads: int = setting(1, "CPU threads of an actor.", ge=1)
+    actors: Annotated[str, Field(pattern=r"^\d+(:\d+)?$")] = setting("1", "Actors: a number, or MIN:MAX.")
+    num_gpus: float | None = setting(None, "GPUs of an actor. Default: 1 on cuda, 0 on cpu.", ge=0)
+    rows_per_chunk: int = setting(64, "Rows of a chunk: the unit of dispatch, commit and resume.", ge=1)
+    chunks_in_flight: int = setting(4, "Chunks that an actor works on at once, at least.", ge=1)
+    attempts: int = setting(6, "Attempts at a chunk before it is set aside.", ge=1)
+    limit: int | None = setting(None, "Take the first rows only.", ge=1)
+    ray_address: str | None = setting(None, "Address of a Ray cluster. Default: a local one.")
+
+    @field_validator("input", "stop", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator(*AUTO[1:], mode="before")
+    @classmethod
+    def _auto(cls, value: Any) -> Any:
+        number = int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
+        if number != "auto" and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
+            raise ValueError("expected a whole number from 1 up, or auto")
+        return number
+
+    @field_validator("stop")
+    @classmethod
+    def _no_empty_stop(cls, value: list[str]) -> list[str]:
+        if not all(value):
+            raise ValueError("expected strings that are not empty")
+        return value
+
+    @field_validator("input", "output")
+    @classmethod
+    def _absolute(cls, value: Any) -> Any:
+        """Local paths count from where the job was started, not from where its processes run."""
+        return [_absolute(v) for v in value] if isinstance(value, list) else _absolute(value)
+
+    @field_validator("target", "draft")
+    @classmethod
+    def _absolute_folder(cls, value: Any) -> Any:
+        return _absolute(value) if value is not None and Path(value).is_dir() else value
+
+    @field_validator("actors", mode="before")
+    @classmethod
+    def _number(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, int) else value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Job":
+        if self.draft is None and self.method in (Method.eqspec, Method.exspec):
+            raise ValueError(f"method {self.method} needs a draft; without one use method plain")
+        if self.prompt_column and self.prompt_template:
+            raise ValueError("prompt_column and prompt_template exclude each other")
+        if "auto" not in (self.window, self.batch_size) and int(self.window) < int(self.batch_size):
+            raise ValueError(f"window is {self.window}, expected at least batch_size ({self.batch_size})")
+        if min(self.actor_range) < 1 or self.actor_range[0] > self.actor_range[1]:
+            raise ValueError(f"actors is {self.actors}, expected a number or MIN:MAX, from 1 up")
+        return self
+
+    def published(self) -> dict[str, Any]:
+        """The settings as they may be written beside the output: without what may hold a secret."""
+        settings = self.model_dump(mode="json", exclude={"storage_options"})
+        named = {"output": _anonymous(self.output), "input": [_anonymous(url) for url in self.input]}
+        return settings | named
+
+    @property
+    def actor_range(self) -> tuple[int, int]:
+        low, _, high = self.actors.partition(":")
+        return int(low), int(high or low)
+
+
+# Settings that decide where and how a job runs, not what it writes; they may change between runs of one job.
+FREE = {
+    "output", "input", "storage_options", "device", "threads", "actors", "num_gpus", "chunks_in_flight", "attempts",
+    "ray_address", "draft_length", "tune_seconds", "tune_from", "memory_gib",
+}  # fmt: skip
+
+
+def load_job(file: Path | None, flags: dict[str, Any], pair: dict[str, str] | None = None) -> Job:
+    """A job from a YAML file and the flags that override it; `pair` is the target and draft of a job that names none.
+
+    Raises JobError with every problem at once, each with the path of its key.
+    """
+    settings: Any = {}
+    if file is not None:
+        try:
+            settings = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+        except OSError as error:
+            raise JobError(f"job file {file}: {error.strerror}") from error
+        except yaml.YAMLError as error:
+            raise JobError(f"job file {file}: not YAML: {' '.join(str(error).split())}") from error
+        if not isinstance(settings, dict):
+            raise JobError(f"job file {file}: expected settings by name, not {type(settings).__name__}")
+    settings |= flags
+    if not {"target", "draft"} & set(settings):
+        settings |= pair or {}
+    try:
+        return Job(**settings)
+    except ValidationError as error:
+        raise JobError("; ".join(_problem(e, file) for e in error.errors())) from error
+
+
+def _problem(error: Any, file: Path | None) -> str:
+    key = ".".join(map(str, error["loc"]))
+    if error["type"] == "extra_forbidden":
+        message = f"unknown setting, expected one of {', '.join(Job.model_fields)}"
+    elif error["type"] == "missing":
+        message = "is missing"
+    else:
+        found = "" if key.startswith("storage_options") else f", not {error['input']!r}"  # it may hold a secret
+        message = f"{error['msg'].removeprefix('Value error, ')}{found}" if key else error["msg"]
+    place = f"{file}: " if file else ""
+    return f"{place}{key or 'job'}: {message}".replace("job: Value error, ", "")
+
+
+def fingerprint(job: Job, models: dict[str, str]) -> dict[str, Any]:
+    """All that decides the output, by key; `models` are the digests of the model folders or revisions."""
+    settings = {k: v for k, v in job.model_dump(mode="json").items() if k not in FREE}
+    return settings | {f"{name} (content)": digest for name, digest in models.items()}
+
+
+def model_digest(name: str, revision: str | None) -> str:
+    """What identifies a model's files: for a hub id its commit, for a folder a digest of names, sizes and contents,
+    of large files their two ends."""
+    folder = Path(name)
+    if not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(name, "config.json", revision=revision)
+        return Path(found).parent.name if isinstance(found, str) else str(revision)
+    digest = hashlib.sha256()
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        size = path.stat().st_size
+        digest.update(json.dumps([path.relative_to(folder).as_posix(), size]).encode())
+        with path.open("rb") as file:
+            digest.update(file.read(1 << 20))
+            file.seek(max(0, size - (1 << 20)))
+            digest.update(file.read())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,86 @@
+"""How often every chunk was begun, and which rows were being decoded when its process died."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from exspec.actors.ledger import Attempt
+
+
+@dataclass
+class Entry:
+    attempts: int = 0
+    marked: frozenset[int] = frozenset()
+    suspects: frozenset[int] = frozenset()
+    bad: frozenset[int] = frozenset()
+    error: str = ""
+
+
+@dataclass
+class Book:
+    """The ledger's state. Rows that were marked when an attempt began again are what the last one died of."""
+
+    entries: dict[str, Entry] = field(default_factory=lambda: defaultdict(Entry))
+    slots: int | None = None
+
+    def begun(self, part: str) -> bool:
+        return self.entries[part].attempts > 0
+
+    def begin(self, part: str) -> Attempt:
+        entry = self.entries[part]
+        entry.attempts += 1
+        if len(entry.marked) == 1:
+            entry.attempts -= 1  # the last attempt found what it was for
+            entry.bad |= entry.marked
+            entry.suspects -= entry.marked
+        elif entry.marked:
+            entry.suspects = entry.marked
+        entry.marked = frozenset()
+        return Attempt(entry.attempts, entry.bad, entry.suspects, entry.error)
+
+    def mark(self, part: str, rows: Sequence[int]) -> None:
+        self.entries[part].marked = frozenset(rows)
+
+    def note(self, part: str, error: str) -> None:
+        self.entries[part].error = error
+
+    def window(self) -> int | None:
+        return self.slots
+
+    def shrink(self, window: int) -> None:
+        self.slots = min(window, self.slots or window)
+
+
+class RayLedger:
+    """A book kept in a Ray actor of its own, which outlives the generators."""
+
+    def __init__(self) -> None:
+        import ray
+
+        self._actor: Any = ray.remote(num_cpus=0, max_restarts=0)(Book).remote()
+
+    def _call(self, method: str, *values: Any) -> Any:
+        import ray
+
+        return ray.get(getattr(self._actor, method).remote(*values))
+
+    def begun(self, part: str) -> bool:
+        return bool(self._call("begun", part))
+
+    def begin(self, part: str) -> Attempt:
+        attempt: Attempt = self._call("begin", part)
+        return attempt
+
+    def mark(self, part: str, rows: Sequence[int]) -> None:
+        self._call("mark", part, list(rows))
+
+    def note(self, part: str, error: str) -> None:
+        self._call("note", part, error)
+
+    def window(self) -> int | None:
+        slots: int | None = self._call("window")
+        return slots
+
+    def shrink(self, window: int) -> None:
+        self._call("shrink", window)

@@ -1,0 +1,192 @@
+"""The output: one Parquet part a chunk, all with one schema, and what its footer tells of it."""
+
+import io
+import json
+import time
+from collections import Counter
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from exspec.actors.generator import WORK, RowResult
+from exspec.pipeline.errors import JobError
+from exspec.pipeline.job import Job
+from exspec.pipeline.shards import Chunk
+from exspec.pipeline.storage import Folder, attempt
+
+_COLUMNS: dict[str, tuple[pa.DataType, str]] = {
+    "shard": (pa.string(), "the input file, by its path below the input folder"),
+    "row": (pa.int64(), "the row's number in the shard; with it, unique in the job"),
+    "id": (pa.string(), "the row's id: of the id column, or shard and row number"),
+    "completion": (pa.string(), "the text that the target wrote; null for an error row"),
+    "finish_reason": (pa.string(), "stop (end token or stop string), length, or error"),
+    "error": (pa.string(), "why the row could not be generated; null otherwise"),
+    "prompt_tokens": (pa.int32(), "tokens of the prompt"),
+    "completion_tokens": (pa.int32(), "tokens of the completion, the end token included"),
+    "rounds": (pa.int32(), "rounds of drafting and verifying that the row took part in"),
+    "drafted": (pa.int32(), "tokens proposed by the drafter"),
+    "accepted": (pa.int32(), "drafted tokens that the target agreed with"),
+    "acceptance_rate": (pa.float32(), "accepted / drafted"),
+    "mean_accepted_length": (pa.float32(), "completion tokens per round, bonus token included"),
+    "accepted_by_position": (pa.list_(pa.int32()), "accepted tokens by their place in the draft"),
+    "drafted_by_position": (pa.list_(pa.int32()), "drafted tokens by their place in the draft"),
+    "seconds_queued": (pa.float32(), "seconds from the engine's receiving the row to its getting a slot"),
+    "seconds_prefill": (pa.float32(), "seconds of prefill"),
+    "seconds_decode": (pa.float32(), "seconds from the first round to the end"),
+}
+GENERATED = pa.schema([pa.field(n, t, metadata={"description": d}) for n, (t, d) in _COLUMNS.items()])
+SUMMARY = b"exspec.summary"
+
+
+def carried_columns(job: Job, schema: pa.Schema) -> list[str]:
+    """Names of the input columns to carry. Raises JobError where one is missing or its name is taken."""
+    names = [n for n in schema.names if n != job.id_column] if job.carry is None else job.carry
+    for name in names:
+        if name not in schema.names:
+            raise JobError(f"carry: {name!r} is not in the input, which has {', '.join(schema.names)}")
+    taken = [n for n in names if n in GENERATED.names or n in WORK]
+    if taken:
+        raise JobError(
+            f"carry: the input's column {taken[0]!r} has the name of an output column; leave it out with carry"
+        )
+    return names
+
+
+def output_schema(carried: list[str], schema: pa.Schema) -> pa.Schema:
+    return pa.schema([*(schema.field(name) for name in carried), *GENERATED])
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a part's footer tells of its chunk, and the driver folds into progress and report.
+
+    lengths: rows by completion length in tokens; JSON makes its keys strings.
+    """
+
+    part: str
+    rows: int
+    errors: int
+    prompt_tokens: int
+    completion_tokens: int
+    drafted_by_position: list[int]
+    accepted_by_position: list[int]
+    rounds: int
+    lengths: dict[str, int]
+    actor: str
+    started: float
+    ended: float
+    attempt: int
+
+
+class PartSink:
+    """Where an actor commits chunks: one atomic write each; a part that is there is never written again.
+
+    So two runs of one job cannot double or spoil a part: the first writer wins, and the other's work is dropped.
+    With `retry` the part is replaced: rows without a result stay as they are in it.
+    """
+
+    def __init__(self, folder: Folder, schema: pa.Schema, id_column: str | None, retry: bool = False) -> None:
+        self.folder, self.schema, self.id_column, self.retry = folder, schema, id_column, retry
+
+    def commit(
+        self, chunk: Chunk, block: pa.Table, results: list[RowResult | None], actor: str, started: float, number: int
+    ) -> dict[str, Any]:
+        """Write the chunk's part: carried columns and generated ones, in the chunk's order. Returns its summary."""
+        kept = self._kept(chunk) if None in results else []
+        rows = []
+        for i, (name, result) in enumerate(zip(self._ids(chunk, block), results, strict=True)):
+            place = {"shard": chunk.shard.name, "row": chunk.first + i, "id": name}
+            rows.append(kept[i] if result is None else place | _generated(result))
+        generated = pa.Table.from_pylist(rows, schema=GENERATED)
+        table = block.select([n for n in self.schema.names if n not in GENERATED.names])
+        for field in GENERATED:
+            table = table.append_column(field, generated[field.name])
+        summary = summarize(chunk.part, table, actor, started, number)
+        table = table.cast(self.schema).replace_schema_metadata({SUMMARY: json.dumps(vars(summary)).encode()})
+        buffer = io.BytesIO()
+        pq.write_table(table, buffer)
+        self.folder.write(chunk.part, buffer.getvalue(), replace=self.retry)
+        return vars(summary)
+
+    def _ids(self, chunk: Chunk, block: pa.Table) -> list[str]:
+        own = [f"{chunk.shard.name}:{chunk.first + i}" for i in range(block.num_rows)]
+        if self.id_column is None:
+            return own
+        given = block[self.id_column].to_pylist()
+        return [name if value is None else str(value) for name, value in zip(own, given, strict=True)]
+
+    def _kept(self, chunk: Chunk) -> list[dict[str, Any]]:
+        table = pq.read_table(io.BytesIO(self.folder.read(chunk.part)), columns=GENERATED.names)
+        return list(table.to_pylist())
+
+
+def _generated(result: RowResult) -> dict[str, Any]:
+    if result.completion is None:
+        return {"finish_reason": "error", "error": result.error}
+    counted = result.completion.statistics
+    return {
+        "completion": result.text,
+        "finish_reason": result.completion.finish_reason,
+        "prompt_tokens": counted.prompt_tokens,
+        "completion_tokens": counted.completion_tokens,
+        "rounds": counted.rounds,
+        "drafted": counted.drafted,
+        "accepted": counted.accepted,
+        "acceptance_rate": counted.acceptance_rate,
+        "mean_accepted_length": counted.mean_accepted_length,
+        "accepted_by_position": counted.accepted_by_position,
+        "drafted_by_position": counted.drafted_by_position,
+        "seconds_queued": counted.seconds_queued,
+        "seconds_prefill": counted.seconds_prefill,
+        "seconds_decode": counted.seconds_decode,
+    }
+
+
+def summarize(part: str, table: pa.Table, actor: str, started: float, attempt: int) -> Summary:
+    """The summary of a part's rows."""
+
+    def total(name: str) -> int:
+        return int(pc.sum(table[name]).as_py() or 0)
+
+    def by_position(name: str) -> list[int]:
+        rows = [row for row in table[name].to_pylist() if row]
+        return [sum(counts) for counts in zip_longest(*rows, fillvalue=0)]
+
+    return Summary(
+        part=part,
+        rows=table.num_rows,
+        errors=table.num_rows - table["error"].null_count,
+        prompt_tokens=total("prompt_tokens"),
+        completion_tokens=total("completion_tokens"),
+        rounds=total("rounds"),
+        drafted_by_position=by_position("drafted_by_position"),
+        accepted_by_position=by_position("accepted_by_position"),
+        lengths=Counter(str(n) for n in table["completion_tokens"].to_pylist() if n is not None),
+        actor=actor,
+        started=started,
+        ended=time.time(),
+        attempt=attempt,
+    )
+
+
+def read_summary(folder: Folder, part: str) -> Summary:
+    """The summary in a part's footer."""
+
+    def read() -> Any:
+        with folder.fs.open(f"{folder.path}/{part}", "rb") as file:
+            return pq.read_metadata(file)
+
+    metadata = attempt(read)
+    stored = (metadata.metadata or {}).get(SUMMARY)
+    if stored is None:
+        raise JobError(f"{folder.url}/{part}: not a part of exspec")
+    return Summary(**json.loads(stored))
+
+
+def read_rows(folder: Folder, part: str, columns: list[str]) -> pa.Table:
+    """Columns of a part."""
+    return pq.read_table(io.BytesIO(folder.read(part)), columns=columns)

@@ -1,0 +1,249 @@
+"""The report of a job: figures derived from the parts' summaries, as JSON and as a page that needs no network."""
+
+import io
+import json
+import pickle
+import time
+from collections import Counter, defaultdict
+from itertools import zip_longest
+from typing import Any
+
+import jinja2
+
+from exspec.actors.engine import EngineStatistics
+from exspec.pipeline.output import AUDIT, REPORT, read_job, read_summaries
+from exspec.pipeline.parts import Summary
+from exspec.pipeline.storage import Folder
+
+
+class Report:
+    """Summaries folded together: those of this run as they come, those of all parts at the end."""
+
+    def __init__(self, description: dict[str, Any], planned: int) -> None:
+        self.description, self.planned = description, planned
+        self.started = time.time()
+        self.now: Counter[str] = Counter()  # this run's sums alone: a long job must not fill the driver's memory
+        self.engines: dict[str, EngineStatistics] = {}
+        self.set_aside: list[str] = []
+        self.parts: list[Summary] = []
+        self.missing: list[str] = []
+        self.audit: dict[str, Any] | None = None
+        self.occupancy: float | None = None  # as an earlier report has it, where no engine runs now
+
+    def fold(self, row: dict[str, Any]) -> None:
+        """Take in one summary row of the graph."""
+        self.engines[row["actor"]] = pickle.loads(row["engine"])
+        if row["set_aside"]:
+            self.set_aside.append(row["set_aside"])
+        else:
+            counts = {name: row[name] for name in ("rows", "errors", "completion_tokens")}
+            counts |= {name: sum(row[f"{name}_by_position"]) for name in ("drafted", "accepted")}
+            self.now.update(counts)
+
+    def complete(self, parts: list[Summary], missing: list[str]) -> None:
+        """The parts that are there in the end, and the chunks that are not."""
+        self.parts, self.missing = parts, missing
+
+    @property
+    def rows_now(self) -> int:
+        return self.now["rows"]
+
+    @property
+    def engine(self) -> EngineStatistics:
+        """Of this run's actors together."""
+        return sum(self.engines.values(), start=EngineStatistics())
+
+    def line(self) -> str:
+        now, seconds = self.now, time.time() - self.started
+        rate = f"acceptance {now['accepted'] / now['drafted']:.2f}, " if now["drafted"] else ""
+        speed = f"{now['completion_tokens'] / seconds:.0f} tokens/s"
+        return f"{speed}, {rate}occupancy {self.engine.occupancy:.2f}, {now['errors']} errors"
+
+    def figures(self) -> dict[str, Any]:
+        """The numbers, all derived from the parts, but for those of this run's engines."""
+        parts = self.parts
+        lengths = _lengths(parts)
+        drafted, accepted = (
+            [sum(c) for c in zip_longest(*(getattr(s, name) for s in parts), fillvalue=0)]
+            for name in ("drafted_by_position", "accepted_by_position")
+        )
+        tokens, rounds = sum(s.completion_tokens for s in parts), sum(s.rounds for s in parts)
+        spans = _busy_seconds([(s.started, s.ended) for s in parts])
+        actors: Counter[str] = Counter()
+        for s in parts:
+            actors[s.actor] += s.rows
+        return {
+            "planned_rows": self.planned,
+            "rows": sum(s.rows for s in parts),
+            "errors": sum(s.errors for s in parts),
+            "prompt_tokens": sum(s.prompt_tokens for s in parts),
+            "completion_tokens": tokens,
+            "seconds": round(spans, 3),
+            "tokens_per_second": round(tokens / spans, 1) if spans else None,
+            "acceptance_rate": round(sum(accepted) / sum(drafted), 4) if sum(drafted) else None,
+            "mean_accepted_length": round(tokens / rounds, 3) if rounds else None,
+            "acceptance_by_position": [
+                round(a / d, 4) if d else None for a, d in zip_longest(accepted, drafted, fillvalue=0)
+            ],
+            "occupancy": round(self.engine.occupancy, 4) if self.engine.rounds else self.occupancy,
+            "completion_length": {"median": _median(lengths), "longest": max(lengths)} if lengths else None,
+            "rows_by_actor": dict(actors),
+            "repeated_chunks": sum(s.attempt > 1 for s in parts),
+            "slowest_chunks": [
+                {"part": s.part, "seconds": round(s.ended - s.started, 2), "tokens": s.completion_tokens}
+                for s in sorted(parts, key=lambda s: s.started - s.ended)[:5]
+            ],
+            "set_aside": self.set_aside,
+            "missing": self.missing,
+        }
+
+    def closing_lines(self, f: dict[str, Any], url: str) -> list[str]:
+        """What is printed at the end, from the figures `f`."""
+        lines = [f"{f['rows']} of {f['planned_rows']} rows in {url}, {f['errors']} of them with an error"]
+        if f["tokens_per_second"]:
+            lines.append(
+                f"{f['completion_tokens']} tokens, {f['tokens_per_second']} tokens/s, acceptance rate "
+                f"{f['acceptance_rate']}, occupancy {f['occupancy']}"
+            )
+        lines += [f"set aside: {chunk}" for chunk in self.set_aside or self.missing]
+        return [*lines, f"report: {url}/_report.html"]
+
+
+def rebuild(folder: Folder) -> Report:
+    """The report of a job from its parts. Only the occupancy is not in them: it stays as an earlier report has it."""
+    description, plan = read_job(folder)
+    names, chunks = folder.names(), list(plan.chunks())
+    report = Report(description, plan.rows)
+    present = [c for c in chunks if c.part in names]
+    report.complete(read_summaries(folder, present), [str(c) for c in chunks if c.part not in names])
+    if AUDIT in names:
+        report.audit = json.loads(folder.read(AUDIT))
+    if REPORT in names:
+        report.occupancy = json.loads(folder.read(REPORT))["occupancy"]
+    return report
+
+
+def price(figures: dict[str, Any], gpus: float, per_gpu_hour: float) -> float | None:
+    """What a million completion tokens cost, of actors that hold `gpus` each while the job is at work."""
+    tokens, hours = figures["completion_tokens"], figures["seconds"] / 3600
+    return len(figures["rows_by_actor"]) * gpus * hours * per_gpu_hour / tokens * 1e6 if tokens else None
+
+
+def _lengths(parts: list[Summary]) -> Counter[int]:
+    """Rows by completion length."""
+    lengths: Counter[int] = Counter()
+    for s in parts:
+        lengths.update({int(n): count for n, count in s.lengths.items()})
+    return lengths
+
+
+def _median(counts: Counter[int]) -> int:
+    """The lower median of the values counted."""
+    passed, half = 0, sum(counts.values()) / 2
+    for value in sorted(counts):
+        passed += counts[value]
+        if passed >= half:
+            return value
+    raise ValueError("the median of nothing")
+
+
+def _busy_seconds(spans: list[tuple[float, float]]) -> float:
+    """Seconds in which any chunk was being worked on: a job that rested between two runs was not slow."""
+    busy, until = 0.0, 0.0
+    for start, end in sorted(spans):
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return busy
+
+
+def write_report(report: Report, figures: dict[str, Any], folder: Folder) -> None:
+    folder.write(REPORT, json.dumps(figures | {"job": report.description, "audit": report.audit}, indent=1).encode())
+    folder.write("_report.html", render(report, figures).encode())
+
+
+PAGE = """\
+<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>exspec job</title>
+<style>body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}
+table{border-collapse:collapse}td,th{padding:.15rem .8rem .15rem 0;text-align:left;vertical-align:top}
+figure{margin:1.5rem 0}svg{max-width:100%;height:auto}.bad{color:#b00}</style>
+<h1>exspec job</h1>
+{% if figures.missing %}<p class="bad">{{ figures.missing|length }} chunks are missing.</p>{% endif %}
+<table>{% for name, value in numbers %}<tr><th>{{ name }}</th><td>{{ value }}</td></tr>{% endfor %}</table>
+{% if figures.set_aside or figures.missing %}<h2>Set aside</h2>
+<ul>{% for text in figures.set_aside or figures.missing %}<li>{{ text }}</li>{% endfor %}</ul>{% endif %}
+{% for title, svg in plots %}<figure><figcaption>{{ title }}</figcaption>{{ svg|safe }}</figure>{% endfor %}
+{% if audit %}<h2>Audit</h2>
+<p>{{ audit.sample }} rows decoded again.</p>
+<table><tr><th>against</th><th>rows</th><th>equal</th></tr>
+{% for c in audit.comparisons %}<tr><td>{{ c.against }}</td><td>{{ c.rows }}</td>
+<td{% if c.equal < c.rows %} class="bad"{% endif %}>{{ c.equal }}</td></tr>{% endfor %}</table>
+{% for c in audit.comparisons %}{% for d in c.differences[:5] %}
+<p class="bad">{{ d.shard }}, row {{ d.row }} (id {{ d.id }}) differs from {{ c.against }} at token {{ d.token }}.</p>
+<table><tr><th>stored</th><td>{{ d.stored }}</td></tr><tr><th>expected</th><td>{{ d.expected }}</td></tr></table>
+{% endfor %}{% endfor %}{% endif %}
+<h2>Slowest chunks</h2>
+<table><tr><th>part</th><th>seconds</th><th>tokens</th></tr>
+{% for c in figures.slowest_chunks %}<tr><td>{{ c.part }}</td><td>{{ c.seconds }}</td><td>{{ c.tokens }}</td></tr>
+{% endfor %}</table>
+<h2>Settings and versions</h2>
+<table>{% for name, value in settings %}<tr><th>{{ name }}</th><td>{{ value }}</td></tr>{% endfor %}</table>
+</html>
+"""
+
+
+def render(report: Report, figures: dict[str, Any]) -> str:
+    """The page: numbers first, then plots as inline SVG."""
+    shown = ("rows", "planned_rows", "errors", "completion_tokens", "prompt_tokens", "tokens_per_second",
+             "acceptance_rate", "mean_accepted_length", "occupancy", "seconds", "repeated_chunks")  # fmt: skip
+    written = report.description
+    settings = written["job"] | written["shape"] | written["versions"] | {"device": written["device"]}
+    return jinja2.Environment(autoescape=True).from_string(PAGE).render(
+        figures=figures,
+        numbers=[(name.replace("_", " "), figures[name]) for name in shown if figures[name] is not None],
+        plots=_plots(report.parts, figures) if report.parts else [],
+        settings=sorted(settings.items()),
+        audit=report.audit,
+    )  # fmt: skip
+
+
+def _plots(parts: list[Summary], figures: dict[str, Any]) -> list[tuple[str, str]]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    def draw(title: str, x_label: str, y_label: str, paint: Any) -> tuple[str, str]:
+        figure, axes = pyplot.subplots(figsize=(8, 2.6))
+        paint(axes)
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.tight_layout()
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg")
+        pyplot.close(figure)
+        return title, buffer.getvalue()[buffer.getvalue().index("<svg") :]
+
+    start = min(s.started for s in parts)
+    span = max(max(s.ended for s in parts) - start, 1e-3)
+    bins = [0.0] * 40
+    for s in parts:  # a chunk's tokens are spread over the time that it took
+        first, last = (min(39, int(40 * (t - start) / span)) for t in (s.started, s.ended))
+        for i in range(first, last + 1):
+            bins[i] += s.completion_tokens / (last - first + 1) / (span / 40)
+    lengths = _lengths(parts)
+    values, counts = list(lengths), list(lengths.values())
+    rows: dict[str, int] = defaultdict(int, figures["rows_by_actor"])
+    seconds = [i * span / 40 for i in range(40)]
+    plots = [
+        draw("Throughput", "seconds", "tokens/s", lambda a: a.step(seconds, bins, where="post")),
+        draw("Completion lengths", "tokens", "rows", lambda a: a.hist(values, bins=40, weights=counts)),
+        draw("Rows by actor", "rows", "", lambda a: a.barh(list(rows), list(rows.values()))),
+    ]
+    if figures["acceptance_by_position"]:
+        rates = [rate or 0 for rate in figures["acceptance_by_position"]]
+        places = list(range(1, len(rates) + 1))
+        title, label = "Acceptance by place in the draft", "accepted / drafted"
+        plots.insert(1, draw(title, "place", label, lambda a: a.bar(places, rates)))
+    return plots

@@ -1,0 +1,138 @@
+"""The shape of a job's decoding: as the job says, as the job's first run chose it, or measured on a device now."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from exspec.actors.engine import EngineConfig, Request
+from exspec.actors.engine.calibration import calibrate
+from exspec.actors.engine.memory import MEBIBYTE, MemoryPlan, fit, free_memory, plan_memory
+from exspec.actors.engine.twin import packs
+from exspec.actors.models import load_pair
+from exspec.pipeline.errors import JobError
+from exspec.pipeline.job import AUTO, Job
+from exspec.pipeline.prompts import Prompts, RowError
+from exspec.pipeline.shards import Plan, read_chunk
+
+LONGEST = 4096  # tokens of a slot unless the job says otherwise
+SAMPLED = (8, 64)  # chunks that a sample is taken from, and prompts of it
+SHARE = 0.9  # of the free memory that a plan may use: libraries take some too
+
+
+@dataclass(frozen=True)
+class Shape:
+    """config: with a default where the job says auto. free: the settings that are to be measured, if any.
+    stored: it is what the job's first run settled on.
+    """
+
+    config: EngineConfig
+    free: tuple[str, ...]
+    stored: bool = False
+
+
+def shape_of(job: Job, context: int, rows: int, stored: dict[str, Any] | None) -> Shape:
+    """The job's shape before anything is measured; `stored` is what its first run settled on.
+
+    Raises JobError for settings that exclude each other.
+    """
+    free = tuple(name for name in AUTO if getattr(job, name) == "auto")
+    given: dict[str, Any] = {name: getattr(job, name) for name in AUTO if name not in free}
+    if "method" in given:
+        given["method"] = given["method"].value
+    if job.draft is None:
+        given["method"], free = "plain", tuple(name for name in free if name not in ("method", "draft_tokens"))
+    if "window" in free and "batch_size" not in free:
+        given["window"] = max(given["batch_size"], EngineConfig.window)
+    if "batch_size" in free and "window" not in free:
+        given["batch_size"] = min(given["window"], EngineConfig.batch_size)
+    try:
+        config = EngineConfig(
+            **given,
+            capacity=min(job.capacity or LONGEST, context),
+            exact=job.exact,
+            draft_length=job.draft_length.value,
+            threshold=job.threshold or EngineConfig.threshold,
+        )
+        config = replace(config, **stored) if stored else config
+    except ValueError as error:
+        raise JobError(str(error)) from error
+    if stored or rows < job.tune_from or config.method == "eqspec":
+        free = ()
+    return Shape(config, free, stored is not None)
+
+
+def stored_shape(config: EngineConfig) -> dict[str, Any]:
+    """What a later run of the job needs to decode in the same shape."""
+    return {name: value for name, value in asdict(config).items() if name != "draft_length"}
+
+
+def memory_of(config: EngineConfig, models: Sequence[PretrainedConfig], job: Job, packed: bool) -> MemoryPlan:
+    return plan_memory(models[0], models[1] if len(models) > 1 else None, config, getattr(torch, job.dtype), packed)
+
+
+def sample(job: Job, plan: Plan, prompts: Prompts) -> list[Request]:
+    """Prompts out of chunks that are spread over the plan."""
+    chunks = list(plan.chunks())
+    found: list[Request] = []
+    each = -(-SAMPLED[1] // min(SAMPLED[0], len(chunks)))
+    for chunk in chunks[:: -(-len(chunks) // SAMPLED[0])]:
+        for i, row in enumerate(read_chunk(chunk, job.storage_options).slice(0, each).to_pylist()):
+            try:
+                found.append(prompts.request(row, chunk.shard, chunk.first + i))
+            except RowError:
+                continue  # it will be an error row; the others are sample enough
+    return found
+
+
+@dataclass(frozen=True)
+class Settled:
+    """config: what the job decodes with. candidates: shape, predicted and measured tokens/s; empty: not measured."""
+
+    config: EngineConfig
+    candidates: list[dict[str, Any]]
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        c = self.config
+        shape = f"{c.method}, B={c.batch_size}, slots={c.slots}, K={c.drafted}, bucket={c.bucket}"
+        return f"{shape} (measured in {self.seconds:.0f} s)" if self.candidates else shape
+
+
+def settle(job: Job, shape: Shape, requests: list[Request], device: str) -> Settled:
+    """Fit the shape into the device's memory, and measure what is free. Runs where the device is.
+
+    Raises ValueError where the memory is too small or no request of the sample can be decoded.
+    """
+    torch.set_num_threads(job.threads)
+    budget = memory_budget(job, torch.device(device))  # before the weights take their part of it
+    pair = load_pair(
+        job.target,
+        job.draft if shape.config.drafts or "method" in shape.free else None,
+        getattr(torch, job.dtype),
+        device,
+        job.target_revision,
+        job.draft_revision,
+    )
+    draft = pair.draft.config if pair.draft is not None else None
+    fitted = fit(pair.target.config, draft, shape.config, pair.target.dtype, packs(pair.target), budget)
+    if fitted.batch_size < shape.config.batch_size and shape.stored:
+        raise ValueError(
+            f"memory: {budget / MEBIBYTE:.0f} MiB are too few for the batch of {shape.config.batch_size} that this job "
+            "decodes in; give as much as its first run had, or start over with --restart"
+        )
+    if not shape.free:
+        return Settled(fitted, [])
+    found = calibrate(pair.target, pair.draft, requests, shape.config, shape.free, job.tune_seconds, budget)
+    config = found.config if job.threshold is None else replace(found.config, threshold=job.threshold)
+    return Settled(config, found.table(), found.seconds)
+
+
+def memory_budget(job: Job, device: torch.device) -> int:
+    """Bytes that one actor's plan may use: the job's, or its share of what the device has free."""
+    if job.memory_gib is not None:
+        return int(job.memory_gib * 2**30)
+    neighbours = job.actor_range[1] if device.type == "cpu" else 1 / (job.num_gpus or 1)
+    return int(free_memory(device) * SHARE / max(neighbours, 1))

@@ -1,0 +1,209 @@
+"""The input: Parquet shards, found and measured by their footers, and the plan of chunks over them."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from exspec.pipeline.errors import JobError
+from exspec.pipeline.storage import attempt
+
+READERS = 16  # footers read at once
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One input Parquet file. name: its path below the input folder; etag: what tells a changed file."""
+
+    name: str
+    url: str
+    rows: int
+    size: int
+    etag: str
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A range of a shard's rows: the unit of dispatch, commit and resume."""
+
+    shard: Shard
+    first: int
+    rows: int
+
+    @property
+    def part(self) -> str:
+        """Name of the output file that holds this chunk and nothing else."""
+        digest = hashlib.sha256(self.shard.name.encode()).hexdigest()[:8]
+        stem = self.shard.name.rsplit("/", 1)[-1].removesuffix(".parquet")
+        return f"part-{stem}-{digest}-{self.first:010d}-{self.rows}.parquet"
+
+    def __str__(self) -> str:
+        return f"{self.shard.url}, rows {self.first} to {self.first + self.rows - 1}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The shards of a job in a fixed order, and how they are cut. `limit` takes the first rows only."""
+
+    shards: list[Shard]
+    rows_per_chunk: int
+    limit: int | None = None
+
+    @property
+    def rows(self) -> int:
+        total = sum(shard.rows for shard in self.shards)
+        return total if self.limit is None else min(total, self.limit)
+
+    def chunks(self) -> Iterator[Chunk]:
+        left = self.rows
+        for shard in self.shards:
+            for first in range(0, shard.rows, self.rows_per_chunk):
+                rows = min(self.rows_per_chunk, shard.rows - first, left)
+                if rows <= 0:
+                    return
+                left -= rows
+                yield Chunk(shard, first, rows)
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self), indent=1).encode()
+
+    @classmethod
+    def from_json(cls, content: bytes) -> "Plan":
+        loaded = json.loads(content)
+        return cls([Shard(**s) for s in loaded["shards"]], loaded["rows_per_chunk"], loaded["limit"])
+
+    def extended(self, found: list[Shard]) -> "Plan":
+        """This plan with the shards that have arrived since appended.
+
+        Raises JobError naming a planned shard that has changed or vanished.
+        """
+        now = {shard.name: shard for shard in found}
+        for shard in self.shards:
+            other = now.pop(shard.name, None)
+            if other is None:
+                raise JobError(f"{shard.url}: planned shard has vanished; put it back, or start over with --restart")
+            if (other.rows, other.size, other.etag) != (shard.rows, shard.size, shard.etag):
+                raise JobError(
+                    f"{shard.url}: planned shard has changed ({shard.rows} rows and {shard.size} bytes then, "
+                    f"{other.rows} and {other.size} now); put it back, or start over with --restart"
+                )
+        # As found now: an input that was moved as a whole is read from where it is.
+        current = {shard.name: shard for shard in found}
+        kept = [current[shard.name] for shard in self.shards]
+        return Plan([*kept, *(s for s in found if s.name in now)], self.rows_per_chunk, self.limit)
+
+
+def find_shards(urls: list[str], options: dict[str, Any]) -> tuple[list[Shard], pa.Schema]:
+    """The Parquet files behind folders, globs and paths, with the rows their footers tell; empty ones are left out.
+
+    Returns the shards by name and the schema that they share. Raises JobError naming what cannot be read.
+    """
+    names: dict[str, tuple[str, str, Any]] = {}
+    for place in (place for url in urls for place in _list(url, options)):
+        other = names.setdefault(place[0], place)
+        if other[1] != place[1]:
+            raise JobError(
+                f"input: {other[1]} and {place[1]} would both be the shard {place[0]!r}; give a folder above both"
+            )
+    places = list(names.values())
+    by_url = {url: name for name, url, _ in places}
+    for name, url, _ in places:
+        if by_url[url] != name:
+            raise JobError(f"input: {url} is given twice, as {name!r} and {by_url[url]!r}; give one folder above both")
+    if not places:
+        raise JobError(f"input: no Parquet files in {', '.join(urls)}")
+    with ThreadPoolExecutor(READERS) as pool:
+        footers = list(pool.map(lambda place: _footer(*place), places))
+    schema = footers[0][1]
+    for shard, other in footers[1:]:
+        if not other.equals(schema):
+            _refuse_difference(footers[0][0], schema, shard, other)
+    shards = sorted((shard for shard, _ in footers if shard.rows), key=lambda s: s.name)
+    if not shards:
+        raise JobError(f"input: the Parquet files in {', '.join(urls)} hold no rows")
+    return shards, schema
+
+
+def _list(url: str, options: dict[str, Any]) -> list[tuple[str, str, Any]]:
+    """(name, url, file system) of the files that one input stands for."""
+    try:
+        fs, path = fsspec.url_to_fs(url, **options)
+    except (ImportError, ValueError) as error:
+        raise JobError(f"input {url}: {error}") from error
+    try:
+        if "*" in path or "?" in path or "[" in path:
+            found = attempt(lambda: fs.glob(path))
+            base = path[: min(path.index(c) for c in "*?[" if c in path)].rpartition("/")[0]
+        elif attempt(lambda: fs.isdir(path)):
+            found = attempt(lambda: fs.find(path))
+            base = path.rstrip("/")
+        elif attempt(lambda: fs.exists(path)):
+            return [(path.rsplit("/", 1)[-1], fs.unstrip_protocol(path), fs)]
+        else:
+            raise JobError(f"input {url}: no such file or folder")
+    except PermissionError as error:
+        raise JobError(f"input {url}: permission denied ({error})") from error
+    except JobError:
+        raise
+    except Exception as error:  # an unreachable or refusing store has many names
+        raise JobError(f"input {url}: cannot be listed: {type(error).__name__}: {error}") from error
+    below = {f: f[len(base) :].lstrip("/") for f in found if f.endswith(".parquet")}
+    # What begins so is not data, by the convention of Spark and others: markers, staging folders, checkpoints.
+    shown = {f: n for f, n in below.items() if not any(part.startswith(("_", ".")) for part in n.split("/"))}
+    return [(name, fs.unstrip_protocol(f), fs) for f, name in sorted(shown.items())]
+
+
+def _footer(name: str, url: str, fs: Any) -> tuple[Shard, pa.Schema]:
+    def read() -> Any:
+        with fs.open(url, "rb") as file:
+            return pq.read_metadata(file)
+
+    try:
+        info, metadata = attempt(lambda: fs.info(url)), attempt(read)
+    except pa.ArrowInvalid as error:
+        raise JobError(f"{url}: not a Parquet file ({str(error).splitlines()[0]})") from error
+    except OSError as error:
+        raise JobError(f"{url}: cannot be read: {error}") from error
+    etag = str(info.get("ETag") or info.get("etag") or info.get("mtime") or "").strip('"')
+    return Shard(
+        name, url, metadata.num_rows, int(info["size"]), etag
+    ), metadata.schema.to_arrow_schema().remove_metadata()
+
+
+def _refuse_difference(first: Shard, schema: pa.Schema, shard: Shard, other: pa.Schema) -> None:
+    for field in schema:
+        if field.name not in other.names:
+            raise JobError(f"{shard.url}: no column {field.name!r}, which {first.url} has")
+        if other.field(field.name).type != field.type:
+            raise JobError(
+                f"{shard.url}: column {field.name!r} is {other.field(field.name).type}, but {field.type} in {first.url}"
+            )
+    extra = [name for name in other.names if name not in schema.names]
+    if extra:
+        raise JobError(f"{shard.url}: column {extra[0]!r} is not in {first.url}; expected one schema for all shards")
+
+
+def read_chunk(chunk: Chunk, options: dict[str, Any]) -> pa.Table:
+    """The chunk's rows, from the row groups that hold them."""
+
+    def read() -> pa.Table:
+        fs, path = fsspec.url_to_fs(chunk.shard.url, **options)
+        with fs.open(path, "rb") as file:
+            parquet = pq.ParquetFile(file)
+            starts = [0]
+            for group in range(parquet.num_row_groups):
+                starts.append(starts[-1] + parquet.metadata.row_group(group).num_rows)
+            last = chunk.first + chunk.rows
+            wanted = [g for g in range(parquet.num_row_groups) if starts[g] < last and starts[g + 1] > chunk.first]
+            return parquet.read_row_groups(wanted).slice(chunk.first - starts[wanted[0]], chunk.rows)
+
+    table = attempt(read)
+    if table.num_rows != chunk.rows:
+        raise JobError(f"{chunk}: the shard holds fewer rows than planned")
+    return table.replace_schema_metadata()

@@ -1,0 +1,112 @@
+"""Calibration: the prediction follows costs and acceptance, the choice keeps to what is free, and no token changes."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from exspec.actors.engine import Engine, EngineConfig, Request
+from exspec.actors.engine.calibration import FREE, Sample, calibrate, predict
+from exspec.actors.engine.memory import plan_memory
+from tests import tiny
+
+SHAPE = EngineConfig(batch_size=4, window=8, draft_tokens=3, bucket=32, capacity=tiny.CONTEXT, prefill_columns=8)
+
+
+class Costs:
+    """A device whose forwards take `verify` seconds, and drafts `draft` seconds a token."""
+
+    def __init__(self, verify: float, draft: float, prefill: float = 0.0, column: float = 0.0) -> None:
+        self.verify, self.draft, self.each, self.column = verify, draft, prefill, column
+
+    def round(self, config: EngineConfig, attended: int) -> float:
+        return self.verify + self.column * attended + config.drafted * self.draft
+
+    def prefill(self, config: EngineConfig, length: int) -> float:  # noqa: ARG002
+        return self.each
+
+
+def sample(chance: float) -> Sample:
+    survival = tuple(chance ** (i + 1) for i in range(8))
+    return Sample([], survival, [(10, 30), (20, 50), (5, 60)], 0.0)
+
+
+def speed(costs: Costs, chance: float, **changes: Any) -> float:
+    settings = {**vars(SHAPE), "bucket": tiny.CONTEXT, **changes}
+    return predict(EngineConfig(**settings), costs, sample(chance))  # type: ignore[arg-type]
+
+
+def test_plain_decoding_takes_one_token_a_row_and_round() -> None:
+    assert speed(Costs(0.01, 0.001), 0.9, method="plain") == pytest.approx(4 / 0.01)
+
+
+def test_speculation_is_worth_what_it_commits_over_what_it_costs() -> None:
+    """Expected tokens a round are 1 + p + p^2 + p^3, less what budgets cut."""
+    expected = 4 * (1 + 0.8 + 0.64 + 0.512) / (0.01 + 3 * 0.001)
+    assert speed(Costs(0.01, 0.001), 0.8) == pytest.approx(expected, rel=0.12)
+
+
+def test_a_useless_draft_loses_and_a_good_cheap_one_wins() -> None:
+    assert speed(Costs(0.01, 0.002), 0.0) < speed(Costs(0.01, 0.002), 0.0, method="plain")
+    assert speed(Costs(0.01, 0.001), 0.9) > 2 * speed(Costs(0.01, 0.001), 0.9, method="plain")
+
+
+def test_the_longer_draft_wins_where_drafts_survive() -> None:
+    cheap = Costs(0.01, 0.0005)
+    assert speed(cheap, 0.95, draft_tokens=8) > speed(cheap, 0.95, draft_tokens=2)
+    assert speed(cheap, 0.3, draft_tokens=8) < speed(cheap, 0.3, draft_tokens=2)
+
+
+def test_prefill_weighs_on_both() -> None:
+    assert speed(Costs(0.01, 0.001, prefill=0.05), 0.5) < 0.9 * speed(Costs(0.01, 0.001), 0.5)
+
+
+def test_narrow_buckets_pay_where_columns_cost_and_rows_are_plenty() -> None:
+    dear = Costs(0.001, 0.0, column=0.001)
+    assert speed(dear, 0.5, bucket=32, window=16) > speed(dear, 0.5)
+
+
+def requests() -> list[Request]:
+    return tiny.requests(tiny.prompts(12), 10)
+
+
+@pytest.mark.parametrize("free", [FREE, ("draft_tokens",), ("method",), ("window", "bucket")])
+def test_only_what_is_free_changes_and_tokens_never(free: tuple[str, ...]) -> None:
+    target, draft = tiny.model(), tiny.model(seed=1)
+    found = calibrate(target, draft, requests(), SHAPE, free, seconds=1.0)
+    for name in FREE:
+        if name not in free:
+            assert getattr(found.config, name) == getattr(SHAPE, name)
+    assert any(c.config.drafts for c in found.candidates)
+    assert any(not c.config.drafts for c in found.candidates) == ("method" in free)
+    table = found.table()
+    assert sum(row["chosen"] for row in table) == 1
+    assert all(row["predicted"] > 0 for row in table)
+    decoded = tiny.decode(Engine(target, draft if found.config.drafts else None, found.config), requests())
+    assert decoded == {r.id: tiny.generate(target, r.prompt, r.max_new_tokens) for r in requests()}
+
+
+def test_without_a_draft_there_is_only_plain_decoding() -> None:
+    config = EngineConfig(method="plain", batch_size=4, window=8, capacity=tiny.CONTEXT)
+    found = calibrate(tiny.model(), None, requests(), config, ("batch_size", "bucket"), seconds=0.5)
+    assert not any(c.config.drafts for c in found.candidates)
+
+
+def test_a_budget_leaves_out_what_does_not_fit() -> None:
+    target, draft = tiny.model(), tiny.model(seed=1)
+
+    def planned(shape: EngineConfig) -> int:
+        return plan_memory(target.config, draft.config, shape, torch.float32, packed=True).total
+
+    smallest, two = (planned(replace(SHAPE, batch_size=n, window=n)) for n in (1, 2))
+    with pytest.raises(ValueError, match=r"are too few for one sequence of 96 tokens; expected at least"):
+        calibrate(target, draft, requests(), SHAPE, seconds=0.5, budget=smallest - 1)
+    found = calibrate(target, draft, requests(), SHAPE, seconds=0.5, budget=two)
+    assert found.candidates
+    assert all(planned(c.config) <= two for c in found.candidates)
+
+
+def test_a_sample_that_cannot_be_decoded_is_refused_by_its_first() -> None:
+    with pytest.raises(ValueError, match="no request of the sample can be decoded; the first: request 'long'"):
+        calibrate(tiny.model(), tiny.model(seed=1), [Request("long", [1] * 500)], SHAPE, seconds=0.5)

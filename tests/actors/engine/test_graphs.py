@@ -1,0 +1,105 @@
+"""The recorded path, with a recorder that stands in for CUDA graphs: it traces a forward into a static graph of
+operations over buffers that stay in place, and plays that. What would make a CUDA graph wrong makes this one wrong:
+a decision taken in Python at recording time, a tensor made from values that change, a wait for the device.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from exspec.actors.engine import Engine, EngineConfig, Sampling
+from exspec.actors.engine.graphs import Eager, Play, Recordings
+from tests import tiny
+
+WAITS = {"_local_scalar_dense", "is_nonzero", "item", "nonzero", "masked_select", "equal", "unique", "_unique2"}
+
+
+class NoWaiting(TorchDispatchMode):
+    """Fails at an operation whose result Python would have to wait for, or whose shape depends on values."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        assert name not in WAITS, f"{name} waits for the device"
+        return function(*args, **(kwargs or {}))
+
+
+class Traced(Recordings):
+    def __init__(self) -> None:
+        super().__init__(self._record)
+        self.recorded = self.played = 0
+
+    def _record(self, run: Play) -> Play:
+        run()
+        with NoWaiting():
+            graph = make_fx(run)()
+        self.recorded += 1
+
+        def play() -> Any:
+            self.played += 1
+            return graph()
+
+        return play
+
+
+@pytest.fixture(autouse=True)
+def _plain_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights packed for a CPU are none of a GPU's concern, and cannot be traced."""
+    monkeypatch.setattr("torch.backends.mkldnn.is_available", lambda: False)
+
+
+def engine(recorder: Any, **config: Any) -> Engine:
+    shape: dict[str, Any] = {"batch_size": 4, "window": 10, "draft_tokens": 3, "bucket": 32, "capacity": tiny.CONTEXT}
+    return Engine(tiny.model(), tiny.model(seed=1), EngineConfig(**shape | config, prefill_columns=8), None, recorder)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [None, Sampling(temperature=0.8), Sampling(temperature=1.0, top_k=9, top_p=0.9), Sampling(repetition_penalty=1.3)],
+    ids=["greedy", "sampled", "filtered", "penalised"],
+)
+@pytest.mark.parametrize("method", ["plain", "exspec"])
+def test_recorded_forwards_give_the_same_tokens(method: str, sampling: Sampling | None) -> None:
+    requests = tiny.requests(tiny.prompts(10), 12, sampling)
+    recorder = Traced()
+    played = tiny.decode(engine(recorder, method=method), requests)
+    assert played == tiny.decode(engine(Eager(), method=method), requests)
+    assert recorder.played > 3 * recorder.recorded, "shapes come again"
+
+
+@pytest.mark.parametrize(("bucket", "draft_length"), [(96, "fixed"), (32, "fixed"), (32, "both")])
+def test_shapes_are_few(bucket: int, draft_length: str) -> None:
+    """As many recordings as the shapes allow, however many rounds."""
+    recorder = Traced()
+    made = engine(recorder, bucket=bucket, draft_length=draft_length)
+    tiny.decode(made, tiny.requests(tiny.prompts(16), 20))
+    buckets = -(-tiny.CONTEXT // bucket)
+    in_order = 2  # slots given, or all of them in order
+    drafts = buckets * in_order * (1 + made.config.draft_tokens)
+    assert recorder.recorded <= 2 * buckets + buckets * in_order + drafts
+
+
+def test_a_recording_that_looks_at_a_value_is_found() -> None:
+    """The check itself: a forward with a wait in it fails."""
+
+    def waits(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.sum().item() > 0 else x
+
+    with pytest.raises(AssertionError, match="waits for the device"):
+        Traced().wrap(waits)(torch.ones(3))
+
+
+def test_a_recording_that_bakes_a_value_in_is_found() -> None:
+    """The stand-in itself: what is decided at recording time stays decided, as in a CUDA graph."""
+    calls = []
+
+    def counts(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return x + len(calls)
+
+    wrapped = Traced().wrap(counts)
+    first, second = wrapped(torch.zeros(1)), wrapped(torch.zeros(1))
+    assert first.equal(second)
+    assert len(calls) == 2, "once to warm up, once to record"

@@ -1,0 +1,54 @@
+"""An engine in its own thread serves any number of callers."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from exspec.actors.engine import EngineThread, Request, RequestError
+from tests import tiny
+from tests.tiny import ArithmeticModel
+
+
+def engine(**config: Any) -> Any:
+    return tiny.engine(ArithmeticModel(), method="plain", capacity=64, **config)
+
+
+def test_many_callers_each_get_their_own_completions() -> None:
+    rows = tiny.prompts(60, longest=30)
+    with EngineThread(engine()) as thread, ThreadPoolExecutor(8) as callers:
+
+        def call(i: int) -> list[int]:
+            return thread.submit(Request(i, rows[i], max_new_tokens=10)).result(timeout=60).tokens
+
+        assert list(callers.map(call, range(60))) == [ArithmeticModel.continuation(row, 10) for row in rows]
+    assert thread.statistics.tokens == sum(len(ArithmeticModel.continuation(row, 10)) for row in rows)
+
+
+def test_closing_finishes_what_was_submitted() -> None:
+    thread = EngineThread(engine())
+    futures = [thread.submit(Request(i, [1 + i], max_new_tokens=9)) for i in range(30)]
+    thread.close()
+    assert all(future.done() and future.exception() is None for future in futures)
+
+
+def test_a_refused_request_fails_alone() -> None:
+    with EngineThread(engine()) as thread:
+        bad, good = thread.submit(Request("bad", [])), thread.submit(Request("good", [1], max_new_tokens=3))
+        with pytest.raises(RequestError, match="'bad': the prompt is empty"):
+            bad.result(timeout=60)
+        assert good.result(timeout=60).tokens == ArithmeticModel.continuation([1], 3)
+
+
+def test_an_engine_that_fails_fails_everyone_who_waits() -> None:
+    broken = engine()
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    broken.target.forward = fail
+    with EngineThread(broken) as thread:
+        futures = [thread.submit(Request(i, [1, 2], max_new_tokens=3)) for i in range(3)]
+        for future in [*futures, thread.submit(Request("late", [1]))]:
+            with pytest.raises(RuntimeError, match="the device is gone"):
+                future.result(timeout=60)

@@ -1,0 +1,222 @@
+"""Pairs that load, pairs that are refused, and stop strings."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    MambaConfig,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+    Qwen3NextConfig,
+    T5Config,
+)
+from transformers.models.auto import AutoModelForSeq2SeqLM
+
+from exspec.actors.engine import Engine, EngineConfig, Request
+from exspec.actors.models import ModelError, StopStrings, check_config, check_forward, load_pair
+from tests import tiny
+
+WORDS = [f"w{i}" for i in range(tiny.VOCABULARY)]
+
+
+def tokenizer(words: list[str] = WORDS) -> PreTrainedTokenizerFast:
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+def save(folder: Path, model: Any, words: list[str] = WORDS) -> str:
+    model.save_pretrained(folder)
+    tokenizer(words).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_every_family_loads_from_a_folder_and_decodes(tmp_path: Path, family: str) -> None:
+    target, draft = (
+        tiny.model(family),
+        tiny.model(family, seed=1, **({"n_layer": 1} if family == "gpt2" else {"num_hidden_layers": 1})),
+    )
+    pair = load_pair(save(tmp_path / "target", target), save(tmp_path / "draft", draft))
+    rows = tiny.prompts(6)
+    engine = Engine(pair.target, pair.draft, EngineConfig(batch_size=4, capacity=96))
+    assert tiny.decode(engine, tiny.requests(rows)) == {i: tiny.generate(target, row, 20) for i, row in enumerate(rows)}
+
+
+def test_the_dtype_and_a_missing_draft(tmp_path: Path) -> None:
+    pair = load_pair(save(tmp_path / "target", tiny.model()), None, dtype=torch.bfloat16)
+    assert (pair.target.dtype, pair.draft) == (torch.bfloat16, None)
+
+
+def test_different_vocabularies_are_refused_by_the_first_token_that_differs(tmp_path: Path) -> None:
+    target = save(tmp_path / "target", tiny.model())
+    other = [*WORDS[:40], "else", *WORDS[41:]]
+    with pytest.raises(
+        ModelError, match="token 40 is 'w40' in the target and 'else' in the draft; expected a draft of the same"
+    ):
+        load_pair(target, save(tmp_path / "other", tiny.model(seed=1), other))
+    with pytest.raises(ModelError, match="token 50 is 'w50' in the target and None in the draft"):
+        load_pair(target, save(tmp_path / "short", tiny.model(seed=1), WORDS[:50]))
+
+
+def test_a_padded_embedding_alone_is_fine(tmp_path: Path) -> None:
+    padded = tiny.model(seed=1, vocab_size=tiny.VOCABULARY + 3, num_hidden_layers=1)
+    assert load_pair(save(tmp_path / "target", tiny.model()), save(tmp_path / "draft", padded)).draft is not None
+
+
+def test_a_draft_larger_than_the_target_is_a_warning(tmp_path: Path) -> None:
+    large = save(tmp_path / "large", tiny.model(num_hidden_layers=4))
+    with pytest.warns(UserWarning, match="is larger than the target .* were they given in the wrong order"):
+        load_pair(save(tmp_path / "small", tiny.model()), large)
+
+
+TINY = {k: v for k, v in tiny.FAMILIES["llama"].to_dict().items() if k not in ("model_type", "architectures")}
+REFUSED: dict[str, tuple[Any, Any]] = {
+    r"an encoder-decoder model \(t5\)": (
+        AutoModelForSeq2SeqLM,
+        T5Config(vocab_size=61, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2),
+    ),
+    r"mistral is not plain full attention": (AutoModelForCausalLM, MistralConfig(**TINY | {"sliding_window": 16})),
+    r"gemma3_text is not plain full attention \(sliding_attention\)": (
+        AutoModelForCausalLM,
+        Gemma3TextConfig(**TINY | {"num_hidden_layers": 6, "sliding_window": 16}),
+    ),
+    r"mamba is not plain full attention": (
+        AutoModelForCausalLM,
+        MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1, state_size=4),
+    ),
+    r"qwen3_next is not plain full attention \(linear_attention\)": (
+        AutoModelForCausalLM,
+        Qwen3NextConfig(
+            **TINY | {"num_hidden_layers": 4, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8},
+            shared_expert_intermediate_size=8, linear_num_value_heads=2, linear_num_key_heads=2,
+            linear_key_head_dim=8, linear_value_head_dim=8,
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_other_caches_are_refused_with_what_would_work(tmp_path: Path, reason: str) -> None:
+    auto, config = REFUSED[reason]
+    folder = save(tmp_path / "model", auto.from_config(config))
+    with pytest.raises(ModelError, match=f"{reason}.*expected a decoder-only model with plain full attention"):
+        load_pair(folder, None)
+
+
+def test_a_model_that_counts_its_own_positions_is_refused() -> None:
+    """What no configuration tells is found by running a prompt through the slots."""
+
+    class Stubborn(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = tiny.model()
+            self.config, self.dtype, self.device = self.model.config, self.model.dtype, self.model.device
+
+        def forward(self, position_ids: Any = None, **options: Any) -> Any:
+            return self.model(position_ids=None if position_ids is None else torch.zeros_like(position_ids), **options)
+
+    check_forward(tiny.model(), "honest")
+    with pytest.raises(ModelError, match="stubborn: llama does not decode the same by slots as on its own"):
+        check_forward(Stubborn(), "stubborn")  # type: ignore[arg-type]
+
+
+def test_supported_configurations_pass() -> None:
+    for name, config in tiny.FAMILIES.items():
+        check_config(config, name)
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"nowhere: cannot be loaded as a model folder or hub id"):
+        load_pair(str(tmp_path / "nowhere"), None)
+    with pytest.raises(ModelError, match=r"some/model: cannot be loaded as a model folder or hub id"):
+        load_pair("some/model", None)
+
+
+@pytest.fixture(scope="module")
+def characters() -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens cut across words and characters: bytes, and a few longer pieces."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pieces = ["ST", "OP", "ab", "a.b", "\u0120\u0120"]
+    vocabulary = {token: i for i, token in enumerate([*alphabet, *pieces])}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
+
+
+def ids(tokenizer_: Any, pieces: list[str]) -> list[int]:
+    return [tokenizer_.convert_tokens_to_ids(piece) for piece in pieces]
+
+
+def first_hit(check: StopStrings, tokens: list[int]) -> int | None:
+    return next((n for n in range(1, len(tokens) + 1) if check(tokens[:n]) is not None), None)
+
+
+def test_a_stop_string_may_span_tokens_or_lie_inside_one(characters: Any) -> None:
+    spread = ids(characters, ["a", "b", "ST", "OP", "a"])
+    assert first_hit(StopStrings(characters, ["STOP"]), spread) == 4
+    assert first_hit(StopStrings(characters, ["bS"]), spread) == 3
+    assert StopStrings(characters, ["bS"]).cut(spread[:3]) == "a"
+    assert first_hit(StopStrings(characters, ["."]), ids(characters, ["ab", "a.b", "a"])) == 2
+    assert StopStrings(characters, ["."]).cut(ids(characters, ["ab", "a.b"])) == "aba"
+
+
+def test_a_stop_string_is_found_however_far_into_the_completion(characters: Any) -> None:
+    check = StopStrings(characters, ["STOP", "end"])
+    tokens = ids(characters, ["a", "b"] * 500 + ["ST", "OP"])
+    assert first_hit(check, tokens) == 1002
+    assert check(tokens) == "STOP"
+    assert check.cut(tokens) == "ab" * 500
+
+
+def test_special_tokens_between_do_not_hide_a_stop_string(characters: Any) -> None:
+    end = characters.convert_tokens_to_ids("<end>")
+    tokens = [*ids(characters, ["a", "ST"]), *[end] * 60, *ids(characters, ["OP"])]
+    assert StopStrings(characters, ["STOP"])(tokens) == "STOP"
+
+
+def test_characters_of_several_bytes(characters: Any) -> None:
+    pieces = [
+        characters.backend_tokenizer.decoder and p for p in "\u00e2\u0124\u00ac"
+    ]  # the three bytes of the euro sign
+    tokens = ids(characters, ["a", *pieces])
+    assert characters.decode(tokens) == "a€"
+    assert first_hit(StopStrings(characters, ["€"]), tokens) == 4
+
+
+def test_the_string_that_begins_first_wins(characters: Any) -> None:
+    check = StopStrings(characters, ["b", "ab", "aba"])
+    tokens = ids(characters, ["ST", "a", "b"])
+    assert check(tokens) == "ab"
+    assert check.cut(tokens) == "ST"
+
+
+@pytest.mark.parametrize("strings", [[], [""], ["x", ""]])
+def test_empty_stop_strings_are_refused(characters: Any, strings: list[str]) -> None:
+    with pytest.raises(ValueError, match="stop: expected one or more strings, none of them empty"):
+        StopStrings(characters, strings)
+
+
+def test_the_engine_stops_at_a_string() -> None:
+    """End to end: the completion's tokens end with the one that completed the string, and nothing more is counted."""
+    words = tokenizer()
+    target = tiny.model(eos_token_id=None)
+    prompt = [3, 4]
+    free = tiny.generate(target, prompt, 20)
+    text = words.decode(free)
+    string = text[len(text) // 2 : len(text) // 2 + 5]
+    check = StopStrings(words, [string])
+    engine = tiny.engine(target, draft=tiny.model(seed=1, eos_token_id=None))
+    engine.submit(Request(0, prompt, max_new_tokens=20, stop=check))
+    (done,) = engine.run()
+    assert done.tokens == free[: len(done.tokens)]
+    assert (done.finish_reason, done.stopped_by) == ("stop", string)
+    assert string in words.decode(done.tokens)
+    assert string not in words.decode(done.tokens[:-1])
+    assert check.cut(done.tokens) == text[: text.index(string)]
+    assert done.statistics.completion_tokens == len(done.tokens) < 20

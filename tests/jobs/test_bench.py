@@ -1,0 +1,132 @@
+"""`exspec bench`: what it prints can be read by a program, compares all methods alike, and names what is wrong."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from exspec.jobs import cli
+from exspec.jobs.bench import read_column
+
+SPEC_BENCH = Path(__file__).parents[3] / "shared" / "data" / "spec_bench.jsonl"
+SMALL = [
+    "--limit",
+    "6",
+    "--repeats",
+    "1",
+    "--batch-size",
+    "4",
+    "--window",
+    "6",
+    "--max-new-tokens",
+    "12",
+    "--threads",
+    "1",
+]
+
+
+def run(*options: str) -> dict[str, Any]:
+    result = CliRunner().invoke(cli.app, ["bench", *SMALL, *options], catch_exceptions=False)
+    assert result.exit_code == 0
+    return json.loads(result.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def test_the_last_line_holds_every_method_and_its_figures() -> None:
+    printed = run("--tune-seconds", "2")
+    assert printed["settings"]["batch_size"] == 4
+    assert "CPU" in printed["hardware"]
+    by_name = {row["method"]: row for row in printed["methods"]}
+    assert list(by_name) == ["plain", "eqspec", "exspec", "auto", "generate", "assisted"]
+    for row in by_name.values():
+        assert row["tokens_per_second"] > 0
+        assert row["exact_vs_generate"] == row["exact_vs_float32"] == row["exact_vs_plain"] == 1.0
+        assert row["tokens"] == by_name["generate"]["tokens"], "tokens are counted in the same way for all"
+    assert by_name["generate"]["ratio_to_generate"] == by_name["plain"]["ratio_to_plain"] == 1.0
+    for name in ("eqspec", "exspec"):
+        assert 0 < by_name[name]["acceptance_rate"] <= 1
+        assert 1 < by_name[name]["mean_accepted_length"] <= 6
+    for name in ("plain", "eqspec", "exspec"):
+        assert 0 < by_name[name]["occupancy"] <= 1
+        assert by_name[name]["rounds"] > 0
+        assert set(by_name[name]["seconds"]) == {"admit", "group", "draft", "verify", "wait", "commit"}
+    assert by_name["generate"]["occupancy"] is None
+
+
+def test_policies_and_lengths_are_methods_of_their_own() -> None:
+    """Explicit and implicit drafts, and a K by method: other drafts, the same tokens."""
+    long = ("--limit", "16", "--max-new-tokens", "64", "--draft-tokens", "8", "--threshold", "0.9")
+    printed = run("--methods", "exspec,exspec:2,exspec+explicit,exspec+both:4", *long)
+    fixed, two, explicit, both = printed["methods"]
+    assert all(row["exact_vs_generate"] == row["exact_vs_plain"] == 1.0 for row in printed["methods"])
+    assert two["mean_accepted_length"] <= 3
+    assert explicit["wasted"] < fixed["wasted"]
+    assert explicit["drafted"] < fixed["drafted"]
+    assert both["mean_accepted_length"] <= 5
+
+
+def test_an_unknown_method_is_refused() -> None:
+    with pytest.raises(ValueError, match="--methods: 'exspec:x' is unknown, expected some of plain, eqspec"):
+        CliRunner().invoke(cli.app, ["bench", "--methods", "exspec:x"], catch_exceptions=False)
+
+
+def test_bfloat16_is_exact_against_plain_in_its_own_shape() -> None:
+    printed = run("--dtype", "bfloat16", "--methods", "plain,exspec", "--max-new-tokens", "40")
+    assert [row["exact_vs_plain"] for row in printed["methods"]] == [1.0, 1.0]
+    assert printed["methods"][0]["ratio_to_generate"] is None
+
+
+@pytest.mark.skipif(not SPEC_BENCH.exists(), reason="the SpecBench prompts are not at hand")
+def test_bfloat16_is_exact_on_spec_bench() -> None:
+    printed = run(
+        "--prompts", str(SPEC_BENCH), "--prompt-column", "turns[0]", "--limit", "48",
+        "--batch-size", "8", "--window", "24", "--bucket", "128", "--dtype", "bfloat16", "--methods", "exspec",
+    )  # fmt: skip
+    assert printed["prompts"] > 40
+    assert printed["methods"][0]["exact_vs_plain"] == 1.0
+
+
+def test_prompts_from_a_file(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"question": ["Where is my lamp?", "No rush."]}), tmp_path / "p.parquet")
+    printed = run("--prompts", str(tmp_path / "p.parquet"), "--prompt-column", "question", "--methods", "plain")
+    assert printed["prompts"] == 2
+
+
+def test_a_columns_item_and_what_is_wrong_with_it(tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"turns": ["a", "b"]}\n{"turns": ["c"]}\n{"turns": [3]}\n{"other": 1}\nnot json\n')
+    rows = read_column(file, "turns[0]")
+    assert [next(rows), next(rows)] == ["a", "c"]
+    with pytest.raises(ValueError, match=r"p.jsonl, row 2, column 'turns\[0\]': expected text, not int"):
+        next(rows)
+    with pytest.raises(ValueError, match=r"p.jsonl, row 1: no column 'turns\[1\]', found turns"):
+        list(read_column(file, "turns[1]"))
+    file.write_text("not json\n")
+    with pytest.raises(ValueError, match=r"p.jsonl, line 1: expected a JSON object"):
+        list(read_column(file, "turns"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--methods", "plain,magic"],
+            "--methods: 'magic' is unknown, expected some of plain, eqspec, exspec, auto, generate, assisted",
+        ),
+        (["--target", "somewhere"], "--target and --draft: expected both or neither"),
+        (["--prompts", "missing.jsonl"], "No such file or directory: 'missing.jsonl'"),
+        (["--max-new-tokens", "1024"], "no prompt is left that fits the model's context with 1024 new tokens"),
+    ],
+)
+def test_bad_options_are_one_sentence_and_exit_code_2(
+    options: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["exspec", "bench", *SMALL, *options])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert message in line

@@ -1,0 +1,12 @@
+"""A job in a process of its own, with a Ray of its own: `python -m tests.pipeline.driver JOB.json SECONDS`."""
+
+import sys
+from pathlib import Path
+
+from exspec.pipeline.job import Job
+from exspec.pipeline.run import execute, prepare
+from tests.pipeline import jobs
+
+if __name__ == "__main__":
+    job = Job.model_validate_json(Path(sys.argv[1]).read_text())
+    sys.exit(execute(prepare(job), load=jobs.ArithmeticLoader(float(sys.argv[2])), quiet=True))

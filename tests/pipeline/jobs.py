@@ -1,0 +1,150 @@
+"""Jobs for the pipeline's tests: shards of words, and a model whose every completion can be worked out by hand."""
+
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from exspec.actors.engine import Engine, EngineConfig, Request
+from exspec.pipeline.job import Job
+from tests import tiny
+from tests.tiny import ArithmeticModel
+
+WORDS = [f"w{i}" for i in range(tiny.VOCABULARY)]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token=WORDS[0]))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+def save_pair(folder: Path) -> tuple[str, str]:
+    """A tiny target and draft in folders of their own."""
+    for name, seed in (("target", 0), ("draft", 1)):
+        tiny.model(seed=seed, max_position_embeddings=64).save_pretrained(folder / name)
+        tokenizer().save_pretrained(folder / name)
+    return str(folder / "target"), str(folder / "draft")
+
+
+def prompt(row: int) -> list[int]:
+    rng = random.Random(row)
+    return [rng.randrange(tiny.VOCABULARY) for _ in range(rng.choice([1, 2, 5, 9, 20]))]
+
+
+def budget(row: int) -> int:
+    """Heavy-tailed lengths."""
+    return 40 if row % 16 == 3 else 1 + row % 7
+
+
+def write_shards(folder: Path, rows: int, shards: int = 3) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    size = -(-rows // shards)
+    for number, first in enumerate(range(0, rows, size)):
+        numbers = list(range(first, min(first + size, rows)))
+        table = pa.table({
+            "key": numbers,
+            "prompt": [" ".join(WORDS[t] for t in prompt(n)) for n in numbers],
+            "budget": [budget(n) for n in numbers],
+        })  # fmt: skip
+        pq.write_table(table, folder / f"shard-{number}.parquet", row_group_size=7)
+
+
+def expected(row: int) -> str:
+    tokens = ArithmeticModel.continuation(prompt(row), budget(row))
+    return " ".join(WORDS[t] for t in (tokens[:-1] if tokens[-1] == tiny.ENDS[0] else tokens))
+
+
+class ArithmeticLoader:
+    """Loads an engine over the arithmetic model; every step takes at least `seconds`."""
+
+    def __init__(self, seconds: float = 0.0, **config: Any) -> None:
+        self.seconds = seconds
+        self.config = {"method": "plain", "batch_size": 4, "window": 4, "capacity": 64, **config}
+
+    def __call__(self, window: int | None) -> tuple[Engine, Any]:  # noqa: ARG002
+        engine = Engine(ArithmeticModel(), None, EngineConfig(**self.config))  # type: ignore[arg-type]
+        step = engine.step
+
+        def slow() -> None:
+            step()
+            time.sleep(self.seconds)
+
+        engine.step = slow  # type: ignore[method-assign]
+        return engine, tokenizer()
+
+
+class ForgetfulLoader(ArithmeticLoader):
+    """Runs out of memory in its first round if it has more than `most` slots."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(bucket=16)  # several buckets: a window of slots, not only a batch
+        self.most = most
+
+    def __call__(self, window: int | None) -> tuple[Engine, Any]:
+        self.config["window"] = 16 if window is None else max(4, window)
+        engine, words = super().__call__(window)
+        step = engine.step
+
+        def short() -> None:
+            if engine.busy and engine.config.slots > self.most:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            step()
+
+        engine.step = short  # type: ignore[method-assign]
+        return engine, words
+
+
+class PoisonLoader(ArithmeticLoader):
+    """One prompt ends the process, every time."""
+
+    def __init__(self, poison: list[int]) -> None:
+        super().__init__()
+        self.poison = poison
+
+    def __call__(self, window: int | None) -> tuple[Engine, Any]:
+        engine, words = super().__call__(window)
+        submit = engine.submit
+
+        def deadly(request: Request) -> None:
+            if list(request.prompt) == self.poison:
+                os._exit(1)
+            submit(request)
+
+        engine.submit = deadly  # type: ignore[method-assign]
+        return engine, words
+
+
+def job(pair: tuple[str, str], source: Any, output: Any, **settings: Any) -> Job:
+    return Job(**{
+        "target": pair[0], "draft": pair[1], "input": [str(source)], "output": str(output), "rows_per_chunk": 8,
+        "id_column": "key", "max_new_tokens_column": "budget", "batch_size": 4, "window": 4, "draft_tokens": 3,
+        "method": "exspec", "bucket": 512,
+        **settings,
+    })  # fmt: skip
+
+
+def read_output(folder: Path) -> dict[str, dict[str, Any]]:
+    """Rows by id, from all parts; an id that is there twice fails."""
+    rows: dict[str, dict[str, Any]] = {}
+    for path in sorted(folder.glob("part-*.parquet")):
+        for row in pq.read_table(path).to_pylist():
+            assert row["id"] not in rows, f"{row['id']} is there twice"
+            rows[row["id"]] = row
+    return rows
+
+
+def assert_complete(folder: Path, rows: int) -> None:
+    """Every row once, every completion the one that the arithmetic gives."""
+    found = read_output(folder)
+    assert set(found) == {str(n) for n in range(rows)}
+    wrong = [n for n in range(rows) if found[str(n)]["completion"] != expected(n)]
+    assert not wrong, (wrong[:5], found[str(wrong[0])], expected(wrong[0]))
+    assert (folder / "_SUCCESS").exists()

@@ -1,0 +1,163 @@
+"""Nothing lost, nothing doubled, nothing different: whatever dies, and whenever."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from exspec.pipeline.job import Job
+from exspec.pipeline.run import execute, prepare
+from tests.pipeline import jobs
+
+ROOT = Path(__file__).parents[2]
+Pair = tuple[str, str]
+
+
+def generators() -> list[psutil.Process]:
+    """The generator actors' processes of this test session's Ray."""
+    children = psutil.Process().children(recursive=True)
+    return [p for p in children if any("MapWorker(MapBatches(Generator))" in word for word in p.cmdline()[:1])]
+
+
+class Reaper(threading.Thread):
+    """Kills a generator now and then, from the first part on, at moments drawn from a seed, until `count` are dead."""
+
+    def __init__(self, output: Path, count: int, seed: int) -> None:
+        super().__init__(daemon=True)
+        self.output = output
+        self.left, self.random, self.over = count, random.Random(seed), threading.Event()
+        self.killed: list[int] = []
+
+    def run(self) -> None:
+        while self.left and not self.over.wait(self.random.uniform(0.2, 1.5)):
+            if list(self.output.glob("part-*")) and (alive := generators()):
+                victim = self.random.choice(alive)
+                os.kill(victim.pid, signal.SIGKILL)
+                self.killed.append(victim.pid)
+                self.left -= 1
+
+    def __enter__(self) -> "Reaper":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
+        self.join()
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_actors_killed_at_random_moments(pair: Pair, tmp_path: Path) -> None:
+    jobs.write_shards(tmp_path / "in", rows=240)
+    job = jobs.job(pair, tmp_path / "in", tmp_path / "out", actors="2", attempts=20)
+    with Reaper(tmp_path / "out", count=3, seed=1) as reaper:
+        assert execute(prepare(job), load=jobs.ArithmeticLoader(0.05), quiet=True) == 0
+    assert reaper.killed, "the job was over before anything died"
+    jobs.assert_complete(tmp_path / "out", 240)
+    report = json.loads((tmp_path / "out" / "_report.json").read_text())
+    assert report["repeated_chunks"] > 0
+
+
+@pytest.mark.usefixtures("ray_session")
+@pytest.mark.parametrize(("most", "attempts"), [(4, 4), (3, 2)])
+def test_an_actor_out_of_memory_comes_back_with_a_smaller_window(
+    pair: Pair, tmp_path: Path, most: int, attempts: int
+) -> None:
+    """With a window of 4, its batch, it fits at last; where even that is too much, the chunk is set aside."""
+    jobs.write_shards(tmp_path / "in", rows=20)
+    job = jobs.job(pair, tmp_path / "in", tmp_path / "out", rows_per_chunk=20, attempts=attempts)
+    code = execute(prepare(job), load=jobs.ForgetfulLoader(most), quiet=True)
+    report = json.loads((tmp_path / "out" / "_report.json").read_text())
+    if most == 4:
+        assert code == 0
+        jobs.assert_complete(tmp_path / "out", 20)
+        assert report["repeated_chunks"] > 0
+    else:
+        assert code == 1
+        assert "died in each of 2 attempts (OutOfMemoryError: CUDA out of memory)" in report["set_aside"][0]
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_a_row_that_kills_its_process_becomes_an_error_row(pair: Pair, tmp_path: Path) -> None:
+    jobs.write_shards(tmp_path / "in", rows=60)
+    poisoned = 29
+    job = jobs.job(pair, tmp_path / "in", tmp_path / "out", rows_per_chunk=20)
+    assert execute(prepare(job), load=jobs.PoisonLoader(jobs.prompt(poisoned)), quiet=True) == 0
+    rows = jobs.read_output(tmp_path / "out")
+    assert rows[str(poisoned)]["error"] == "the row ended the process that decoded it"
+    assert [n for n in range(60) if n != poisoned and rows[str(n)]["completion"] != jobs.expected(n)] == []
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_a_chunk_that_always_kills_is_set_aside_and_named(pair: Pair, tmp_path: Path, capsys: Any) -> None:
+    """After the stated number of attempts; the rest is done, and the exit code says so."""
+    jobs.write_shards(tmp_path / "in", rows=60)
+    job = jobs.job(pair, tmp_path / "in", tmp_path / "out", rows_per_chunk=20, attempts=2)
+    prepared = prepare(job)
+    assert execute(prepared, load=jobs.PoisonLoader(jobs.prompt(29)), quiet=True) == 1
+    assert "set aside:" in (printed := capsys.readouterr().out)
+    assert "shard-1.parquet, rows 0 to 19: its process died in each of 2 attempts" in printed
+    rows = jobs.read_output(tmp_path / "out")
+    assert set(rows) == {str(n) for n in range(60) if not 20 <= n < 40}
+    assert not (tmp_path / "out" / "_SUCCESS").exists()
+    assert execute(prepare(job), load=jobs.ArithmeticLoader(), quiet=True) == 0
+    jobs.assert_complete(tmp_path / "out", 60)
+
+
+def start_driver(job: Job, folder: Path, seconds: float) -> subprocess.Popen[bytes]:
+    (folder / "job.json").write_text(job.model_dump_json())
+    command = [sys.executable, "-m", "tests.pipeline.driver", str(folder / "job.json"), str(seconds)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def wait_for_parts(folder: Path, count: int, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 120
+    while len(list(folder.glob("part-*"))) < count:
+        assert process.poll() is None, "the driver ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_the_driver_killed_and_run_again(pair: Pair, tmp_path: Path) -> None:
+    jobs.write_shards(tmp_path / "in", rows=120)
+    job = jobs.job(pair, tmp_path / "in", tmp_path / "out")
+    driver = start_driver(job, tmp_path, 0.05)
+    wait_for_parts(tmp_path / "out", 3, driver)
+    driver.kill()
+    driver.wait()
+    kept = {p: p.stat().st_mtime_ns for p in (tmp_path / "out").glob("part-*")}
+    assert 3 <= len(kept) < 15
+    assert execute(prepare(job), load=jobs.ArithmeticLoader(), quiet=True) == 0
+    jobs.assert_complete(tmp_path / "out", 120)
+    assert all(p.stat().st_mtime_ns == then for p, then in kept.items())
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_two_runs_of_one_job_at_once(pair: Pair, tmp_path: Path) -> None:
+    """The first writer of a part wins, the other's work on it is dropped; both end well, every row is there once."""
+    jobs.write_shards(tmp_path / "in", rows=120)
+    job = jobs.job(pair, tmp_path / "in", tmp_path / "out")
+    driver = start_driver(job, tmp_path, 0.02)
+    wait_for_parts(tmp_path / "out", 1, driver)
+    assert execute(prepare(job), load=jobs.ArithmeticLoader(0.01), quiet=True) == 0
+    assert driver.wait(timeout=120) == 0
+    jobs.assert_complete(tmp_path / "out", 120)
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_the_pool_is_never_drained(pair: Pair, tmp_path: Path) -> None:
+    """Many chunks, lengths with a heavy tail: several chunks in flight keep the rows of every round busy."""
+    jobs.write_shards(tmp_path / "in", rows=1200)
+    job = jobs.job(pair, tmp_path / "in", tmp_path / "out", rows_per_chunk=24, chunks_in_flight=6)
+    assert execute(prepare(job), load=jobs.ArithmeticLoader(0.002), quiet=True) == 0
+    jobs.assert_complete(tmp_path / "out", 1200)
+    assert json.loads((tmp_path / "out" / "_report.json").read_text())["occupancy"] > 0.9

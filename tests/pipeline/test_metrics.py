@@ -1,0 +1,44 @@
+"""What a cluster's Prometheus would read, asked of Ray's own exporter."""
+
+import json
+import re
+import time
+import urllib.request
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from exspec.pipeline.run import execute, prepare
+from tests.pipeline import jobs
+
+SAMPLE = re.compile(r'^ray_exspec_(\w+)\{.*?actor="([^"]+)".*\} (\S+)$', re.MULTILINE)
+PATIENCE = 30  # seconds until the exporter has heard of everything
+
+
+def scrape(url: str, actors: set[str]) -> dict[str, float]:
+    """The metrics of these actors, summed."""
+    with urllib.request.urlopen(url) as answer:
+        samples = SAMPLE.findall(answer.read().decode())
+    sums: dict[str, float] = {}
+    for name, actor, value in samples:
+        if actor in actors:
+            sums[name] = sums.get(name, 0) + float(value)
+    return sums
+
+
+def test_counters_and_gauges_reach_the_exporter(
+    ray_session: str, pair: tuple[str, str], source: Path, tmp_path: Path
+) -> None:
+    job = jobs.job(pair, source, tmp_path / "out", id_column=None, max_new_tokens_column=None, max_new_tokens=9)
+    assert execute(prepare(job), quiet=True) == 0
+    rows = [row for path in (tmp_path / "out").glob("part-*") for row in pq.read_table(path).to_pylist()]
+    actors = set(json.loads((tmp_path / "out" / "_report.json").read_text())["rows_by_actor"])
+    expected = {
+        f"{name}_total": sum(row[name] for row in rows) for name in ("completion_tokens", "drafted", "accepted")
+    }
+    expected["rows_total"] = 60
+    until = time.monotonic() + PATIENCE
+    while (found := scrape(ray_session, actors)).get("rows_total") != 60 and time.monotonic() < until:
+        time.sleep(0.5)
+    assert {name: found.get(name) for name in expected} == expected
+    assert 0 < found["occupancy"] <= len(actors)

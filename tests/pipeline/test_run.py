@@ -1,0 +1,335 @@
+"""The main job, end to end on a real Ray: complete, resumable, refused where it must be."""
+
+import json
+import random
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from transformers import AutoModelForCausalLM
+
+from exspec.pipeline.errors import JobError
+from exspec.pipeline.job import Job
+from exspec.pipeline.run import execute, prepare
+from tests import tiny
+from tests.pipeline import jobs
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+Pair = tuple[str, str]
+
+
+def run(job: Job, **options: Any) -> int:
+    return execute(prepare(job), load=jobs.ArithmeticLoader(), quiet=True, **options)
+
+
+def test_rows_in_are_rows_out(pair: Pair, source: Path, tmp_path: Path) -> None:
+    assert run(jobs.job(pair, source, tmp_path / "out")) == 0
+    jobs.assert_complete(tmp_path / "out", 60)
+    report = json.loads((tmp_path / "out" / "_report.json").read_text())
+    assert (report["rows"], report["errors"], report["missing"]) == (60, 0, [])
+    page = (tmp_path / "out" / "_report.html").read_text()
+    assert page.count("<svg") >= 3
+    assert "http://" not in page.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
+        "http://creativecommons.org", ""
+    )
+    schemas = {pq.read_schema(path).remove_metadata() for path in (tmp_path / "out").glob("part-*")}
+    assert len({str(s) for s in schemas}) == 1
+    field = pq.read_schema(next((tmp_path / "out").glob("part-*"))).field("acceptance_rate")
+    assert field.metadata[b"description"] == b"accepted / drafted"
+
+
+def test_an_elastic_pool_grows_and_loses_nothing(pair: Pair, source: Path, tmp_path: Path) -> None:
+    job = jobs.job(pair, source, tmp_path / "out", actors="1:2", rows_per_chunk=2)
+    assert execute(prepare(job), load=jobs.ArithmeticLoader(0.2), quiet=True) == 0
+    jobs.assert_complete(tmp_path / "out", 60)
+    report = json.loads((tmp_path / "out" / "_report.json").read_text())
+    assert len(report["rows_by_actor"]) == 2
+
+
+def test_a_real_pair_gives_what_generate_gives(pair: Pair, source: Path, tmp_path: Path) -> None:
+    """Speculation, Ray, chunks and all: greedy tokens in float32 are those of transformers, row by row."""
+    job = jobs.job(pair, source, tmp_path / "out", actors="2", limit=30)
+    assert execute(prepare(job), quiet=True) == 0
+    target, words = AutoModelForCausalLM.from_pretrained(pair[0]), jobs.tokenizer()
+    rows = jobs.read_output(tmp_path / "out")
+    assert len(rows) == 30
+    for n in range(30):
+        tokens = tiny.generate(target, jobs.prompt(n), jobs.budget(n))
+        ended = tokens[-1] in tiny.ENDS
+        row = rows[str(n)]
+        assert row["completion"] == words.decode(tokens[:-1] if ended else tokens)
+        assert row["completion_tokens"] == len(tokens)
+        assert row["finish_reason"] == ("stop" if ended else "length")
+        assert row["prompt_tokens"] == len(jobs.prompt(n))
+        assert row["accepted"] == sum(row["accepted_by_position"])
+
+
+def test_what_is_auto_is_measured_once_and_kept(pair: Pair, source: Path, tmp_path: Path, capsys: Any) -> None:
+    """The shape is stored with the job: a resumed run decodes in it, measures nothing, and gives the same rows."""
+    auto = dict.fromkeys(("method", "batch_size", "window", "draft_tokens", "bucket"), "auto")
+    out = tmp_path / "out"
+    job = jobs.job(pair, source, out, tune_from=60, tune_seconds=1.5, **auto)
+    assert set(prepare(job).shape.free) == set(auto)
+    assert execute(prepare(job), quiet=True) == 0
+    assert "(measured in " in capsys.readouterr().out
+    stored = json.loads((out / "_job.json").read_text())
+    assert {row["method"] for row in stored["calibration"]} == {"plain", "exspec"}
+    first = jobs.read_output(out)
+    for path in (out / "_SUCCESS", *list(out.glob("part-*"))[::2]):
+        path.unlink()
+    resumed = prepare(job)
+    assert resumed.shape.free == ()
+    assert stored["shape"].items() <= vars(resumed.shape.config).items()
+    assert execute(resumed, quiet=True) == 0
+    again = jobs.read_output(out)
+    assert {n: row["completion"] for n, row in again.items()} == {n: row["completion"] for n, row in first.items()}
+    target, words = AutoModelForCausalLM.from_pretrained(pair[0]), jobs.tokenizer()
+    for n in range(0, 60, 7):
+        tokens = tiny.generate(target, jobs.prompt(n), jobs.budget(n))
+        assert again[str(n)]["completion"] == words.decode(tokens[:-1] if tokens[-1] in tiny.ENDS else tokens)
+
+
+def test_a_small_job_takes_defaults_and_a_job_without_a_draft_is_plain(
+    pair: Pair, source: Path, tmp_path: Path
+) -> None:
+    auto = dict.fromkeys(("method", "batch_size", "window", "draft_tokens", "bucket"), "auto")
+    small = prepare(jobs.job(pair, source, tmp_path / "out", **auto)).shape
+    assert (small.free, small.config.method, small.config.batch_size) == ((), "exspec", 8)
+    alone = prepare(jobs.job((pair[0], None), source, tmp_path / "out", tune_from=1, **auto)).shape  # type: ignore[arg-type]
+    assert (alone.config.method, alone.free) == ("plain", ("batch_size", "window", "bucket"))
+
+
+def test_a_budget_narrows_the_window_and_too_small_a_one_is_refused(pair: Pair, source: Path, tmp_path: Path) -> None:
+    settings = {"bucket": 16, "window": 40}
+    job = jobs.job(pair, source, tmp_path / "out", memory_gib=0.0015, **settings)
+    assert execute(prepare(job), quiet=True) == 0
+    shape = json.loads((tmp_path / "out" / "_job.json").read_text())["shape"]
+    assert shape["batch_size"] == 4
+    assert 4 <= shape["window"] < 40
+    with pytest.raises(JobError, match=r"memory: 0.1 MiB are too few for one sequence of 64 tokens; expected at least"):
+        execute(prepare(jobs.job(pair, source, tmp_path / "small", memory_gib=0.0001, **settings)), quiet=True)
+
+
+def test_sampled_rows_have_seeds_of_their_own_and_a_second_run_draws_the_same(
+    pair: Pair, source: Path, tmp_path: Path
+) -> None:
+    texts = []
+    for name in ("one", "two"):
+        job = jobs.job(
+            pair, source, tmp_path / name, temperature=1.0, seed=5, rows_per_chunk=16 if name == "one" else 5
+        )
+        assert execute(prepare(job), quiet=True) == 0
+        texts.append({n: row["completion"] for n, row in jobs.read_output(tmp_path / name).items()})
+    assert texts[0] == texts[1]
+    greedy = jobs.job(pair, source, tmp_path / "greedy")
+    assert execute(prepare(greedy), quiet=True) == 0
+    assert texts[0] != {n: row["completion"] for n, row in jobs.read_output(tmp_path / "greedy").items()}
+
+
+def test_only_what_is_missing_runs_again(pair: Pair, source: Path, tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    job = jobs.job(pair, source, out)
+    assert run(job) == 0
+    parts = sorted(out.glob("part-*"))
+    before = {path: path.stat().st_mtime_ns for path in parts}
+    assert run(job) == 0
+    assert "nothing to do: all 60 rows are in" in capsys.readouterr().out
+    for path in parts[::3]:
+        path.unlink()
+    (out / "_SUCCESS").unlink()
+    assert run(job) == 0
+    jobs.assert_complete(out, 60)
+    changed = {path for path in parts if path.stat().st_mtime_ns != before[path]}
+    assert changed == set(parts[::3])
+
+
+def test_new_shards_are_appended_and_changed_ones_refused(pair: Pair, source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    job = jobs.job(pair, source, out)
+    assert run(job) == 0
+    table = pa.table({"key": [60, 61], "prompt": ["w1 w2", "w3"], "budget": [2, 2]})
+    pq.write_table(table, source / "night.parquet")
+    assert run(job) == 0
+    assert len(jobs.read_output(out)) == 62
+    pq.write_table(table.slice(1), source / "night.parquet")
+    with pytest.raises(JobError, match=r"night.parquet: planned shard has changed \(2 rows"):
+        run(job)
+    (source / "night.parquet").unlink()
+    with pytest.raises(JobError, match=r"night.parquet: planned shard has vanished"):
+        run(job)
+
+
+def test_another_job_in_the_same_output_is_refused_by_the_keys_that_differ(
+    pair: Pair, source: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert run(jobs.job(pair, source, out)) == 0
+    other = jobs.job(pair, source, out, temperature=0.5, seed=3)
+    with pytest.raises(
+        JobError, match=r"seed was 0 and is 3, temperature was 0.0 and is 0.5; use another output or --restart"
+    ):
+        run(other)
+    prepared = prepare(other, restart=True)
+    assert execute(prepared, load=jobs.ArithmeticLoader(), quiet=True) == 0
+    assert len(list(tmp_path.glob("out-before-*/part-*"))) == len(list(out.glob("part-*")))
+
+
+def test_row_errors_are_data(pair: Pair, tmp_path: Path) -> None:
+    """The job goes on, every row comes out, and a second attempt at the errors touches nothing else."""
+    prompts: list[str | None] = ["w1 w2", None, "", "w3 " * 80, "w4"]
+    (tmp_path / "in").mkdir()
+    pq.write_table(
+        pa.table({"key": ["a", "b", "c", "d", "d"], "prompt": prompts, "budget": [3, 3, 3, 3, -1]}),
+        tmp_path / "in" / "s.parquet",
+    )
+    job = jobs.job(pair, tmp_path / "in", tmp_path / "out")
+    assert run(job) == 0
+    table = pq.read_table(next((tmp_path / "out").glob("part-*"))).to_pylist()
+    assert [row["id"] for row in table] == ["a", "b", "c", "d", "d"]
+    assert [row["row"] for row in table] == [0, 1, 2, 3, 4]
+    assert table[0]["error"] is None
+    assert [row["finish_reason"] for row in table[1:]] == ["error"] * 4
+    errors = [row["error"] for row in table[1:]]
+    assert errors[0] == "column 'prompt' is null"
+    assert errors[1] == "the prompt is empty"
+    assert errors[2] == "a prompt of 80 tokens leaves no room in the context of 64"
+    assert errors[3] == "column 'budget': expected a whole number from 1 up, not -1"
+    assert json.loads((tmp_path / "out" / "_report.json").read_text())["errors"] == 4
+    assert run(job, retry_errors=True) == 0
+    again = pq.read_table(next((tmp_path / "out").glob("part-*"))).to_pylist()
+    assert again == table, "what was fine was not decoded again, not even its seconds changed"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"prompt_column": "question"}, "prompt_column: 'question' is not in the input, which has key, prompt, budget"),
+        ({"prompt_column": "budget"}, "prompt_column: 'budget' is int64, expected text or a list of messages"),
+        ({"id_column": "uid"}, "id_column: 'uid' is not in the input"),
+        ({"input": ["nowhere/"]}, "nowhere: no such file or folder"),
+        ({"target": "no/such-model"}, "target no/such-model: cannot be loaded as a model folder or hub id"),
+        ({"prompt_template": "{{ a b }}"}, "prompt_template, line 1: expected token"),
+        ({"bucket": 2}, "bucket: expected at least the verify width (4)"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_sentence(
+    pair: Pair, source: Path, tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(JobError) as error:
+        prepare(jobs.job(pair, source, tmp_path / "out", **settings))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_everything_wrong_is_said_at_once(pair: Pair, source: Path, tmp_path: Path) -> None:
+    with pytest.raises(JobError) as error:
+        prepare(jobs.job(pair, source, tmp_path / "out", prompt_column="x", draft="no/draft"))
+    assert "prompt_column: 'x'" in str(error.value)
+    assert "draft no/draft" in str(error.value)
+
+
+def test_bad_shards_are_named(pair: Pair, source: Path, tmp_path: Path) -> None:
+    job = jobs.job(pair, source, tmp_path / "out")
+    (source / "text.parquet").write_text("this is no Parquet")
+    with pytest.raises(JobError, match=r"text.parquet: not a Parquet file"):
+        prepare(job)
+    pq.write_table(pa.table({"key": [1], "budget": [1]}), source / "text.parquet")
+    with pytest.raises(JobError, match=r"text.parquet: no column 'prompt', which .*shard-0.parquet has"):
+        prepare(job)
+    for path in source.glob("*"):
+        path.unlink()
+    with pytest.raises(JobError, match="input: no Parquet files in"):
+        prepare(job)
+    pq.write_table(pa.table({"key": [1], "prompt": ["w1"], "budget": [1]}).slice(1), source / "empty.parquet")
+    with pytest.raises(JobError, match="hold no rows"):
+        prepare(job)
+
+
+def test_an_output_that_overlaps_its_input_is_refused(pair: Pair, source: Path) -> None:
+    """Its parts would be the next run's shards."""
+    for output in (source, source / "out", source.parent):
+        with pytest.raises(JobError, match="overlaps the input"):
+            prepare(jobs.job(pair, source, output))
+
+
+def test_a_draft_too_short_for_the_capacity_is_refused_before_anything_starts(
+    pair: Pair, source: Path, tmp_path: Path
+) -> None:
+    tiny.model(seed=1, max_position_embeddings=32).save_pretrained(tmp_path / "draft")
+    jobs.tokenizer().save_pretrained(tmp_path / "draft")
+    job = jobs.job(pair, source, tmp_path / "out", draft=str(tmp_path / "draft"))
+    with pytest.raises(JobError, match="its context of 32 tokens is shorter than the capacity of 64"):
+        prepare(job)
+    prepare(job.model_copy(update={"capacity": 32}))
+
+
+def test_retrying_errors_runs_missing_chunks_too(pair: Pair, source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    job = jobs.job(pair, source, out)
+    assert run(job) == 0
+    sorted(out.glob("part-*"))[0].unlink()
+    assert run(job, retry_errors=True) == 0
+    jobs.assert_complete(out, 60)
+
+
+def test_an_output_that_cannot_be_written_is_one_sentence(pair: Pair, source: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(JobError, match="file/out: cannot be written: NotADirectoryError"):
+        prepare(jobs.job(pair, source, tmp_path / "file" / "out"))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mounts a file system in memory with the options given."""
+    place = tmp_path / "disk"
+    place.mkdir()
+
+    def mount(options: str) -> Path:
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", place], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+        return place
+
+    yield mount
+    subprocess.run(["umount", place], check=False)
+
+
+def test_a_read_only_output_is_refused(pair: Pair, source: Path, small_disk: Any) -> None:
+    with pytest.raises(JobError, match=r"disk/out: cannot be written: OSError: .*Read-only file system"):
+        prepare(jobs.job(pair, source, small_disk("ro") / "out"))
+
+
+def test_a_full_disk_is_refused(pair: Pair, source: Path, small_disk: Any) -> None:
+    with pytest.raises(JobError, match=r"disk/out: cannot be written: OSError: .*No space left on device"):
+        prepare(jobs.job(pair, source, small_disk("size=512k") / "out"))
+
+
+def test_a_disk_that_fills_up_sets_chunks_aside_and_the_job_resumes(
+    pair: Pair, source: Path, small_disk: Any, capsys: Any
+) -> None:
+    """A column of incompressible text makes parts too large for the disk, all but the first few."""
+    for i, path in enumerate(sorted(source.glob("*"))):
+        table = pq.read_table(path)
+        noise = [random.Random(f"{i} {n}").randbytes(30_000) for n in range(len(table))]
+        pq.write_table(table.append_column("noise", pa.array(noise)), path)
+    out = small_disk("size=1100k") / "out"
+    job = jobs.job(pair, source, out)
+    assert run(job) == 1
+    printed = capsys.readouterr().out
+    assert re.search(r"set aside: .*cannot be written: OSError: .*No space left on device", printed)
+    assert not (out / "_SUCCESS").exists()
+    assert 0 < len(jobs.read_output(out)) < 60
+    subprocess.run(["mount", "-o", "remount,size=16m", out.parent], check=True)
+    assert run(job) == 0
+    jobs.assert_complete(out, 60)
+
+
+def test_a_device_that_the_cluster_lacks_is_refused(pair: Pair, source: Path, tmp_path: Path) -> None:
+    """Ray would wait for a GPU for ever."""
+    with pytest.raises(JobError, match="an actor needs 1 GPU, and the cluster has 0"):
+        run(jobs.job(pair, source, tmp_path / "out", device="cuda"))

@@ -1,0 +1,42 @@
+"""What is installed is what lies in the folders, under one name."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_every_folder_with_python_is_in_the_list_of_packages() -> None:
+    """One that is missing would drop out of the wheel silently."""
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {
+        path.parent.relative_to(ROOT) for top in ("actors", "jobs", "pipeline") for path in (ROOT / top).rglob("*.py")
+    }
+    assert set(listed) == {"exspec", *(f"exspec.{'.'.join(folder.parts)}" for folder in folders)}
+
+
+def test_help_loads_neither_torch_nor_ray() -> None:
+    code = (
+        "import sys; sys.argv = ['exspec', '--help']\n"
+        "from exspec.jobs.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as end: assert end.code == 0, end.code\n"
+        "heavy = {'torch', 'ray', 'transformers'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "bench" in done.stdout
+
+
+def test_the_engine_knows_nothing_of_ray_files_or_text() -> None:
+    code = (
+        "import sys, exspec.actors.engine\n"
+        "found = {m.split('.')[0] for m in sys.modules} & {'ray', 'pyarrow', 'fsspec', 's3fs'}\n"
+        "ours = {m for m in sys.modules if m.startswith('exspec.') and not m.startswith('exspec.actors')}\n"
+        "assert not found | ours, found | ours\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
