@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from exspec.actors.engine.cached_model import CachedModel
+from exspec.actors.engine.constraint import unpacked
 from exspec.actors.engine.draft_length import Confidence
 from exspec.actors.engine.graphs import Recorder
 from exspec.actors.engine.group import Group
+from exspec.actors.engine.guide import Guide
 from exspec.actors.engine.sampling import Sampler
 
 
@@ -66,6 +68,7 @@ class DraftModel:
         self.last_token = vocabulary - 1
         self.ends_early = not recorder.records  # to look whether any row goes on is to wait for the device
         self._feed, self._loop = recorder.wrap(self._fill), recorder.wrap(self._draft)
+        self._step = recorder.wrap(self._one)
 
     def prefill(self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int) -> None:
         self._feed(slots, tokens, starts, attended)
@@ -74,6 +77,8 @@ class DraftModel:
         count = max(limits)
         needed = -(-(group.longest + max(count, 1)) // self.step) * self.step
         attended = min(needed, self.columns)
+        if group.guide is not None:
+            return self._guided(group, group.guide, limits, attended)
         most = torch.tensor(limits, device=group.pending.device)
         return Draft(
             *self._loop(group.slots, group.previous, group.pending, group.starts, most, group.sampler, count, attended)
@@ -94,23 +99,13 @@ class DraftModel:
         attended: int,
     ) -> tuple[Tensor, Tensor]:
         """Tokens [R, N] with N <= count, and lengths [R] <= most [R]."""
-
-        def forward(tokens: Tensor, starts: Tensor) -> Tensor:
-            logits = self.cached.forward(slots, tokens.clamp(max=self.last_token), starts, attended)
-            return logits[..., : self.shared]
-
         tokens = pending.new_empty(len(pending), 0)
         lengths, chance = torch.zeros_like(pending), torch.ones_like(pending, dtype=torch.float32)
-        # A prompt of one token has none before the pending one. It feeds the pending one first and then a dead token,
-        # and its first draft comes from the first column.
-        alone = starts == 0
-        fed = torch.where(alone[:, None], pending[:, None], torch.stack([previous, pending], dim=1))
-        logits = forward(fed, (starts - 1).clamp(min=0))
-        logits = torch.where(alone[:, None], logits[:, 0], logits[:, 1])[:, None]  # [R, 1, V]
+        logits = self._logits_of_two(slots, previous, pending, starts, attended)
         goes_on = live = most > 0
         for i in range(count):
             if i > 0:
-                logits = forward(tokens[:, -1:], starts + i)
+                logits = self._logits(slots, tokens[:, -1:], starts + i, attended)
             token = sampler.choose(logits, (starts + 1 + i)[:, None], tokens)
             tokens = torch.cat([tokens, token], dim=1)
             chance, kept = self.confidence.survives(chance, logits, token)
@@ -119,3 +114,62 @@ class DraftModel:
             if self.ends_early and not self.confidence.pays(chance, goes_on, live):
                 break
         return tokens, lengths
+
+    def _guided(self, group: Group, guide: Guide, limits: list[int], attended: int) -> Draft:
+        """The same under constraints, which walk on the host: so it waits for every token, and feeds two again."""
+        previous, pending = group.previous, group.pending
+        chance = torch.ones_like(pending, dtype=torch.float32)
+        live = goes_on = torch.tensor(limits, device=pending.device) > 0
+        drafted, lengths = [], [0] * len(limits)
+        for i in range(max(*limits, 1)):
+            masks = guide.here[:, None].to(pending.device)
+            token, chance, kept = self._step(
+                group.slots, previous, pending, group.starts + i, group.sampler, masks, chance, attended
+            )
+            within = torch.tensor([i < limit for limit in limits], device=pending.device)
+            goes_on = goes_on & kept & within
+            rows = list(zip(token.tolist(), goes_on.tolist(), strict=True))
+            if not any(on for _, on in rows):
+                break
+            drafted.append(token)
+            guide.advance([chosen if on else None for chosen, on in rows])
+            lengths = [n + on for n, (_, on) in zip(lengths, rows, strict=True)]
+            # A draft that has come to an end token has nothing after it.
+            goes_on = goes_on & torch.tensor([not guide.ended(r) for r in range(len(rows))], device=pending.device)
+            if not self.confidence.pays(chance, goes_on, live):
+                break
+            previous, pending = pending, token
+        tokens = torch.stack(drafted, dim=1) if drafted else pending.new_empty(len(pending), 0)
+        return Draft(tokens, torch.tensor(lengths, device=pending.device))
+
+    def _one(
+        self,
+        slots: Tensor | None,
+        previous: Tensor,
+        pending: Tensor,
+        starts: Tensor,
+        sampler: Sampler,
+        masks: Tensor,
+        chance: Tensor,
+        attended: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The draft's token [R] after `pending`, of those that masks [R, 1, words] allow; chances; which to keep."""
+        logits = self._logits_of_two(slots, previous, pending, starts, attended)
+        logits = logits.masked_fill(~unpacked(masks, logits.shape[-1]), -torch.inf)
+        token = sampler.choose(logits, (starts + 1)[:, None], pending[:, None][:, :0])
+        return token[:, 0], *self.confidence.survives(chance, logits, token)
+
+    def _logits(self, slots: Tensor | None, tokens: Tensor, starts: Tensor, attended: int) -> Tensor:
+        logits = self.cached.forward(slots, tokens.clamp(max=self.last_token), starts, attended)
+        return logits[..., : self.shared]
+
+    def _logits_of_two(
+        self, slots: Tensor | None, previous: Tensor, pending: Tensor, starts: Tensor, attended: int
+    ) -> Tensor:
+        """Logits [R, 1, V] after the pending token."""
+        # A prompt of one token has none before the pending one. It feeds the pending one first and then a dead token,
+        # and its first draft comes from the first column.
+        alone = starts == 0
+        fed = torch.where(alone[:, None], pending[:, None], torch.stack([previous, pending], dim=1))
+        logits = self._logits(slots, fed, (starts - 1).clamp(min=0), attended)
+        return torch.where(alone[:, None], logits[:, 0], logits[:, 1])[:, None]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import wraps
 from itertools import takewhile
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,18 +13,29 @@ from transformers import PreTrainedModel
 
 from exspec.actors.engine.cached_model import context_length
 from exspec.actors.engine.config import EngineConfig
+from exspec.actors.engine.constraint import forced
 from exspec.actors.engine.drafting import Draft
 from exspec.actors.engine.graphs import Recorder
 from exspec.actors.engine.group import Group
+from exspec.actors.engine.guide import Candidates, Guide, candidate_ids
 from exspec.actors.engine.methods import build, recorder_for
 from exspec.actors.engine.pool import Pool, Sequence
 from exspec.actors.engine.prefill import Chunk
-from exspec.actors.engine.request import Completion, FinishReason, Request, RequestError
+from exspec.actors.engine.request import Completion, FinishReason, Request, RequestError, Scores
 from exspec.actors.engine.sampling import Sampler
 from exspec.actors.engine.statistics import EngineStatistics, SequenceStatistics
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Ending = tuple[FinishReason, int | str | None]
+
+
+class Outcome(NamedTuple):
+    """What came of a row's round: the target's choices, the draft, and for each choice the scores of the candidates."""
+
+    choices: list[int]
+    draft: list[int]
+    scores: list[Scores]
 
 
 def phase(method: "Callable[Concatenate[Engine, P], T]") -> "Callable[Concatenate[Engine, P], T]":
@@ -104,10 +115,21 @@ class Engine:
                 f"{name}: {length} prompt and {request.max_new_tokens} new tokens do not fit the slots' capacity of "
                 f"{self.config.capacity} tokens; raise capacity or lower max_new_tokens"
             )
+        if request.stop and request.constraint:
+            raise RequestError(f"{name}: stop and constraint exclude each other, a constraint tells its own end")
         if request.id in self._ids:
             raise RequestError(f"{name}: a request with this id is already being decoded")
         self._ids.add(request.id)
-        self.pool.waiting.append(Sequence(request, self.context))
+        sequence = Sequence(request, self.context)
+        self._begin(sequence)
+        self.pool.waiting.append(sequence)
+
+    def _begin(self, sequence: Sequence) -> None:
+        """Put the tokens that a constraint begins with behind the prompt: they are prefilled with it, in no round."""
+        first = takewhile(lambda token: not self._ends(sequence, token), self._foregone(sequence, sequence.budget - 1))
+        for token in first:
+            self._append(sequence, token, {})
+            sequence.statistics += SequenceStatistics(forced=1)
 
     def take(self) -> list[Completion]:
         """What has finished since the last call, in order of finishing."""
@@ -122,8 +144,7 @@ class Engine:
             return
         group = self._group()
         draft = self._draft(group)
-        choices = self._verify(group, draft)
-        self._commit(group, *self._wait(draft, choices))
+        self._commit(group, self._wait(draft, *self._verify(group, draft)))
 
     def run(self) -> list[Completion]:
         """Steps until nothing is left to do; returns what has finished."""
@@ -171,80 +192,144 @@ class Engine:
         rows, attended = self.config.round_shape(len(sequences), max(s.length for s in sequences) + 1)
         # Dead rows of a forward over all slots write to theirs, so none of those may belong to a sequence that waits.
         in_order = rows == self.pool.slots and len(sequences) == len(self.pool.running)
-        return Group.of(sequences, rows, self.pool.slots, in_order, attended, self.config.drafted, self.device)
+        drafts = self.config.drafted
+        return Group.of(sequences, rows, self.pool.slots, in_order, attended, drafts, self.device, self._guide)
+
+    def _guide(self, sequences: list[Sequence | None]) -> Guide | None:
+        constrained = any(s is not None and s.constraint is not None for s in sequences)
+        return Guide(sequences, self.vocabulary, self._ends) if constrained else None
 
     @phase
     def _draft(self, group: Group) -> Draft:
         return self.drafter.propose(group, self.draft_length.limits(group))
 
     @phase
-    def _verify(self, group: Group, draft: Draft) -> Tensor:
-        """The target's tokens [R, width] after the pending token and after each draft."""
+    def _verify(self, group: Group, draft: Draft) -> tuple[Tensor, Tensor | None, Candidates]:
+        """The target's tokens [R, width] after the pending token and after each draft.
+
+        Of scored rows also the log-probabilities [R, width, M] of the candidates, the tokens that may stand there.
+        """
         width = self.config.width if self.config.fixed_shapes else 1 + draft.tokens.shape[1]
         padded = torch.nn.functional.pad(draft.tokens, (0, width - 1 - draft.tokens.shape[1]))
         tokens = torch.cat([group.pending[:, None], padded], dim=1)
-        choices: Tensor = self._choose(group.slots, tokens, group.starts, group.sampler, group.attended)
-        return choices
+        masks = group.guide.along(width).to(self.device) if group.guide else None
+        candidates = group.guide.candidates(width) if group.guide else {}
+        asked = candidate_ids(candidates, len(group.sequences), width, self.device) if candidates else None
+        choices, scores = self._choose(group.slots, tokens, group.starts, group.sampler, group.attended, masks, asked)
+        return choices, scores, candidates
 
-    def _choices(self, slots: Tensor | None, tokens: Tensor, starts: Tensor, sampler: Sampler, attended: int) -> Tensor:
-        """The tokens [R, Q] that follow tokens [R, Q]."""
+    def _choices(
+        self,
+        slots: Tensor | None,
+        tokens: Tensor,
+        starts: Tensor,
+        sampler: Sampler,
+        attended: int,
+        masks: Tensor | None = None,
+        asked: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The tokens [R, Q] that follow tokens [R, Q], and log-probabilities [R, Q, M] of those asked for."""
         logits = self.target.forward(slots, tokens, starts, attended)
         positions = starts[:, None] + 1 + torch.arange(tokens.shape[1], device=self.device)
-        return sampler.choose(logits, positions, tokens[:, 1:])
+        choices = sampler.choose(logits, positions, tokens[:, 1:], masks)
+        if asked is None:
+            return choices, None
+        found = logits.float().gather(2, asked.clamp(min=0)).masked_fill(asked < 0, -torch.inf)
+        return choices, found.log_softmax(dim=-1)
 
     @phase
-    def _wait(self, draft: Draft, choices: Tensor) -> tuple[list[list[int]], int]:
-        """The round's one wait for the device. Of each row its choices, the length of its draft, and the draft; and how
-        many choices there are."""
-        return torch.cat([choices, draft.lengths[:, None], draft.tokens], dim=1).tolist(), choices.shape[1]
+    def _wait(self, draft: Draft, choices: Tensor, scores: Tensor | None, candidates: Candidates) -> list[Outcome]:
+        """The round's wait for the device: what came of each row."""
+        width = choices.shape[1]
+        rows = torch.cat([choices, draft.lengths[:, None], draft.tokens], dim=1).tolist()
+        likely = scores.tolist() if scores is not None else None
+        outcomes = []
+        for r, row in enumerate(rows):
+            scored: list[Scores] = [{}] * width
+            if likely is not None:
+                known = [candidates.get((r, q), []) for q in range(width)]
+                scored = [dict(zip(tokens, likely[r][q], strict=False)) for q, tokens in enumerate(known)]
+            outcomes.append(Outcome(row[:width], row[width + 1 :][: row[width]], scored))
+        return outcomes
 
     @phase
-    def _commit(self, group: Group, outcome: list[list[int]], width: int) -> None:
+    def _commit(self, group: Group, outcomes: list[Outcome]) -> None:
         """Commit the drafts that the target agrees with and its own token after them; end what has come to its end."""
-        rows = zip(group.sequences, outcome, strict=True)
-        live = [(s, row[:width], row[width], row[width + 1 :]) for s, row in rows if s]
-        grouped = len({s.length // self.config.bucket for s, *_ in live}) == 1
+        live = [(r, s, outcomes[r]) for r, s in enumerate(group.sequences) if s]
+        grouped = len({s.length // self.config.bucket for _, s, _ in live}) == 1
+        if group.guide:
+            group.guide.back()
         kept = 0
-        for sequence, chosen, length, drafted in live:
-            pairs = zip(drafted[:length], chosen, strict=False)
+        for row, sequence, outcome in live:
+            pairs = zip(outcome.draft, outcome.choices, strict=False)
             accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-            self.draft_length.learn(sequence, length, accepted)
-            kept += self._extend(sequence, chosen[: accepted + 1], length, accepted, grouped)
-        busy = len(live)
+            self.draft_length.learn(sequence, len(outcome.draft), accepted)
+            before = len(sequence.tokens)
+            ending, committed = self._extend(sequence, outcome, accepted)
+            drafted = min(len(outcome.draft), committed) if ending else len(outcome.draft)
+            sequence.statistics += SequenceStatistics(
+                grouped_rounds=int(grouped),
+                ragged_rounds=int(not grouped),
+                # Drafts past an end are as if they had never been drafted.
+                drafted_by_position=(1,) * drafted,
+                accepted_by_position=(1,) * min(accepted, committed),
+                forced=group.guide.forced(row, committed) if group.guide else 0,
+            )
+            ending = ending or self._finish(sequence)
+            kept += len(sequence.tokens) - before
+            if ending:
+                self._finished.append(self.pool.end(sequence, *ending))
+        busy, columns = len(live), sum(len(o.choices) for o in outcomes)
         self.statistics += EngineStatistics(
             rounds=1,
             rows=self.config.batch_size,
             busy_rows=busy,
             grouped_rounds=int(grouped),
             ragged_rounds=int(not grouped),
-            columns=len(outcome) * width,
-            dead_columns=len(outcome) * width - busy - sum(length for _, _, length, _ in live),
+            columns=columns,
+            dead_columns=columns - busy - sum(len(outcome.draft) for _, _, outcome in live),
             tokens=kept,
         )
 
-    def _extend(self, sequence: Sequence, tokens: list[int], drafted: int, accepted: int, grouped: bool) -> int:
-        """Append committed tokens up to the first that ends the sequence, and count; returns how many were kept."""
-        kept, ending = 0, None
-        while ending is None and kept < len(tokens):
-            sequence.tokens.append(tokens[kept])
+    def _extend(self, sequence: Sequence, outcome: Outcome, accepted: int) -> tuple[Ending | None, int]:
+        """Append committed tokens up to the first that ends the sequence; returns that ending and how many they are."""
+        ending, kept = None, 0
+        while ending is None and kept <= accepted:
+            ending = self._append(sequence, outcome.choices[kept], outcome.scores[kept])
             kept += 1
-            ending = self._ending(sequence)
-        # Drafts past an end are as if they had never been drafted.
-        drafted = min(drafted, kept) if ending else drafted
-        sequence.statistics += SequenceStatistics(
-            grouped_rounds=int(grouped),
-            ragged_rounds=int(not grouped),
-            drafted_by_position=(1,) * drafted,
-            accepted_by_position=(1,) * min(accepted, kept),
-        )
-        if ending:
-            self._finished.append(self.pool.end(sequence, *ending))
-        return kept
+        return ending, kept
 
-    def _ending(self, sequence: Sequence) -> tuple[FinishReason, int | str | None] | None:
+    def _finish(self, sequence: Sequence) -> Ending | None:
+        """Where a constraint leaves one way to the end, go it: those tokens need no round."""
+        rest = self._foregone(sequence, sequence.budget)
+        if not any(self._ends(sequence, token) for token in rest):
+            return None
+        ending = None
+        while ending is None:
+            sequence.statistics += SequenceStatistics(forced=1)
+            ending = self._append(sequence, rest.pop(0), {})
+        return ending
+
+    def _append(self, sequence: Sequence, token: int, scores: Scores) -> Ending | None:
+        sequence.tokens.append(token)
+        if sequence.request.scored:
+            sequence.scores.append(scores)
+        ending = self._ending(sequence)
+        if ending is None and sequence.constraint:
+            sequence.constraint.advance(token)
+        return ending
+
+    def _foregone(self, sequence: Sequence, most: int) -> list[int]:
+        """Tokens that must come next."""
+        return forced(sequence.constraint, most) if sequence.constraint else []
+
+    def _ends(self, sequence: Sequence, token: int) -> bool:
+        return token in self.end_ids or token in sequence.request.end_ids
+
+    def _ending(self, sequence: Sequence) -> Ending | None:
         """Why the sequence ends with its last token, if it does."""
         last, request = sequence.tokens[-1], sequence.request
-        if last in self.end_ids or last in request.end_ids:
+        if self._ends(sequence, last):
             return "stop", last
         if request.stop and (found := request.stop(sequence.committed)) is not None:
             return "stop", found

@@ -1,10 +1,12 @@
 """The rows of one round, as tensors."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from exspec.actors.engine.guide import Guide
 from exspec.actors.engine.pool import Sequence
 from exspec.actors.engine.request import Sampling
 from exspec.actors.engine.sampling import Sampler
@@ -18,6 +20,7 @@ class Group:
     previous, pending: [R], the last two committed tokens. starts: [R], the place of the pending one.
     attended: KV columns that the target attends; nothing is committed past them.
     useful: drafts that row r can take at most, for its bucket and its budget; dead rows take none.
+    guide: where any of the rows is constrained. Whoever drafts moves it along.
     """
 
     sequences: list[Sequence | None]
@@ -28,6 +31,7 @@ class Group:
     attended: int
     useful: list[int]
     sampler: Sampler
+    guide: Guide | None = None
 
     @property
     def longest(self) -> int:
@@ -43,11 +47,12 @@ class Group:
         attended: int,
         drafts: int,
         device: torch.device,
+        guide: Callable[[list[Sequence | None]], Guide | None],
     ) -> "Group":
         """Rows for the sequences, filled up with dead ones to `rows`; `slots` is W and `drafts` is K.
 
         in_order: every sequence stands in its slot's row, and the slots between are free. Otherwise dead rows come
-        last, and point to slot W, which nobody owns.
+        last, and point to slot W, which nobody owns. guide: makes the guide of the rows.
         """
         placed: list[Sequence | None] = [None] * rows
         for i, sequence in enumerate(sequences):
@@ -68,6 +73,7 @@ class Group:
                 [[0] if s is None else s.tokens for s in placed],
                 device,
             ),
+            guide=guide(placed),
         )
 
 

@@ -3,7 +3,7 @@
 import time
 from collections import deque
 
-from exspec.actors.engine.request import Completion, FinishReason, Request
+from exspec.actors.engine.request import Completion, FinishReason, Request, Scores
 from exspec.actors.engine.statistics import SequenceStatistics
 
 
@@ -17,6 +17,8 @@ class Sequence:
     def __init__(self, request: Request, longest: int) -> None:
         self.request = request
         self.tokens = list(request.prompt)
+        self.constraint = request.constraint() if request.constraint else None
+        self.scores: list[Scores] = []
         self.limit = min(len(self.tokens) + request.max_new_tokens, longest)  # tokens at most, prompt included
         self.slot = -1
         self.waited = 0  # rounds since the last one that it was part of
@@ -69,7 +71,8 @@ class Pool:
             seconds_prefill=sequence.started - sequence.admitted,
             seconds_decode=time.monotonic() - sequence.started,
         )
-        return Completion(sequence.request.id, sequence.committed, reason, stopped_by, sequence.statistics + timing)
+        counted = sequence.statistics + timing
+        return Completion(sequence.request.id, sequence.committed, reason, stopped_by, counted, sequence.scores)
 
     def check(self) -> None:
         """Raise AssertionError where the invariants do not hold."""

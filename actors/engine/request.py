@@ -4,11 +4,13 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from exspec.actors.engine.constraint import MakeConstraint
 from exspec.actors.engine.statistics import SequenceStatistics
 
 FinishReason = Literal["stop", "length"]
 # Looks at the completion after each of its tokens and returns what ended it, or None to go on.
 StopCheck = Callable[[Sequence[int]], str | None]
+Scores = dict[int, float]
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class Request:
     prompt: token ids, at least one.
     end_ids: token ids that end the sequence beside the model's own.
     stop: a check on the completion's tokens, for endings that the engine cannot see, such as stop strings.
+    constraint: makes the constraint that the completion is held to; it must come to allow an end token.
+    scored: whether the completion tells how likely the allowed tokens were. For constraints with few of them.
     """
 
     id: Hashable
@@ -58,6 +62,8 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     end_ids: frozenset[int] = frozenset()
     stop: StopCheck | None = None
+    constraint: MakeConstraint | None = None
+    scored: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,8 @@ class Completion:
         the one that completed the string, and the text is to be cut before it.
     finish_reason: `stop` (end token or stop check) or `length` (max_new_tokens or the model's context).
     stopped_by: the end token's id, or what the stop check returned; None after `length`.
+    scores: of a scored request, for each of the tokens the target's log-probability of every token that was allowed in
+        its place, among those; empty where there was no choice.
     """
 
     id: Hashable
@@ -75,6 +83,7 @@ class Completion:
     finish_reason: FinishReason
     stopped_by: int | str | None
     statistics: SequenceStatistics
+    scores: list[Scores] = field(default_factory=list)
 
 
 class RequestError(ValueError):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exspec.actors.engine.constraint import unpacked
 from exspec.actors.engine.request import Sampling
 
 _MASK32 = 0xFFFFFFFF
@@ -71,14 +72,17 @@ class Sampler:
         vars(made).update(state)
         return made
 
-    def choose(self, logits: Tensor, positions: Tensor, drafts: Tensor) -> Tensor:
+    def choose(self, logits: Tensor, positions: Tensor, drafts: Tensor, masks: Tensor | None = None) -> Tensor:
         """The token [R, Q] that follows each column of logits [R, Q, V].
 
         positions: [R, Q], the place in the sequence of the token chosen. drafts: [R, N], tokens of this round that
         lie before the last column, the last one directly before it; a repetition penalty counts them as seen.
+        masks: int32 [R, Q, words], the tokens that may be chosen; None: all.
         """
         if self.penalised:
             logits = self._penalise(logits.float(), drafts)
+        if masks is not None:
+            logits = logits.masked_fill(~unpacked(masks, logits.shape[-1]), -torch.inf)
         if self.greedy:
             return logits.argmax(dim=-1)
         logits = logits.float() / self.temperature

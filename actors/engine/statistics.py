@@ -35,6 +35,7 @@ class SequenceStatistics(Addable):
 
     drafted_by_position, accepted_by_position: tokens proposed, and those the target agreed with, by place in the draft.
     grouped_rounds: rounds whose rows all lay in one length bucket; ragged_rounds: the others.
+    forced: tokens that a constraint left no alternative to.
     """
 
     prompt_tokens: int = 0
@@ -43,6 +44,7 @@ class SequenceStatistics(Addable):
     ragged_rounds: int = 0
     drafted_by_position: Counts = ()
     accepted_by_position: Counts = ()
+    forced: int = 0
     seconds_queued: float = 0.0
     seconds_prefill: float = 0.0
     seconds_decode: float = 0.0

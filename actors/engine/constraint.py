@@ -1,0 +1,138 @@
+"""Constraints: which tokens a sequence may take next.
+
+A constraint is a place in some automaton, moved by tokens. Its masks apply at every position that a round verifies, so
+what is committed is what plain decoding under the same constraint gives, whatever was drafted. Where one token alone
+is allowed it is forced: as a draft it is free, for the target cannot disagree.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+BITS = 32  # tokens of a mask's word: token t is allowed where bit t % 32 of word t // 32 is set
+
+
+class Constraint(Protocol):
+    """Stands behind the tokens it was advanced by. What is allowed there follows from those tokens alone."""
+
+    def allowed(self) -> Tensor:
+        """The mask here: int32 [words], words past its end are zero. At least one token is allowed before an end."""
+        ...
+
+    def advance(self, token: int) -> None:
+        """Move on by an allowed token."""
+        ...
+
+    def rollback(self, count: int) -> None:
+        """Take back the last `count` tokens."""
+        ...
+
+
+MakeConstraint = Callable[[], Constraint]
+
+
+class Node:
+    """A place in an automaton of tokens: where each allowed one leads."""
+
+    def __init__(self) -> None:
+        self.children: dict[int, Node] = {}
+        self._mask: Tensor | None = None
+
+    @property
+    def mask(self) -> Tensor:
+        if self._mask is None:
+            self._mask = mask_of(self.children)
+        return self._mask
+
+
+class Automaton:
+    """A constraint given by its places; the way back is kept."""
+
+    def __init__(self, start: Node) -> None:
+        self.way = [start]
+
+    def allowed(self) -> Tensor:
+        return self.way[-1].mask
+
+    def advance(self, token: int) -> None:
+        self.way.append(self.way[-1].children[token])
+
+    def rollback(self, count: int) -> None:
+        del self.way[len(self.way) - count :]
+
+
+def chain(tokens: Sequence[int], end: Node) -> Node:
+    """Places that allow these tokens, one after the other, and lead to `end`."""
+    for token in reversed(tokens):
+        node = Node()
+        node.children[token] = end
+        end = node
+    return end
+
+
+def choice(options: Iterable[Sequence[int]], end: Node) -> Node:
+    """A trie: places that allow any of the options, and go on as `end` does after each.
+
+    An option may begin with another one: where that ends, the longer one's next token is allowed beside `end`'s.
+    Raises ValueError where those are the same token, for then nobody could tell which option was meant.
+    """
+    root, ends = Node(), []
+    for option in options:
+        node = root
+        for token in option:
+            node = node.children.setdefault(token, Node())
+        ends.append(node)
+    for node in ends:
+        if clash := node.children.keys() & end.children.keys():
+            raise ValueError(f"token {min(clash)} both continues a longer option and follows a shorter one")
+        node.children |= end.children
+    return root
+
+
+def mask_of(tokens: Iterable[int]) -> Tensor:
+    """A mask that allows these tokens alone."""
+    words: dict[int, int] = {}
+    for token in tokens:
+        words[token // BITS] = words.get(token // BITS, 0) | 1 << token % BITS
+    mask = torch.zeros(max(words, default=-1) + 1, dtype=torch.int32)
+    for word, bits in words.items():
+        mask[word] = bits - 2**BITS if bits >= 2 ** (BITS - 1) else bits
+    return mask
+
+
+def tokens_of(mask: Tensor) -> list[int]:
+    """The tokens that a mask allows, in order."""
+    words = mask.nonzero()[:, 0].tolist()
+    bits = mask[words].tolist()
+    return [word * BITS + i for word, value in zip(words, bits, strict=True) for i in range(BITS) if value >> i & 1]
+
+
+def only(mask: Tensor) -> int | None:
+    """The token that a mask allows, if it is one alone."""
+    words = mask.nonzero()
+    if len(words) != 1:
+        return None
+    bits = int(mask[words[0]]) % 2**BITS
+    return int(words[0]) * BITS + bits.bit_length() - 1 if bits.bit_count() == 1 else None
+
+
+def allows(mask: Tensor, token: int) -> bool:
+    return token // BITS < len(mask) and bool(mask[token // BITS] >> token % BITS & 1)
+
+
+def forced(constraint: Constraint, most: int) -> list[int]:
+    """The tokens that must come next, each the only one allowed, `most` at most. Leaves the constraint as it was."""
+    found: list[int] = []
+    while len(found) < most and (token := only(constraint.allowed())) is not None:
+        constraint.advance(token)
+        found.append(token)
+    constraint.rollback(len(found))
+    return found
+
+
+def unpacked(masks: Tensor, vocabulary: int) -> Tensor:
+    """Masks [..., words] as bool [..., vocabulary]."""
+    bits = masks[..., None] >> torch.arange(BITS, device=masks.device, dtype=masks.dtype) & 1
+    return bits.flatten(-2)[..., :vocabulary].bool()

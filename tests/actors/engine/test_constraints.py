@@ -1,0 +1,190 @@
+"""Constrained decoding: every token is what plain decoding under the same constraint gives."""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exspec.actors.engine import Engine, EngineConfig, Request, RequestError, Sampling
+from exspec.actors.engine.constraint import Automaton, Node, chain, choice, forced, mask_of, only, tokens_of, unpacked
+from exspec.actors.engine.sampling import gumbel_noise
+from tests import tiny
+
+END = tiny.ENDS[0]
+LABELS = {"a": [10], "ab": [10, 11], "abc": [10, 11, 12, 13], "b": [20, 21, 22], "c": [20, 23], "d": [30, 10, 11]}
+
+
+def labels() -> Automaton:
+    """A forced beginning, one of the labels, something between, another of them, the end."""
+    end = chain([END], Node())
+    second = choice(LABELS.values(), end)
+    return Automaton(chain([40, 41, 42], choice(LABELS.values(), chain([50, 51], second))))
+
+
+def maze(seed: int) -> Callable[[], Automaton]:
+    """A random automaton with loops, forced ways and wide places; an end is never far."""
+    rng = random.Random(seed)
+    nodes = [Node() for _ in range(12)]
+    for node in nodes:
+        width = rng.choice([1, 1, 1, 2, 5, tiny.VOCABULARY - 2])
+        usual = [t for t in range(tiny.VOCABULARY) if t not in tiny.ENDS]
+        node.children = {t: rng.choice(nodes) for t in rng.sample(usual, min(width, len(usual)))}
+        if width > 1 and rng.random() < 0.5:
+            node.children[END] = Node()
+    return lambda: Automaton(nodes[0])
+
+
+@torch.inference_mode()
+def oracle(target: Any, prompt: Sequence[int], constraint: Automaton, sampling: Sampling, budget: int) -> list[int]:
+    """One sequence, one token at a time, no cache, no masks: the best of the tokens that are allowed."""
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < budget:
+        logits = target(input_ids=torch.tensor([tokens])).logits[0, -1].float()
+        if sampling.temperature > 0:
+            noise = gumbel_noise(torch.tensor([sampling.seed]), torch.tensor([[len(tokens)]]), len(logits))[0, 0]
+            logits = logits / sampling.temperature + noise
+        allowed = list(constraint.way[-1].children)
+        tokens.append(max(allowed, key=lambda t: float(logits[t])))
+        if tokens[-1] in tiny.ENDS:
+            break
+        constraint.advance(tokens[-1])
+    return tokens[len(prompt) :]
+
+
+def make_of(i: int) -> Callable[[], Automaton]:
+    return labels if i % 3 == 0 else maze(i)
+
+
+def requests(sampled: bool) -> list[Request]:
+    """Two of three are constrained; the others share their rounds."""
+    made = []
+    for i, prompt in enumerate(tiny.prompts(18)):
+        sampling = Sampling(temperature=1.3, seed=i) if sampled and i % 2 else Sampling()
+        constraint = None if i % 3 == 2 else make_of(i)
+        made.append(Request(i, prompt, 20, sampling, constraint=constraint, scored=i % 3 == 0))
+    return made
+
+
+CONFIGS = {
+    "plain": EngineConfig(method="plain", batch_size=4, window=6, capacity=96, bucket=32),
+    "eqspec": EngineConfig(method="eqspec", batch_size=4, window=4, draft_tokens=3, capacity=96),
+    "exspec": EngineConfig(batch_size=4, window=6, draft_tokens=5, capacity=96, bucket=32),
+    "one by one": EngineConfig(batch_size=1, window=1, draft_tokens=7, capacity=96, bucket=96),
+    "free shapes": EngineConfig(batch_size=4, window=9, draft_tokens=4, capacity=96, bucket=1, exact=False),
+    "explicit": EngineConfig(batch_size=4, window=6, draft_tokens=5, capacity=96, bucket=32, draft_length="both"),
+}
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tokens_are_those_of_one_sequence_at_a_time(name: str, sampled: bool) -> None:
+    target, asked = tiny.model(), requests(sampled)
+    draft = None if name == "plain" else tiny.model(seed=0 if sampled else 1)  # once a draft that is always right
+    engine = Engine(target, draft, CONFIGS[name])
+    for request in asked:
+        engine.submit(request)
+    done = {}
+    while engine.busy:
+        engine.step()
+        engine.check()
+        done |= {c.id: c for c in engine.take()}
+    for i, request in enumerate(asked):
+        if request.constraint is None:
+            expected = tiny.slow_decode(target, request.prompt, request.sampling, 20)
+        else:
+            expected = oracle(target, request.prompt, make_of(i)(), request.sampling, 20)
+        assert done[i].tokens == expected, i
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_and_scores_do_not_depend_on_the_drafts(dtype: torch.dtype) -> None:
+    """In the same shape, in either precision, to the bit."""
+    target, config = tiny.model(dtype=dtype), CONFIGS["exspec"]
+    found = []
+    for draft, shape in ((None, config.plain()), (tiny.model(seed=1, dtype=dtype), config), (target, config)):
+        engine = Engine(target, draft, shape)
+        for request in requests(sampled=True):
+            engine.submit(request)
+        found.append({c.id: (c.tokens, c.scores, c.finish_reason) for c in engine.run()})
+    assert found[0] == found[1] == found[2]
+
+
+def test_scores_are_the_probabilities_among_what_is_allowed() -> None:
+    target = tiny.model()
+    engine = Engine(target, None, CONFIGS["plain"])
+    asked = [request for request in requests(sampled=False) if request.scored]
+    for request in asked:
+        engine.submit(request)
+    for completion in engine.run():
+        prompt = next(request.prompt for request in asked if request.id == completion.id)
+        walk = labels()
+        for place, token in enumerate(completion.tokens):
+            allowed = sorted(walk.way[-1].children)
+            scores = completion.scores[place]
+            assert sorted(scores) == (allowed if len(allowed) > 1 else [])
+            if scores:
+                ids = torch.tensor([[*prompt, *completion.tokens[:place]]])
+                logits = target(input_ids=ids).logits[0, -1, allowed].log_softmax(0)
+                assert torch.allclose(torch.tensor([scores[t] for t in allowed]), logits, atol=1e-4)
+                assert token == max(scores, key=lambda t: scores[t])
+            walk.advance(token)
+
+
+def test_what_is_forced_is_free() -> None:
+    """A beginning is prefilled with the prompt, an end that cannot be missed needs no round, and in plain decoding
+    only what has an alternative takes one."""
+    target = tiny.model()
+    constraint = lambda: Automaton(chain([40, 41, 42], choice([[10, 11, 12], [20, 21]], chain([50, END], Node()))))  # noqa: E731
+    engine = Engine(target, None, CONFIGS["plain"])
+    engine.submit(Request("x", [1, 2, 3], 20, constraint=constraint))
+    [completion] = engine.run()
+    assert completion.tokens in ([40, 41, 42, 10, 11, 12, 50, END], [40, 41, 42, 20, 21, 50, END])
+    assert completion.statistics.rounds == 1
+    assert completion.statistics.forced == len(completion.tokens) - 1
+
+
+def test_forced_tokens_between_are_drafts_that_are_always_right() -> None:
+    target = tiny.model()
+    middle = lambda: Automaton(choice([[10], [20]], chain([50, 51, 52], choice([[30], [31]], chain([END], Node())))))  # noqa: E731
+    engine = Engine(target, tiny.model(seed=1), EngineConfig(batch_size=1, window=1, draft_tokens=4, capacity=96))
+    for i, prompt in enumerate(tiny.prompts(8)):
+        engine.submit(Request(i, prompt, 20, constraint=middle))
+    for completion in engine.run():
+        assert completion.statistics.forced == 4
+        assert completion.statistics.rounds <= 2, "one choice, then the way to the other and that one"
+
+
+def test_budget_and_stop() -> None:
+    engine = Engine(tiny.model(), tiny.model(seed=1), CONFIGS["exspec"])
+    for budget in range(1, 12):
+        engine.submit(Request(budget, [1, 2], budget, constraint=labels))
+    for completion in engine.run():
+        assert len(completion.tokens) <= int(completion.id)  # type: ignore[call-overload]
+        assert (completion.finish_reason == "length") == (completion.tokens[-1] != END)
+    with pytest.raises(RequestError, match="stop and constraint"):
+        engine.submit(Request("x", [1], 5, constraint=labels, stop=lambda _: None))
+
+
+@given(st.sets(st.integers(0, 200), max_size=40))
+def test_masks_hold_what_they_were_made_of(tokens: set[int]) -> None:
+    mask = mask_of(tokens)
+    assert tokens_of(mask) == sorted(tokens)
+    assert only(mask) == (min(tokens) if len(tokens) == 1 else None)
+    padded = torch.nn.functional.pad(mask, (0, 7 - len(mask)))
+    assert unpacked(padded, 201).nonzero()[:, 0].tolist() == sorted(tokens)
+
+
+def test_an_option_that_begins_another_needs_another_way_on() -> None:
+    with pytest.raises(ValueError, match="token 11 both continues"):
+        choice([[10], [10, 11]], chain([11], Node()))
+    walk = Automaton(choice([[10], [10, 11]], chain([END], Node())))
+    assert forced(walk, 9) == [10]
+    walk.advance(10)
+    assert tokens_of(walk.allowed()) == [END, 11]
+    walk.advance(11)
+    walk.rollback(2)
+    assert tokens_of(walk.allowed()) == [10]
