@@ -4,14 +4,23 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from exspec.pipeline.errors import JobError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from exspec.actors.answers import Answers
+
+J = TypeVar("J", bound="Job")
 
 
 class Dtype(StrEnum):
@@ -54,6 +63,7 @@ class Job(BaseModel):
     """The settings of a job. A job file (YAML) and the command line have the same names."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    kind: ClassVar[str] = "generate"
 
     target: str = setting(..., "Hub id or folder of the target model. Default: the demo pair.")
     draft: str | None = setting(None, "Hub id or folder of the draft model.")
@@ -111,6 +121,9 @@ class Job(BaseModel):
     chunks_in_flight: int = setting(4, "Chunks that an actor works on at once, at least.", ge=1)
     attempts: int = setting(6, "Attempts at a chunk before it is set aside.", ge=1)
     limit: int | None = setting(None, "Take the first rows only.", ge=1)
+    since: str | None = setting(
+        None, "Leave out shards that are done, even where they have vanished: last; and older ones: a date."
+    )
     ray_address: str | None = setting(None, "Address of a Ray cluster. Default: a local one.")
 
     @field_validator("input", "stop", mode="before")
@@ -144,6 +157,16 @@ class Job(BaseModel):
     def _absolute_folder(cls, value: Any) -> Any:
         return _absolute(value) if value is not None and Path(value).is_dir() else value
 
+    @field_validator("since")
+    @classmethod
+    def _since(cls, value: str | None) -> str | None:
+        if value not in (None, "last"):
+            try:
+                datetime.fromisoformat(str(value))
+            except ValueError as error:
+                raise ValueError("expected last, or a date such as 2026-01-31 or 2026-01-31T06:00:00+00:00") from error
+        return value
+
     @field_validator("actors", mode="before")
     @classmethod
     def _number(cls, value: Any) -> Any:
@@ -167,6 +190,30 @@ class Job(BaseModel):
         named = {"output": _anonymous(self.output), "input": [_anonymous(url) for url in self.input]}
         return settings | named
 
+    def answers(self, tokenizer: Any) -> "Answers":  # noqa: ARG002
+        """What completions are held to and read as. Raises AnswerError where the tokenizer cannot write it."""
+        from exspec.actors.answers import FreeText
+
+        return FreeText()
+
+    def answer_columns(self) -> "pa.Schema":
+        """The columns that answers fill."""
+        import pyarrow as pa
+
+        return pa.schema([])
+
+    def evaluate(self, read: "Callable[[list[str]], Iterator[pa.Table]]") -> dict[str, Any]:  # noqa: ARG002
+        """Figures of the answers, by field. read: columns of all parts, one table after the other."""
+        return {}
+
+    @property
+    def newer_than(self) -> datetime | None:
+        """The time after which a new shard must have been written; without a zone, it is UTC."""
+        if self.since in (None, "last"):
+            return None
+        time = datetime.fromisoformat(str(self.since))
+        return time if time.tzinfo else time.replace(tzinfo=UTC)
+
     @property
     def actor_range(self) -> tuple[int, int]:
         low, _, high = self.actors.partition(":")
@@ -176,11 +223,11 @@ class Job(BaseModel):
 # Settings that decide where and how a job runs, not what it writes; they may change between runs of one job.
 FREE = {
     "output", "input", "storage_options", "device", "threads", "actors", "num_gpus", "chunks_in_flight", "attempts",
-    "ray_address", "draft_length", "tune_seconds", "tune_from", "memory_gib",
+    "ray_address", "draft_length", "tune_seconds", "tune_from", "memory_gib", "since", "gold_column", "review_share",
 }  # fmt: skip
 
 
-def load_job(file: Path | None, flags: dict[str, Any], pair: dict[str, str] | None = None) -> Job:
+def load_job(file: Path | None, flags: dict[str, Any], pair: dict[str, str] | None = None, kind: type[J] = Job) -> J:  # type: ignore[assignment]
     """A job from a YAML file and the flags that override it; `pair` is the target and draft of a job that names none.
 
     Raises JobError with every problem at once, each with the path of its key.
@@ -199,15 +246,15 @@ def load_job(file: Path | None, flags: dict[str, Any], pair: dict[str, str] | No
     if not {"target", "draft"} & set(settings):
         settings |= pair or {}
     try:
-        return Job(**settings)
+        return kind(**settings)
     except ValidationError as error:
-        raise JobError("; ".join(_problem(e, file) for e in error.errors())) from error
+        raise JobError("; ".join(_problem(e, file, kind) for e in error.errors())) from error
 
 
-def _problem(error: Any, file: Path | None) -> str:
+def _problem(error: Any, file: Path | None, kind: type[Job]) -> str:
     key = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
-        message = f"unknown setting, expected one of {', '.join(Job.model_fields)}"
+        message = f"unknown setting, expected one of {', '.join(kind.model_fields)}"
     elif error["type"] == "missing":
         message = "is missing"
     else:

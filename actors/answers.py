@@ -1,0 +1,258 @@
+"""What completions are to be: any text, one of some labels, or JSON of a schema; and how they are read as values."""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, Protocol
+
+import jsonschema
+import pyarrow as pa
+import torch
+from llguidance import LLMatcher
+from llguidance.hf import from_tokenizer
+from llguidance.torch import fill_next_token_bitmask
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from exspec.actors.engine.constraint import BITS, Automaton, MakeConstraint, Node, chain, choice, mask_of
+from exspec.actors.engine.request import Completion, Scores
+
+WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as json.dumps writes it
+
+
+class AnswerError(ValueError):
+    """Answers that cannot be asked for, or a completion that is none; the message says why."""
+
+
+class Answers(Protocol):
+    """constraint: for the engine. scored: whether it is to score what the constraint allows. longest: tokens of the
+    longest answer, where there is one."""
+
+    @property
+    def constraint(self) -> MakeConstraint | None: ...
+    @property
+    def scored(self) -> bool: ...
+    @property
+    def longest(self) -> int | None: ...
+
+    def read(self, completion: Completion, text: str) -> dict[str, Any]:
+        """The values of a completion, by column. Raises AnswerError where it is no answer."""
+        ...
+
+
+class FreeText:
+    """Anything."""
+
+    constraint, scored, longest = None, False, None
+
+    def read(self, completion: Completion, text: str) -> dict[str, Any]:  # noqa: ARG002
+        return {}
+
+
+class Choices:
+    """One label of each field. A single field without a name is answered with the label alone, others with a JSON object.
+
+    fields: labels by field. columns: of the output, by field; each field has four: `COLUMN`, and with `_confidence`,
+    `_runner_up` and `_runner_up_confidence` behind it.
+
+    Labels are written in the tokens that the tokenizer gives them. A label's confidence is its probability among the
+    labels: at every place of its tokens where another label could go on, the target's probability of its own token
+    among those that are allowed, all multiplied. The runner-up is the likeliest other label; where several labels part
+    from the chosen one together, nobody looked how they part from each other: they are named together, with ` | `
+    between them, and share their confidence.
+
+    Raises AnswerError naming the field and label that the tokenizer cannot write.
+    """
+
+    scored = True
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, fields: Mapping[str, Sequence[str]], columns: Mapping[str, str]):
+        self.tokenizer, self.columns = tokenizer, columns
+        self.end = end_token(tokenizer)
+        self.fields: list[tuple[str, list[int], dict[str, list[int]]]] = []  # name, tokens before, tokens by label
+        named = list(fields) != [""]
+        for i, (name, labels) in enumerate(fields.items()):
+            before = f'{"{" if i == 0 else chr(34) + ", "}{json.dumps(name)}: "' if named else ""
+            tokens = {label: self._tokens(before, _quoted(label) if named else label) for label in labels}
+            for label, found in tokens.items():
+                written = self._text([*self._tokens("", before), *found])
+                if not found or written != before + (_quoted(label) if named else label):
+                    raise AnswerError(f"{_place(name)}label {label!r}: the tokenizer writes it as {written!r}")
+            self.fields.append((name, self._tokens("", before), tokens))
+        node = chain([*self._tokens("", '"}' if named else ""), self.end], Node())
+        for name, before_tokens, tokens in reversed(self.fields):
+            if len({tuple(t) for t in tokens.values()}) < len(tokens):
+                raise AnswerError(f"{_place(name)}two labels have the same tokens")
+            try:
+                node = chain(before_tokens, choice(tokens.values(), node))
+            except ValueError as error:
+                raise AnswerError(f"{_place(name)}labels cannot be told apart: {error}") from error
+        self.start = node
+        ending = len(self._tokens("", '"}')) if named else 0
+        self.longest = sum(len(b) + max(map(len, t.values())) for _, b, t in self.fields) + ending + 1
+
+    def constraint(self) -> Automaton:
+        return Automaton(self.start)
+
+    def read(self, completion: Completion, text: str) -> dict[str, Any]:  # noqa: ARG002
+        values: dict[str, Any] = {}
+        place = 0
+        if completion.finish_reason != "stop":
+            raise AnswerError(f"no label after {len(completion.tokens)} tokens, where the context ends")
+        for name, before, labels in self.fields:
+            place += len(before)
+            found = _decide(labels, completion.tokens[place:], completion.scores[place:])
+            column = self.columns[name]
+            values |= {f"{column}{suffix}": value for suffix, value in zip(SUFFIXES, found, strict=True)}
+            place += len(labels[found[0]])
+        return values
+
+    def _tokens(self, before: str, text: str) -> list[int]:
+        """The tokens of a text that follows another one, if it is tokenized as it would be there."""
+        whole, head = self._encode(before + text), self._encode(before)
+        return whole[len(head) :] if whole[: len(head)] == head else self._encode(text)
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+
+    def _text(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+SUFFIXES = ("", "_confidence", "_runner_up", "_runner_up_confidence")
+
+
+def _decide(
+    labels: Mapping[str, Sequence[int]], tokens: Sequence[int], scores: Sequence[Scores]
+) -> tuple[str, float, str, float]:
+    """The label that the tokens begin with, its confidence, and the runner-up with its own."""
+    left, confidence, rivals = labels, 1.0, [(0.0, "")]
+    for place, (token, likely) in enumerate(zip(tokens, scores, strict=True)):
+        ways: dict[int | None, dict[str, Sequence[int]]] = defaultdict(dict)  # None: the label ends here
+        for label, its in left.items():
+            ways[its[place] if len(its) > place else None][label] = its
+        past = next((t for t in likely if t not in ways), None)  # the token behind a label that ends here
+        chances = {way: math.exp(likely.get(past if way is None else way, 0.0)) for way in ways}  # type: ignore[arg-type]
+        taken = token if token in ways else None
+        rivals += [(confidence * chances[way], " | ".join(found)) for way, found in ways.items() if way != taken]
+        confidence *= chances[taken]
+        left = ways[taken]
+        if taken is None:
+            break
+    (label,) = left
+    best = max(rivals, key=lambda rival: rival[0])
+    return label, confidence, best[1], best[0]
+
+
+class Json:
+    """JSON of a schema, held to it by llguidance, and checked against it once more.
+
+    columns: names and types of the output's, by top-level property; each holds the property's value, or its JSON text
+    where the column is text and the value is not. Raises AnswerError where the schema asks for what cannot be held to.
+    """
+
+    scored, longest = False, None
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, schema: Mapping[str, Any], columns: Mapping[str, tuple[str, pa.DataType]]) -> None:
+        self.tokenizer, self.schema, self.columns = tokenizer, schema, columns
+        self.end = end_token(tokenizer)
+        try:
+            jsonschema.Draft202012Validator.check_schema(schema)
+        except jsonschema.SchemaError as error:
+            raise AnswerError(f"json_schema: {error.json_path}: {error.message}") from error
+        self.grammar = LLMatcher.grammar_from_json_schema(dict(schema), defaults=WHITESPACE)  # type: ignore[arg-type]
+        wrong, messages = LLMatcher.validate_grammar_with_warnings(self.grammar)
+        if wrong:
+            raise AnswerError(f"json_schema: {messages[0]}")
+
+    @cached_property
+    def _vocabulary(self) -> Any:
+        try:
+            return from_tokenizer(self.tokenizer, eos_token=self.end)  # type: ignore[arg-type]
+        except Exception as error:  # the library's own, of no common kind
+            raise AnswerError(f"json_schema: the tokenizer cannot be held to a grammar: {error}") from error
+
+    def constraint(self) -> "Grammar":
+        return Grammar(LLMatcher(self._vocabulary, self.grammar, log_level=0), self._vocabulary.vocab_size, self.end)
+
+    def read(self, completion: Completion, text: str) -> dict[str, Any]:
+        if completion.finish_reason != "stop":
+            raise AnswerError(
+                f"the JSON is not complete after {len(completion.tokens)} tokens; raise max_new_tokens, or bound the "
+                "schema's texts and lists"
+            )
+        try:
+            value = json.loads(text)
+            jsonschema.validate(value, self.schema, jsonschema.Draft202012Validator)
+        except (json.JSONDecodeError, jsonschema.ValidationError) as error:
+            raise AnswerError(f"the JSON does not meet the schema: {str(error).splitlines()[0]}") from error
+        return {column: _cell(value.get(name), kind, name) for name, (column, kind) in self.columns.items()}
+
+
+class Grammar:
+    """A constraint that llguidance knows. Text that must come next is written in the tokens that are usual for it."""
+
+    def __init__(self, matcher: LLMatcher, vocabulary: int, end: int) -> None:
+        if matcher.is_error():
+            raise AnswerError(f"json_schema: {matcher.get_error()}")
+        self.matcher, self.end = matcher, end
+        self.words = -(-vocabulary // BITS)
+        self.masks: list[Tensor | None] = [None]  # of the places on the way, as far as they were asked for
+
+    def allowed(self) -> Tensor:
+        mask = self.masks[-1]
+        if mask is None:
+            mask = self.masks[-1] = self._here()
+        return mask
+
+    def advance(self, token: int) -> None:
+        if token == self.end:  # the matcher could not come back from there
+            self.masks.append(mask_of([]))
+            return
+        if not self.matcher.consume_token(token):
+            raise RuntimeError(f"llguidance: {self.matcher.get_error()}")
+        self.masks.append(None)
+
+    def rollback(self, count: int) -> None:
+        ended = self.masks[-1] is not None and not self.masks[-1].any() and count > 0
+        if count - ended > 0 and not self.matcher.rollback(count - ended):
+            raise RuntimeError(f"llguidance: {self.matcher.get_error()}")
+        del self.masks[len(self.masks) - count :]
+
+    def _here(self) -> Tensor:
+        if must := self.matcher.compute_ff_tokens():
+            return mask_of(must[:1])
+        mask = torch.zeros(1, self.words, dtype=torch.int32)
+        fill_next_token_bitmask(self.matcher, mask)
+        return mask[0]
+
+
+def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token that ends an answer."""
+    end = tokenizer.eos_token_id
+    if not isinstance(end, int):
+        raise AnswerError("the tokenizer names no end token, which an answer needs")
+    return end
+
+
+def _cell(value: Any, kind: pa.DataType, name: str) -> Any:
+    """A JSON value as a column of this type takes it."""
+    if value is None or pa.types.is_boolean(kind):
+        return value
+    if pa.types.is_list(kind):
+        return [_cell(item, kind.value_type, name) for item in value]
+    if pa.types.is_string(kind):
+        return value if isinstance(value, str) else json.dumps(value)
+    if pa.types.is_integer(kind) and not -(2**63) <= value < 2**63:
+        raise AnswerError(f"{name} is {value}, which 64 bits do not hold; bound it in the schema")
+    return int(value) if pa.types.is_integer(kind) else float(value)
+
+
+def _quoted(label: str) -> str:
+    return json.dumps(label, ensure_ascii=False)[1:-1]
+
+
+def _place(field: str) -> str:
+    return f"field {field!r}: " if field else ""

@@ -1,0 +1,189 @@
+"""A labeling job: what its answers may be, the columns they fill, and how they compare with labels that are known."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pyarrow as pa
+from pydantic import field_validator, model_validator
+
+from exspec.pipeline.job import Job, setting
+
+if TYPE_CHECKING:
+    from exspec.actors.answers import Answers
+
+_TYPES = {"string": pa.string(), "integer": pa.int64(), "number": pa.float64(), "boolean": pa.bool_()}
+_CHOICE = {
+    "": (pa.string(), "the label"),
+    "_confidence": (pa.float32(), "the label's probability among the labels"),
+    "_runner_up": (pa.string(), "the likeliest other label; several, where they part from the label together"),
+    "_runner_up_confidence": (pa.float32(), "the runner-up's probability among the labels"),
+}
+
+
+class LabelJob(Job):
+    """A job whose completions are labels: of one list, of several fields, or JSON of a schema."""
+
+    kind: ClassVar[str] = "label"
+
+    labels: list[str] = setting([], "Labels of which each row gets one.")
+    fields: dict[str, list[str]] = setting(
+        {}, "Labels by field, where a row gets several; each as NAME=LABEL,LABEL.", json_schema_extra={"flag": True}
+    )
+    json_schema: str | None = setting(None, "JSON schema of the answer, or a file that holds it.")
+    label_column: str = setting("label", "Column of the label; what the columns of several fields begin with.")
+    gold_column: list[str] = setting([], "Column of labels that are known; with fields as FIELD=COLUMN.")
+    review_share: float | None = setting(
+        None, "Share of the rows, the least certain ones, to write into _review.csv.", gt=0, le=1
+    )
+
+    @field_validator("labels", "gold_column", mode="before")
+    @classmethod
+    def _list(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("fields", mode="before")
+    @classmethod
+    def _by_name(cls, value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        pairs = [str(text).partition("=") for text in value]
+        if bad := [name for name, _, labels in pairs if not (name and labels)]:
+            raise ValueError(f"expected NAME=LABEL,LABEL, not {bad[0]!r}")
+        return {name: labels.split(",") for name, _, labels in pairs}
+
+    @field_validator("json_schema", mode="before")
+    @classmethod
+    def _content(cls, value: Any) -> Any:
+        """The schema itself, whatever way it was given, so that the job stands without the file."""
+        if isinstance(value, str) and not value.lstrip().startswith("{"):
+            try:
+                value = Path(value).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ValueError(f"cannot be read: {error}") from error
+        try:
+            schema = json.loads(value) if isinstance(value, str) else value
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not JSON: {error}") from error
+        if schema is not None and not isinstance(schema, dict):
+            raise ValueError("expected a JSON object")
+        return None if schema is None else json.dumps(schema)
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> "LabelJob":
+        given = [name for name in ("labels", "fields", "json_schema") if getattr(self, name)]
+        if len(given) != 1:
+            raise ValueError(f"expected one of labels, fields and json_schema, not {' and '.join(given) or 'none'}")
+        for name, labels in self.choices.items():
+            place = f"fields.{name}" if name else "labels"
+            if len(labels) < 2 or len(set(labels)) < len(labels) or not all(labels):
+                raise ValueError(f"{place}: expected two or more labels, each once and none empty, not {labels}")
+        if self.stop or self.stop_column:
+            raise ValueError("stop and stop_column have no use in a labeling job: an answer ends where it is complete")
+        if self.choices and self.max_new_tokens_column:
+            raise ValueError("max_new_tokens_column has no use with labels: an answer is as long as its label")
+        if self.json_schema and (self.gold_column or self.review_share):
+            raise ValueError("gold_column and review_share need labels or fields")
+        if unknown := [name for name in self.gold if name not in self.choices]:
+            raise ValueError(f"gold_column: expected FIELD=COLUMN with one of {', '.join(self.choices)}, not {unknown[0]!r}")
+        return self
+
+    @property
+    def choices(self) -> dict[str, list[str]]:
+        """Labels by field; the one field of a plain list has no name."""
+        return {"": self.labels} if self.labels else self.fields
+
+    @property
+    def gold(self) -> dict[str, str]:
+        """Columns of known labels, by field."""
+        pairs = [text.rpartition("=") for text in self.gold_column]
+        return {name: column for name, _, column in pairs}
+
+    def column(self, field: str) -> str:
+        return f"{self.label_column}_{field}" if field else self.label_column
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        return dict(json.loads(self.json_schema or "{}"))
+
+    def answer_columns(self) -> pa.Schema:
+        columns = [
+            pa.field(f"{self.column(name)}{suffix}", kind, metadata={"description": text})
+            for name in self.choices
+            for suffix, (kind, text) in _CHOICE.items()
+        ]
+        columns += [
+            pa.field(self.column(name), _type(declared), metadata={"description": f"the answer's {name}"})
+            for name, declared in self._properties.items()
+        ]
+        return pa.schema(columns)
+
+    def answers(self, tokenizer: Any) -> "Answers":
+        from exspec.actors.answers import Choices, Json
+
+        if self.choices:
+            return Choices(tokenizer, self.choices, {name: self.column(name) for name in self.choices})
+        return Json(tokenizer, self.schema, {name: (self.column(name), _type(d)) for name, d in self._properties.items()})
+
+    def evaluate(self, read: Callable[[list[str]], Iterator[pa.Table]]) -> dict[str, Any]:
+        """How often each label was given, and how the labels compare with those that are known."""
+        columns = {name: [self.column(name), *([self.gold[name]] if name in self.gold else [])] for name in self.choices}
+        counts: dict[str, Counter[tuple[str, ...]]] = {name: Counter() for name in columns}
+        for table in read(list(dict.fromkeys(c for pair in columns.values() for c in pair))) if columns else ():
+            for name, pair in columns.items():
+                counts[name].update(zip(*(_texts(table[column]) for column in pair), strict=True))
+        return {name or self.label_column: _evaluation(counts[name], self.choices[name]) for name in columns}
+
+    @property
+    def _properties(self) -> dict[str, Any]:
+        return dict(self.schema.get("properties", {})) if self.schema.get("type") == "object" else {}
+
+
+NONE = "(none)"  # the label of an error row; the gold label of a row that has none
+
+
+def _texts(column: pa.ChunkedArray) -> list[str]:
+    return [NONE if value is None else str(value) for value in column.to_pylist()]
+
+
+def _evaluation(counts: Counter[tuple[str, ...]], labels: list[str]) -> dict[str, Any]:
+    """Of (label) or (label, gold) counts: rows by label and, over the rows that have a gold label, accuracy, precision
+    and recall of each class, and the matrix of rows by gold label (down) and label given (across). An error row is
+    wrong whatever was expected."""
+    given: Counter[str] = Counter()
+    for key, count in counts.items():
+        given[key[0]] += count
+    found: dict[str, Any] = {"rows_by_label": {label: given[label] for label in [*labels, NONE] if given[label]}}
+    known = {key: count for key, count in counts.items() if len(key) == 2 and key[1] != NONE}
+    if not known:
+        return found
+    classes = list(dict.fromkeys([*labels, *sorted(gold for _, gold in known), *sorted(label for label, _ in known)]))
+    matrix = [[known.get((label, gold), 0) for label in classes] for gold in classes]
+    right, total = [matrix[i][i] for i in range(len(classes))], sum(known.values())
+    by_label = [sum(row[i] for row in matrix) for i in range(len(classes))]
+    return found | {
+        "rows_with_gold": total,
+        "accuracy": round(sum(right) / total, 4),
+        "classes": [
+            {
+                "label": label,
+                "precision": round(right[i] / by_label[i], 4) if by_label[i] else None,
+                "recall": round(right[i] / sum(matrix[i]), 4) if sum(matrix[i]) else None,
+                "rows": sum(matrix[i]),
+            }
+            for i, label in enumerate(classes)
+        ],
+        "matrix": matrix,
+    }
+
+
+def _type(declared: Any) -> pa.DataType:
+    """The column's type for a property: that of a JSON scalar or of a list of them; text for everything else."""
+    kinds = declared.get("type") if isinstance(declared, dict) else None
+    named = [kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if kind != "null"]
+    if named == ["array"]:
+        items = _type(declared.get("items"))
+        return pa.list_(items) if not pa.types.is_list(items) else pa.string()
+    return _TYPES.get(named[0], pa.string()) if len(named) == 1 else pa.string()
