@@ -27,13 +27,17 @@ class AnswerError(ValueError):
 
 
 class Answers(Protocol):
-    """constraint: for the engine. scored: whether it is to score what the constraint allows. longest: tokens of the
-    longest answer, where there is one."""
+    """What requests ask for, and how completions are read.
+
+    constraint, scored, end_ids: of the requests. longest: tokens of the longest answer, where there is one.
+    """
 
     @property
     def constraint(self) -> MakeConstraint | None: ...
     @property
     def scored(self) -> bool: ...
+    @property
+    def end_ids(self) -> frozenset[int]: ...
     @property
     def longest(self) -> int | None: ...
 
@@ -42,17 +46,22 @@ class Answers(Protocol):
         ...
 
 
+def asked(answers: Answers) -> dict[str, Any]:
+    """What a request asks for, so that its completion is such an answer."""
+    return {"constraint": answers.constraint, "scored": answers.scored, "end_ids": answers.end_ids}
+
+
 class FreeText:
     """Anything."""
 
-    constraint, scored, longest = None, False, None
+    constraint, scored, longest, end_ids = None, False, None, frozenset[int]()
 
     def read(self, completion: Completion, text: str) -> dict[str, Any]:  # noqa: ARG002
         return {}
 
 
 class Choices:
-    """One label of each field. A single field without a name is answered with the label alone, others with a JSON object.
+    """One label of each field. One field without a name is answered with the label alone, others with a JSON object.
 
     fields: labels by field. columns: of the output, by field; each field has four: `COLUMN`, and with `_confidence`,
     `_runner_up` and `_runner_up_confidence` behind it.
@@ -68,9 +77,11 @@ class Choices:
 
     scored = True
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, fields: Mapping[str, Sequence[str]], columns: Mapping[str, str]):
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, fields: Mapping[str, Sequence[str]], columns: Mapping[str, str]
+    ) -> None:
         self.tokenizer, self.columns = tokenizer, columns
-        self.end = end_token(tokenizer)
+        self.end_ids = frozenset({end_token(tokenizer)})
         self.fields: list[tuple[str, list[int], dict[str, list[int]]]] = []  # name, tokens before, tokens by label
         named = list(fields) != [""]
         for i, (name, labels) in enumerate(fields.items()):
@@ -81,7 +92,7 @@ class Choices:
                 if not found or written != before + (_quoted(label) if named else label):
                     raise AnswerError(f"{_place(name)}label {label!r}: the tokenizer writes it as {written!r}")
             self.fields.append((name, self._tokens("", before), tokens))
-        node = chain([*self._tokens("", '"}' if named else ""), self.end], Node())
+        node = chain([*self._tokens("", '"}' if named else ""), *self.end_ids], Node())
         for name, before_tokens, tokens in reversed(self.fields):
             if len({tuple(t) for t in tokens.values()}) < len(tokens):
                 raise AnswerError(f"{_place(name)}two labels have the same tokens")
@@ -155,9 +166,15 @@ class Json:
 
     scored, longest = False, None
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, schema: Mapping[str, Any], columns: Mapping[str, tuple[str, pa.DataType]]) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        schema: Mapping[str, Any],
+        columns: Mapping[str, tuple[str, pa.DataType]],
+    ) -> None:
         self.tokenizer, self.schema, self.columns = tokenizer, schema, columns
         self.end = end_token(tokenizer)
+        self.end_ids = frozenset({self.end})
         try:
             jsonschema.Draft202012Validator.check_schema(schema)
         except jsonschema.SchemaError as error:

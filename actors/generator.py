@@ -12,12 +12,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import pyarrow as pa
 import torch
 
+from exspec.actors.answers import AnswerError, Answers, asked
 from exspec.actors.engine import Completion, Engine, EngineStatistics, EngineThread, Request, RequestError, Sampling
 from exspec.actors.ledger import Attempt, Ledger
 from exspec.actors.models import StopStrings, completion_text
@@ -35,6 +36,7 @@ class RowResult:
     completion: Completion | None
     text: str | None
     error: str | None
+    values: dict[str, Any] = field(default_factory=dict)  # by column, what the text was read as
 
 
 class Sink(Protocol):
@@ -53,8 +55,8 @@ class Generator:
     """Calls run at once, from several threads, each with one chunk; all of them feed one engine.
 
     load: gives the engine, with at most so many slots, and the tokenizer. attempts: after so many that ended in the
-    process's death a chunk is set aside. A call's block has the carried columns and WORK: prompt ids or an error for
-    every row, and its settings.
+    process's death a chunk is set aside. answers: what completions are to be, from the tokenizer. A call's block has
+    the carried columns and WORK: prompt ids or an error for every row, and its settings.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Generator:
         ledger: Ledger,
         meter: Meter,
         attempts: int,
+        answers: Callable[[Any], Answers],
     ) -> None:
         window = ledger.window()
         try:
@@ -72,7 +75,7 @@ class Generator:
         except torch.OutOfMemoryError:
             ledger.shrink((window or WIDEST) // 2)
             raise
-        self.shape = engine.config
+        self.shape, self.answers = engine.config, answers(self.tokenizer)
         self.engine = EngineThread(engine)
         self.sampling, self.sink, self.ledger, self.meter, self.attempts = sampling, sink, ledger, meter, attempts
         self.name = f"{os.uname().nodename}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
@@ -137,14 +140,19 @@ class Generator:
             return lambda: RowResult(None, None, row["_error"])
         stop = StopStrings(self.tokenizer, row["_stop"]) if row["_stop"] else None
         sampling = Sampling(temperature=row["_temperature"], seed=row["_seed"], **self.sampling)
-        future = self.engine.submit(Request(name, row["_prompt"], row["_max_new_tokens"], sampling, stop=stop))
+        request = Request(name, row["_prompt"], row["_max_new_tokens"], sampling, stop=stop)
+        future = self.engine.submit(replace(request, **asked(self.answers)))
 
         def result() -> RowResult:
             error = future.exception()
             if isinstance(error, RequestError):
                 return RowResult(None, None, str(error).split(": ", 1)[-1])
             completion = future.result()
-            return RowResult(completion, completion_text(self.tokenizer, completion, stop), None)
+            text = completion_text(self.tokenizer, completion, stop)
+            try:
+                return RowResult(completion, text, None, self.answers.read(completion, text))
+            except AnswerError as refused:
+                return RowResult(None, None, str(refused))
 
         return result
 

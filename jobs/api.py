@@ -74,10 +74,10 @@ def _run(folder: str, settings: dict[str, Any]) -> Any:
     """Run the job between the folder's input and output; returns the output's folder."""
     from exspec.jobs.run import DEMO_PAIR
     from exspec.pipeline.errors import JobError
-    from exspec.pipeline.job import load_job
+    from exspec.pipeline.job import Job, load_job
     from exspec.pipeline.run import execute, prepare
 
-    job = load_job(None, {**settings, "input": f"{folder}/input", "output": f"{folder}/output"}, DEMO_PAIR)
+    job = load_job(Job, None, {**settings, "input": f"{folder}/input", "output": f"{folder}/output"}, DEMO_PAIR)
     prepared = prepare(job)
     if execute(prepared, quiet=True) != 0:
         raise JobError(f"{job.output}: the job finished with chunks set aside; see _report.json there")

@@ -9,6 +9,7 @@ import typer
 
 from exspec.jobs.options import with_settings
 from exspec.pipeline.job import Dtype, Job
+from exspec.pipeline.labels import LabelJob
 
 app = typer.Typer(
     name="exspec",
@@ -136,7 +137,35 @@ def plan(job: Path | None, flags: dict[str, Any]) -> None:
     """
     from exspec.jobs import run as jobs
 
-    jobs.plan(job, flags)
+    jobs.plan(Job, job, flags)
+
+
+@app.command()
+@with_settings(LabelJob)
+def label(
+    job: Path | None,
+    flags: dict[str, Any],
+    plan: Annotated[bool, typer.Option("--plan", help="Show what the job would do, and run nothing.")] = False,
+    restart: Annotated[bool, typer.Option(help="Move the output aside and start over.")] = False,
+    retry_errors: Annotated[bool, typer.Option(help="Run rows again that have an error.")] = False,
+    quiet: Annotated[bool, typer.Option(help="Show no progress.")] = False,
+) -> None:
+    """Label the rows of Parquet shards: one label of a list, one of each of several fields, or JSON of a schema.
+
+    Run it every night over a folder that grows: each row is labeled once.
+
+    Example: exspec label --input messages/ --output labels/ --fields urgency=high,low,normal --since last
+
+    Exit codes: 0 all rows done (row errors included), 1 finished with chunks set aside, 2 refused before starting.
+    """
+    if plan:
+        from exspec.jobs.run import plan as show
+
+        show(LabelJob, job, flags)
+        return
+    from exspec.jobs import label as jobs
+
+    raise typer.Exit(jobs.label(job, flags, restart, retry_errors, quiet))
 
 
 @app.command()

@@ -49,7 +49,9 @@ def _option(name: str, field: Any) -> Any:
         kinds = [a for a in get_args(kind) if a is not type(None)]
         kind = kinds[0] if len(kinds) == 1 else str  # several: the settings class reads the text
     if get_origin(kind) is dict:
-        return None
+        if not (field.json_schema_extra or {}).get("flag"):
+            return None
+        kind = list[str]  # of NAME=VALUE, which the settings class reads
     note = "" if field.is_required() or field.default in (None, []) else f" [default: {_shown(field.default)}]"
     help_ = f"{field.description}{note}"
     if kind is bool:

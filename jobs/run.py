@@ -2,7 +2,7 @@
 
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -18,21 +18,20 @@ from exspec.pipeline.run import Prepared, execute, prepare
 from exspec.pipeline.shape import Settled, memory_of, sample, settle, shape_of
 from exspec.pipeline.shards import read_chunk
 
+J = TypeVar("J", bound=Job)
 DEMO_PAIR = {"target": str(TARGET), "draft": str(DRAFT)}
 SHOWN = 3  # rendered prompts that a plan prints
 
 
 def run(file: Path | None, flags: dict[str, Any], restart: bool, retry_errors: bool, quiet: bool) -> int:
     """Run a job, or what is missing of it. Returns the exit code."""
-    _hush()
-    job = load_job(file, flags, DEMO_PAIR)
+    job = load(Job, file, flags)
     return execute(prepare(job, restart), retry_errors, quiet=quiet)
 
 
-def plan(file: Path | None, flags: dict[str, Any]) -> None:
-    """Print what a job would do."""
-    _hush()
-    job = load_job(file, flags, DEMO_PAIR)
+def plan(kind: type[Job], file: Path | None, flags: dict[str, Any]) -> None:
+    """Print what a job of this kind would do."""
+    job = load(kind, file, flags)
     prepared = prepare(job)
     chunks = list(prepared.plan.chunks())
     missing = prepared.missing
@@ -54,8 +53,7 @@ def plan(file: Path | None, flags: dict[str, Any]) -> None:
 
 def tune(file: Path | None, flags: dict[str, Any]) -> None:
     """Measure what is auto in a job, on this machine, and print what it found and how to fix it in a job file."""
-    _hush()
-    job = load_job(file, flags, DEMO_PAIR)
+    job = load(Job, file, flags)
     prepared = prepare(job)
     shape = shape_of(job, prepared.models.context, job.tune_from, None)
     if not shape.free:
@@ -100,6 +98,8 @@ def _show_prompts(prepared: Prepared, job: Job, console: Console) -> None:
             console.print(f"ids: {nulls} null and {repeated} repeated; shard and row tell them apart", highlight=False)
 
 
-def _hush() -> None:
+def load(kind: type[J], file: Path | None, flags: dict[str, Any]) -> J:
+    """The job that a command was given, with the demo pair where it names none; what loads models keeps quiet."""
     disable_progress_bar()
     set_verbosity_error()
+    return load_job(kind, file, flags, DEMO_PAIR)

@@ -80,7 +80,7 @@ def summaries(
         Generator,
         batch_size=None,
         batch_format="pyarrow",
-        fn_constructor_args=(load, sampling, sink, RayLedger(), RayMeter(), job.attempts),
+        fn_constructor_args=(load, sampling, sink, RayLedger(), RayMeter(), job.attempts, job.answers),
         compute=ActorPoolStrategy(
             **pool,
             max_tasks_in_flight_per_actor=waiting,
@@ -142,7 +142,7 @@ class Reader:
         descriptor = block["chunk"][0].as_py()
         chunk: Chunk = pickle.loads(descriptor)
         rows = read_chunk(chunk, self.job.storage_options)
-        prompts = _prompts(self.job.model_dump_json(), self.schema)
+        prompts = _prompts(type(self.job), self.job.model_dump_json(), self.schema)
         skip = self._fine(chunk) if self.retry else [False] * chunk.rows
         work = [_work(prompts, chunk, i, row, descriptor, skip[i]) for i, row in enumerate(rows.to_pylist())]
         kept = [*carried_columns(self.job, self.schema), *([self.job.id_column] if self.job.id_column else [])]
@@ -187,11 +187,11 @@ def _work(prompts: Prompts, chunk: Chunk, i: int, row: dict[str, Any], descripto
 
 
 @lru_cache(maxsize=2)
-def _prompts(job: str, schema: pa.Schema) -> Prompts:
+def _prompts(kind: type[Job], job: str, schema: pa.Schema) -> Prompts:
     """One a process: a tokenizer takes a while to load."""
     from transformers import AutoTokenizer
 
-    loaded = Job.model_validate_json(job)
+    loaded = kind.model_validate_json(job)
     return Prompts(loaded, AutoTokenizer.from_pretrained(loaded.target, revision=loaded.target_revision), schema)
 
 

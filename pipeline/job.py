@@ -227,8 +227,8 @@ FREE = {
 }  # fmt: skip
 
 
-def load_job(file: Path | None, flags: dict[str, Any], pair: dict[str, str] | None = None, kind: type[J] = Job) -> J:  # type: ignore[assignment]
-    """A job from a YAML file and the flags that override it; `pair` is the target and draft of a job that names none.
+def load_job(kind: type[J], file: Path | None, flags: dict[str, Any], pair: dict[str, str] | None = None) -> J:
+    """A job of a kind from a YAML file and the flags that override it; `pair` is the target and draft if it names none.
 
     Raises JobError with every problem at once, each with the path of its key.
     """

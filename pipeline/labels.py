@@ -87,7 +87,8 @@ class LabelJob(Job):
         if self.json_schema and (self.gold_column or self.review_share):
             raise ValueError("gold_column and review_share need labels or fields")
         if unknown := [name for name in self.gold if name not in self.choices]:
-            raise ValueError(f"gold_column: expected FIELD=COLUMN with one of {', '.join(self.choices)}, not {unknown[0]!r}")
+            expected = f"FIELD=COLUMN with one of {', '.join(self.fields)}" if self.fields else "a column"
+            raise ValueError(f"gold_column: expected {expected}, not {unknown[0]!r}")
         return self
 
     @property
@@ -103,10 +104,6 @@ class LabelJob(Job):
 
     def column(self, field: str) -> str:
         return f"{self.label_column}_{field}" if field else self.label_column
-
-    @property
-    def schema(self) -> dict[str, Any]:
-        return dict(json.loads(self.json_schema or "{}"))
 
     def answer_columns(self) -> pa.Schema:
         columns = [
@@ -125,20 +122,24 @@ class LabelJob(Job):
 
         if self.choices:
             return Choices(tokenizer, self.choices, {name: self.column(name) for name in self.choices})
-        return Json(tokenizer, self.schema, {name: (self.column(name), _type(d)) for name, d in self._properties.items()})
+        columns = {name: (self.column(name), _type(declared)) for name, declared in self._properties.items()}
+        return Json(tokenizer, json.loads(str(self.json_schema)), columns)
 
     def evaluate(self, read: Callable[[list[str]], Iterator[pa.Table]]) -> dict[str, Any]:
         """How often each label was given, and how the labels compare with those that are known."""
-        columns = {name: [self.column(name), *([self.gold[name]] if name in self.gold else [])] for name in self.choices}
-        counts: dict[str, Counter[tuple[str, ...]]] = {name: Counter() for name in columns}
-        for table in read(list(dict.fromkeys(c for pair in columns.values() for c in pair))) if columns else ():
-            for name, pair in columns.items():
+        if not self.choices:
+            return {}
+        pairs = {name: [self.column(name), *filter(None, [self.gold.get(name)])] for name in self.choices}
+        counts: dict[str, Counter[tuple[str, ...]]] = {name: Counter() for name in pairs}
+        for table in read(list(dict.fromkeys(column for pair in pairs.values() for column in pair))):
+            for name, pair in pairs.items():
                 counts[name].update(zip(*(_texts(table[column]) for column in pair), strict=True))
-        return {name or self.label_column: _evaluation(counts[name], self.choices[name]) for name in columns}
+        return {name or self.label_column: _evaluation(counts[name], self.choices[name]) for name in pairs}
 
     @property
     def _properties(self) -> dict[str, Any]:
-        return dict(self.schema.get("properties", {})) if self.schema.get("type") == "object" else {}
+        schema = json.loads(self.json_schema or "{}")
+        return dict(schema.get("properties", {})) if schema.get("type") == "object" else {}
 
 
 NONE = "(none)"  # the label of an error row; the gold label of a row that has none
@@ -186,4 +187,4 @@ def _type(declared: Any) -> pa.DataType:
     if named == ["array"]:
         items = _type(declared.get("items"))
         return pa.list_(items) if not pa.types.is_list(items) else pa.string()
-    return _TYPES.get(named[0], pa.string()) if len(named) == 1 else pa.string()
+    return _TYPES.get(str(named[0]), pa.string()) if len(named) == 1 else pa.string()

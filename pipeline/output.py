@@ -1,11 +1,16 @@
 """What lies in a job's output folder beside the parts, and how it is read again."""
 
 import json
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pyarrow as pa
+
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.parts import Summary, read_summary
+from exspec.pipeline.job import Job
+from exspec.pipeline.labels import LabelJob
+from exspec.pipeline.parts import Summary, read_rows, read_summary
 from exspec.pipeline.shards import Chunk, Plan
 from exspec.pipeline.storage import Folder
 
@@ -19,6 +24,17 @@ def read_job(folder: Folder) -> tuple[dict[str, Any], Plan]:
         return json.loads(folder.read(JOB)), Plan.from_json(folder.read(PLAN))
     except FileNotFoundError as error:
         raise JobError(f"{folder.url}: holds no {JOB} and {PLAN}; expected the output of exspec run") from error
+
+
+def settings(description: dict[str, Any], options: dict[str, Any]) -> Job:
+    """The settings of the job that a description tells of, with the options of its file systems."""
+    kind = LabelJob if description["kind"] == LabelJob.kind else Job
+    return kind(**description["job"], storage_options=options)
+
+
+def read_columns(folder: Folder, chunks: list[Chunk]) -> Callable[[list[str] | None], Iterator[pa.Table]]:
+    """Reads columns, or all, of the chunks' parts, one table after the other, in order."""
+    return lambda columns: (read_rows(folder, chunk.part, columns) for chunk in chunks)
 
 
 def read_summaries(folder: Folder, chunks: list[Chunk]) -> list[Summary]:

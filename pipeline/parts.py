@@ -30,6 +30,7 @@ _COLUMNS: dict[str, tuple[pa.DataType, str]] = {
     "rounds": (pa.int32(), "rounds of drafting and verifying that the row took part in"),
     "drafted": (pa.int32(), "tokens proposed by the drafter"),
     "accepted": (pa.int32(), "drafted tokens that the target agreed with"),
+    "forced": (pa.int32(), "tokens that the form of the answer left no alternative to"),
     "acceptance_rate": (pa.float32(), "accepted / drafted"),
     "mean_accepted_length": (pa.float32(), "completion tokens per round, bonus token included"),
     "accepted_by_position": (pa.list_(pa.int32()), "accepted tokens by their place in the draft"),
@@ -48,16 +49,12 @@ def carried_columns(job: Job, schema: pa.Schema) -> list[str]:
     for name in names:
         if name not in schema.names:
             raise JobError(f"carry: {name!r} is not in the input, which has {', '.join(schema.names)}")
-    taken = [n for n in names if n in GENERATED.names or n in WORK]
+    taken = [n for n in names if n in GENERATED.names or n in WORK or n in job.answer_columns().names]
     if taken:
         raise JobError(
             f"carry: the input's column {taken[0]!r} has the name of an output column; leave it out with carry"
         )
     return names
-
-
-def output_schema(carried: list[str], schema: pa.Schema) -> pa.Schema:
-    return pa.schema([*(schema.field(name) for name in carried), *GENERATED])
 
 
 @dataclass(frozen=True)
@@ -75,6 +72,7 @@ class Summary:
     drafted_by_position: list[int]
     accepted_by_position: list[int]
     rounds: int
+    forced: int
     lengths: dict[str, int]
     actor: str
     started: float
@@ -89,8 +87,12 @@ class PartSink:
     With `retry` the part is replaced: rows without a result stay as they are in it.
     """
 
-    def __init__(self, folder: Folder, schema: pa.Schema, id_column: str | None, retry: bool = False) -> None:
-        self.folder, self.schema, self.id_column, self.retry = folder, schema, id_column, retry
+    def __init__(
+        self, folder: Folder, carried: pa.Schema, answers: pa.Schema, id_column: str | None, retry: bool = False
+    ) -> None:
+        self.folder, self.id_column, self.retry = folder, id_column, retry
+        self.generated = pa.schema([*answers, *GENERATED])
+        self.schema = pa.schema([*carried, *self.generated])
 
     def commit(
         self, chunk: Chunk, block: pa.Table, results: list[RowResult | None], actor: str, started: float, number: int
@@ -101,9 +103,9 @@ class PartSink:
         for i, (name, result) in enumerate(zip(self._ids(chunk, block), results, strict=True)):
             place = {"shard": chunk.shard.name, "row": chunk.first + i, "id": name}
             rows.append(kept[i] if result is None else place | _generated(result))
-        generated = pa.Table.from_pylist(rows, schema=GENERATED)
-        table = block.select([n for n in self.schema.names if n not in GENERATED.names])
-        for field in GENERATED:
+        generated = pa.Table.from_pylist(rows, schema=self.generated)
+        table = block.select([n for n in self.schema.names if n not in self.generated.names])
+        for field in self.generated:
             table = table.append_column(field, generated[field.name])
         summary = summarize(chunk.part, table, actor, started, number)
         table = table.cast(self.schema).replace_schema_metadata({SUMMARY: json.dumps(vars(summary)).encode()})
@@ -120,7 +122,7 @@ class PartSink:
         return [name if value is None else str(value) for name, value in zip(own, given, strict=True)]
 
     def _kept(self, chunk: Chunk) -> list[dict[str, Any]]:
-        table = pq.read_table(io.BytesIO(self.folder.read(chunk.part)), columns=GENERATED.names)
+        table = pq.read_table(io.BytesIO(self.folder.read(chunk.part)), columns=self.generated.names)
         return list(table.to_pylist())
 
 
@@ -128,7 +130,7 @@ def _generated(result: RowResult) -> dict[str, Any]:
     if result.completion is None:
         return {"finish_reason": "error", "error": result.error}
     counted = result.completion.statistics
-    return {
+    return result.values | {
         "completion": result.text,
         "finish_reason": result.completion.finish_reason,
         "prompt_tokens": counted.prompt_tokens,
@@ -137,6 +139,7 @@ def _generated(result: RowResult) -> dict[str, Any]:
         "drafted": counted.drafted,
         "accepted": counted.accepted,
         "acceptance_rate": counted.acceptance_rate,
+        "forced": counted.forced,
         "mean_accepted_length": counted.mean_accepted_length,
         "accepted_by_position": counted.accepted_by_position,
         "drafted_by_position": counted.drafted_by_position,
@@ -163,6 +166,7 @@ def summarize(part: str, table: pa.Table, actor: str, started: float, attempt: i
         prompt_tokens=total("prompt_tokens"),
         completion_tokens=total("completion_tokens"),
         rounds=total("rounds"),
+        forced=total("forced"),
         drafted_by_position=by_position("drafted_by_position"),
         accepted_by_position=by_position("accepted_by_position"),
         lengths=Counter(str(n) for n in table["completion_tokens"].to_pylist() if n is not None),
@@ -187,6 +191,6 @@ def read_summary(folder: Folder, part: str) -> Summary:
     return Summary(**json.loads(stored))
 
 
-def read_rows(folder: Folder, part: str, columns: list[str]) -> pa.Table:
-    """Columns of a part."""
+def read_rows(folder: Folder, part: str, columns: list[str] | None) -> pa.Table:
+    """Columns of a part, or all."""
     return pq.read_table(io.BytesIO(folder.read(part)), columns=columns)

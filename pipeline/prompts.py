@@ -9,6 +9,7 @@ import jinja2
 import pyarrow as pa
 from jinja2.sandbox import SandboxedEnvironment
 
+from exspec.actors.answers import asked
 from exspec.actors.engine import Request, Sampling
 from exspec.actors.models import StopStrings
 from exspec.pipeline.errors import JobError
@@ -40,6 +41,7 @@ class Prompts:
 
     def __init__(self, job: Job, tokenizer: Any, schema: pa.Schema) -> None:
         self.job, self.tokenizer = job, tokenizer
+        self.answers = job.answers(tokenizer)
         self.column = None if job.prompt_template else prompt_column(job, schema)
         self.template = None
         if job.prompt_template:
@@ -101,6 +103,7 @@ class Prompts:
             max_new_tokens=own.max_new_tokens,
             sampling=Sampling(own.temperature, job.top_k, job.top_p, own.seed, job.repetition_penalty),
             stop=StopStrings(self.tokenizer, own.stop) if own.stop else None,
+            **asked(self.answers),
         )
 
     def settings(self, row: dict[str, Any], shard: Shard, number: int) -> RowSettings:
@@ -111,7 +114,7 @@ class Prompts:
         length = _override(
             row,
             job.max_new_tokens_column,
-            job.max_new_tokens,
+            self.answers.longest or job.max_new_tokens,
             lambda v: whole(v) and 1 <= v < 2**31,
             "a whole number from 1 up",
         )

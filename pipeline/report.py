@@ -11,7 +11,7 @@ from typing import Any
 import jinja2
 
 from exspec.actors.engine import EngineStatistics
-from exspec.pipeline.output import AUDIT, REPORT, read_job, read_summaries
+from exspec.pipeline.output import AUDIT, REPORT, read_columns, read_job, read_summaries, settings
 from exspec.pipeline.parts import Summary
 from exspec.pipeline.storage import Folder
 
@@ -27,6 +27,7 @@ class Report:
         self.set_aside: list[str] = []
         self.parts: list[Summary] = []
         self.missing: list[str] = []
+        self.answers: dict[str, Any] = {}
         self.audit: dict[str, Any] | None = None
         self.occupancy: float | None = None  # as an earlier report has it, where no engine runs now
 
@@ -40,9 +41,9 @@ class Report:
             counts |= {name: sum(row[f"{name}_by_position"]) for name in ("drafted", "accepted")}
             self.now.update(counts)
 
-    def complete(self, parts: list[Summary], missing: list[str]) -> None:
-        """The parts that are there in the end, and the chunks that are not."""
-        self.parts, self.missing = parts, missing
+    def complete(self, parts: list[Summary], missing: list[str], answers: dict[str, Any]) -> None:
+        """The parts that are there in the end, the chunks that are not, and figures of the answers by field."""
+        self.parts, self.missing, self.answers = parts, missing, answers
 
     @property
     def rows_now(self) -> int:
@@ -85,6 +86,7 @@ class Report:
             "acceptance_by_position": [
                 round(a / d, 4) if d else None for a, d in zip_longest(accepted, drafted, fillvalue=0)
             ],
+            "forced_share": round(sum(s.forced for s in parts) / tokens, 4) if tokens else None,
             "occupancy": round(self.engine.occupancy, 4) if self.engine.rounds else self.occupancy,
             "completion_length": {"median": _median(lengths), "longest": max(lengths)} if lengths else None,
             "rows_by_actor": dict(actors),
@@ -93,6 +95,7 @@ class Report:
                 {"part": s.part, "seconds": round(s.ended - s.started, 2), "tokens": s.completion_tokens}
                 for s in sorted(parts, key=lambda s: s.started - s.ended)[:5]
             ],
+            "answers": self.answers,
             "set_aside": self.set_aside,
             "missing": self.missing,
         }
@@ -105,6 +108,11 @@ class Report:
                 f"{f['completion_tokens']} tokens, {f['tokens_per_second']} tokens/s, acceptance rate "
                 f"{f['acceptance_rate']}, occupancy {f['occupancy']}"
             )
+        lines += [
+            f"{field}: accuracy {a['accuracy']} over {a['rows_with_gold']} rows whose label is known"
+            for field, a in self.answers.items()
+            if "accuracy" in a
+        ]
         lines += [f"set aside: {chunk}" for chunk in self.set_aside or self.missing]
         return [*lines, f"report: {url}/_report.html"]
 
@@ -115,7 +123,9 @@ def rebuild(folder: Folder) -> Report:
     names, chunks = folder.names(), list(plan.chunks())
     report = Report(description, plan.rows)
     present = [c for c in chunks if c.part in names]
-    report.complete(read_summaries(folder, present), [str(c) for c in chunks if c.part not in names])
+    missing = [str(c) for c in chunks if c.part not in names]
+    job = settings(description, folder.options)
+    report.complete(read_summaries(folder, present), missing, job.evaluate(read_columns(folder, present)))
     if AUDIT in names:
         report.audit = json.loads(folder.read(AUDIT))
     if REPORT in names:
@@ -173,6 +183,14 @@ figure{margin:1.5rem 0}svg{max-width:100%;height:auto}.bad{color:#b00}</style>
 {% if figures.set_aside or figures.missing %}<h2>Set aside</h2>
 <ul>{% for text in figures.set_aside or figures.missing %}<li>{{ text }}</li>{% endfor %}</ul>{% endif %}
 {% for title, svg in plots %}<figure><figcaption>{{ title }}</figcaption>{{ svg|safe }}</figure>{% endfor %}
+{% for field, a in figures.answers.items() %}<h2>Labels: {{ field }}</h2>
+<table><tr>{% for label, rows in a.rows_by_label.items() %}<th>{{ label }}</th>{% endfor %}</tr>
+<tr>{% for label, rows in a.rows_by_label.items() %}<td>{{ rows }}</td>{% endfor %}</tr></table>
+{% if a.accuracy is defined %}<p>Accuracy {{ a.accuracy }} over {{ a.rows_with_gold }} rows whose label is known.</p>
+<table><tr><th>label</th><th>precision</th><th>recall</th><th>rows</th></tr>
+{% for c in a.classes %}<tr><td>{{ c.label }}</td><td>{{ c.precision if c.precision is not none else "-" }}</td>
+<td>{{ c.recall if c.recall is not none else "-" }}</td><td>{{ c.rows }}</td></tr>{% endfor %}</table>{% endif %}
+{% for name, svg in matrices if name == field %}<figure>{{ svg|safe }}</figure>{% endfor %}{% endfor %}
 {% if audit %}<h2>Audit</h2>
 <p>{{ audit.sample }} rows decoded again.</p>
 <table><tr><th>against</th><th>rows</th><th>equal</th></tr>
@@ -195,14 +213,16 @@ figure{margin:1.5rem 0}svg{max-width:100%;height:auto}.bad{color:#b00}</style>
 def render(report: Report, figures: dict[str, Any]) -> str:
     """The page: numbers first, then plots as inline SVG."""
     shown = ("rows", "planned_rows", "errors", "completion_tokens", "prompt_tokens", "tokens_per_second",
-             "acceptance_rate", "mean_accepted_length", "occupancy", "seconds", "repeated_chunks")  # fmt: skip
+             "acceptance_rate", "mean_accepted_length", "forced_share", "occupancy", "seconds",
+             "repeated_chunks")  # fmt: skip
     written = report.description
-    settings = written["job"] | written["shape"] | written["versions"] | {"device": written["device"]}
+    named = written["job"] | written["shape"] | written["versions"] | {"device": written["device"]}
     return jinja2.Environment(autoescape=True).from_string(PAGE).render(
         figures=figures,
         numbers=[(name.replace("_", " "), figures[name]) for name in shown if figures[name] is not None],
         plots=_plots(report.parts, figures) if report.parts else [],
-        settings=sorted(settings.items()),
+        settings=sorted(named.items()),
+        matrices=[(field, _confusion(field, a)) for field, a in report.answers.items() if "matrix" in a],
         audit=report.audit,
     )  # fmt: skip
 
@@ -219,11 +239,7 @@ def _plots(parts: list[Summary], figures: dict[str, Any]) -> list[tuple[str, str
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
         axes.spines[["top", "right"]].set_visible(False)
-        figure.tight_layout()
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg")
-        pyplot.close(figure)
-        return title, buffer.getvalue()[buffer.getvalue().index("<svg") :]
+        return title, _svg(figure)
 
     start = min(s.started for s in parts)
     span = max(max(s.ended for s in parts) - start, 1e-3)
@@ -247,3 +263,40 @@ def _plots(parts: list[Summary], figures: dict[str, Any]) -> list[tuple[str, str
         title, label = "Acceptance by place in the draft", "accepted / drafted"
         plots.insert(1, draw(title, "place", label, lambda a: a.bar(places, rates)))
     return plots
+
+
+SHOWN = 30  # classes of a confusion matrix
+
+
+def _confusion(field: str, answer: dict[str, Any]) -> str:
+    """The confusion matrix, each row of it as shares of its class; of many classes the first."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    labels = [c["label"] for c in answer["classes"]][:SHOWN]
+    matrix = [row[:SHOWN] for row in answer["matrix"][:SHOWN]]
+    shares = [[n / (sum(row) or 1) for n in row] for row in matrix]
+    size = 2.5 + 0.45 * len(labels)
+    figure, axes = pyplot.subplots(figsize=(size + 0.6, size))
+    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    for y, row in enumerate(matrix):
+        for x, count in enumerate(row):
+            if count:
+                axes.text(x, y, str(count), ha="center", va="center", color="white" if shares[y][x] > 0.5 else "black")
+    axes.set_xticks(range(len(labels)), labels, rotation=45, ha="right")
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set_xlabel(f"{field}, as labeled")
+    axes.set_ylabel(f"{field}, as known")
+    return _svg(figure)
+
+
+def _svg(figure: Any) -> str:
+    from matplotlib import pyplot
+
+    figure.tight_layout()
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg")
+    pyplot.close(figure)
+    return buffer.getvalue()[buffer.getvalue().index("<svg") :]

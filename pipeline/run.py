@@ -4,7 +4,7 @@ import json
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -13,19 +13,20 @@ import torch
 from ray.exceptions import RayError
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
+from exspec.actors.answers import AnswerError
 from exspec.actors.engine.cached_model import context_length
 from exspec.actors.engine.memory import fit
 from exspec.actors.models import ModelError, check_config, check_vocabularies, load_part
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.graph import PairLoader, check_cluster, connect, device, on_a_device, summaries
 from exspec.pipeline.job import Job, fingerprint, model_digest
-from exspec.pipeline.output import JOB, PLAN, SUCCESS, read_summaries
-from exspec.pipeline.parts import PartSink, carried_columns, output_schema
+from exspec.pipeline.output import JOB, PLAN, SUCCESS, read_columns, read_summaries
+from exspec.pipeline.parts import PartSink, carried_columns
 from exspec.pipeline.progress import Progress
 from exspec.pipeline.prompts import Prompts, prompt_column
 from exspec.pipeline.report import Report, write_report
 from exspec.pipeline.shape import LONGEST, Settled, Shape, sample, settle, shape_of, stored_shape
-from exspec.pipeline.shards import Chunk, Plan, find_shards
+from exspec.pipeline.shards import Chunk, Plan, Since, encode_schema, find_shards
 from exspec.pipeline.storage import Folder
 
 PROBE = 1 << 20  # bytes that an output must have room for
@@ -59,7 +60,7 @@ def prepare(job: Job, restart: bool = False) -> Prepared:
     def check(action: Callable[[], T]) -> T | None:
         try:
             return action()
-        except (JobError, ModelError) as error:
+        except (JobError, ModelError, AnswerError) as error:
             problems.append(str(error))
             return None
 
@@ -67,7 +68,10 @@ def prepare(job: Job, restart: bool = False) -> Prepared:
     check(lambda: _refuse_overlap(job, folder))
     names = check(lambda: _output_names(folder))
     models = check(lambda: _check_models(job))
-    found = check(lambda: find_shards(job.input, job.storage_options))
+    earlier = None if restart or not names or PLAN not in names else Plan.from_json(folder.read(PLAN))
+    settled = earlier.settled(names) if earlier and names and job.since else set()
+    since = Since(earlier, settled, job.newer_than) if job.since else None
+    found = check(lambda: find_shards(job.input, job.storage_options, earlier, since))
     if found and job.id_column is None and "id" in found[1].names:
         job = job.model_copy(update={"id_column": "id"})
     columns = prompts = None
@@ -75,6 +79,8 @@ def prepare(job: Job, restart: bool = False) -> Prepared:
         columns = check(lambda: _check_columns(job, found[1]))
         if models:
             prompts = check(lambda: Prompts(job, models.tokenizer, found[1]))
+            if prompts and prompts.answers.constraint:
+                check(prompts.answers.constraint)
     if models:
         check(lambda: _check_memory(job, models))
     if problems or not (found and models and prompts) or names is None or columns is None:
@@ -84,10 +90,10 @@ def prepare(job: Job, restart: bool = False) -> Prepared:
     if restart and JOB in names:
         _move_aside(folder)
         names = set()
-    plan, before = Plan(found[0], job.rows_per_chunk, job.limit), {}
-    if JOB in names:
+    plan, before = Plan(found[0], job.rows_per_chunk, job.limit, encode_schema(found[1])), {}
+    if earlier and JOB in names:
         before = _refuse_other(folder, keys)
-        plan = Plan.from_json(folder.read(PLAN)).extended(found[0])
+        plan = replace(earlier, schema=plan.schema).extended(found[0], settled)
     elif parts := sorted(n for n in names if n.endswith(".parquet")):
         raise JobError(
             f"output {folder.url}: holds {parts[0]} but no {JOB}; expected an empty folder or that of this job"
@@ -216,6 +222,7 @@ def execute(prepared: Prepared, retry_errors: bool = False, load: Any = None, qu
     check_cluster(job)
     settled = _settled(prepared, where) if load is None else Settled(prepared.shape.config, [])
     description = {
+        "kind": job.kind,
         "job": job.published(),
         "fingerprint": prepared.fingerprint,
         "shape": stored_shape(settled.config),
@@ -228,9 +235,8 @@ def execute(prepared: Prepared, retry_errors: bool = False, load: Any = None, qu
     folder.write(PLAN, plan.to_json())
     folder.write(JOB, json.dumps(description, indent=1).encode())
 
-    sink = PartSink(
-        folder, output_schema(carried_columns(job, prepared.schema), prepared.schema), job.id_column, retry_errors
-    )
+    carried = pa.schema([prepared.schema.field(name) for name in carried_columns(job, prepared.schema)])
+    sink = PartSink(folder, carried, job.answer_columns(), job.id_column, retry_errors)
     report = Report(description, plan.rows)
     finished = sum(c.rows for c in plan.chunks()) - sum(c.rows for c in chunks)
     with Progress(plan.rows, finished, quiet) as progress:
@@ -271,7 +277,7 @@ def finish(prepared: Prepared, report: Report) -> int:
     missing = [c for c in chunks if c.part not in names]
     parts = read_summaries(folder, present)
     wrong = [c for c, s in zip(present, parts, strict=True) if s.rows != c.rows]
-    report.complete(parts, [str(c) for c in (*missing, *wrong)])
+    report.complete(parts, [str(c) for c in (*missing, *wrong)], prepared.job.evaluate(read_columns(folder, present)))
     figures = report.figures()
     for line in report.closing_lines(figures, folder.url):
         print(line)

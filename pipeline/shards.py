@@ -1,10 +1,12 @@
 """The input: Parquet shards, found and measured by their footers, and the plan of chunks over them."""
 
+import base64
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from typing import Any
 
 import fsspec
@@ -54,6 +56,7 @@ class Plan:
     shards: list[Shard]
     rows_per_chunk: int
     limit: int | None = None
+    schema: str = ""  # that the shards share, as Arrow serializes it, in base64
 
     @property
     def rows(self) -> int:
@@ -76,16 +79,21 @@ class Plan:
     @classmethod
     def from_json(cls, content: bytes) -> "Plan":
         loaded = json.loads(content)
-        return cls([Shard(**s) for s in loaded["shards"]], loaded["rows_per_chunk"], loaded["limit"])
+        return cls(**loaded | {"shards": [Shard(**s) for s in loaded["shards"]]})
 
-    def extended(self, found: list[Shard]) -> "Plan":
-        """This plan with the shards that have arrived since appended.
+    def settled(self, parts: set[str]) -> set[str]:
+        """Names of the shards all of whose parts are there."""
+        missing = {chunk.shard.name for chunk in self.chunks() if chunk.part not in parts}
+        return {shard.name for shard in self.shards} - missing
+
+    def extended(self, found: list[Shard], settled: Set[str] = frozenset()) -> "Plan":
+        """This plan with the shards that have arrived since appended. Those that are settled need not be found.
 
         Raises JobError naming a planned shard that has changed or vanished.
         """
         now = {shard.name: shard for shard in found}
         for shard in self.shards:
-            other = now.pop(shard.name, None)
+            other = now.pop(shard.name, shard if shard.name in settled else None)
             if other is None:
                 raise JobError(f"{shard.url}: planned shard has vanished; put it back, or start over with --restart")
             if (other.rows, other.size, other.etag) != (shard.rows, shard.size, shard.etag):
@@ -95,13 +103,32 @@ class Plan:
                 )
         # As found now: an input that was moved as a whole is read from where it is.
         current = {shard.name: shard for shard in found}
-        kept = [current[shard.name] for shard in self.shards]
-        return Plan([*kept, *(s for s in found if s.name in now)], self.rows_per_chunk, self.limit)
+        kept = [current.get(shard.name, shard) for shard in self.shards]
+        return replace(self, shards=[*kept, *(s for s in found if s.name in now)])
 
 
-def find_shards(urls: list[str], options: dict[str, Any]) -> tuple[list[Shard], pa.Schema]:
+@dataclass(frozen=True)
+class Since:
+    """Leaves out shards that are settled, and those that no plan knows yet and that are not newer than a time."""
+
+    before: Plan | None
+    settled: Set[str]
+    newer_than: datetime | None
+
+    def wants(self, name: str, url: str, fs: Any) -> bool:
+        planned = {shard.name: shard for shard in self.before.shards} if self.before else {}
+        if name in self.settled:
+            # Its footer is not read again, but rows that were added to it must not be lost.
+            return int(attempt(lambda: fs.info(url))["size"]) != planned[name].size
+        return name in planned or self.newer_than is None or attempt(lambda: fs.modified(url)) > self.newer_than
+
+
+def find_shards(
+    urls: list[str], options: dict[str, Any], before: Plan | None = None, since: Since | None = None
+) -> tuple[list[Shard], pa.Schema]:
     """The Parquet files behind folders, globs and paths, with the rows their footers tell; empty ones are left out.
 
+    before: the plan of an earlier run, whose schema new shards must have. since: which files to leave out.
     Returns the shards by name and the schema that they share. Raises JobError naming what cannot be read.
     """
     names: dict[str, tuple[str, str, Any]] = {}
@@ -116,16 +143,22 @@ def find_shards(urls: list[str], options: dict[str, Any]) -> tuple[list[Shard], 
     for name, url, _ in places:
         if by_url[url] != name:
             raise JobError(f"input: {url} is given twice, as {name!r} and {by_url[url]!r}; give one folder above both")
-    if not places:
+    known = decode_schema(before.schema) if before and before.schema else None
+    if not places and not (since and known):
         raise JobError(f"input: no Parquet files in {', '.join(urls)}")
+    if since:
+        places = [place for place in places if since.wants(*place)]
     with ThreadPoolExecutor(READERS) as pool:
         footers = list(pool.map(lambda place: _footer(*place), places))
-    schema = footers[0][1]
-    for shard, other in footers[1:]:
+    if not footers and not known:
+        raise JobError(f"input: no Parquet files in {', '.join(urls)} are newer than since tells")
+    first = "the first run's input" if known else footers[0][0].url
+    schema = known or footers[0][1]
+    for shard, other in footers:
         if not other.equals(schema):
-            _refuse_difference(footers[0][0], schema, shard, other)
+            _refuse_difference(first, schema, shard, other)
     shards = sorted((shard for shard, _ in footers if shard.rows), key=lambda s: s.name)
-    if not shards:
+    if not shards and not known:
         raise JobError(f"input: the Parquet files in {', '.join(urls)} hold no rows")
     return shards, schema
 
@@ -176,17 +209,25 @@ def _footer(name: str, url: str, fs: Any) -> tuple[Shard, pa.Schema]:
     ), metadata.schema.to_arrow_schema().remove_metadata()
 
 
-def _refuse_difference(first: Shard, schema: pa.Schema, shard: Shard, other: pa.Schema) -> None:
+def encode_schema(schema: pa.Schema) -> str:
+    return base64.b64encode(schema.serialize()).decode()
+
+
+def decode_schema(text: str) -> pa.Schema:
+    return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text)))
+
+
+def _refuse_difference(first: str, schema: pa.Schema, shard: Shard, other: pa.Schema) -> None:
     for field in schema:
         if field.name not in other.names:
-            raise JobError(f"{shard.url}: no column {field.name!r}, which {first.url} has")
+            raise JobError(f"{shard.url}: no column {field.name!r}, which {first} has")
         if other.field(field.name).type != field.type:
             raise JobError(
-                f"{shard.url}: column {field.name!r} is {other.field(field.name).type}, but {field.type} in {first.url}"
+                f"{shard.url}: column {field.name!r} is {other.field(field.name).type}, but {field.type} in {first}"
             )
     extra = [name for name in other.names if name not in schema.names]
     if extra:
-        raise JobError(f"{shard.url}: column {extra[0]!r} is not in {first.url}; expected one schema for all shards")
+        raise JobError(f"{shard.url}: column {extra[0]!r} is not in {first}; expected one schema for all shards")
 
 
 def read_chunk(chunk: Chunk, options: dict[str, Any]) -> pa.Table:

@@ -21,6 +21,8 @@ def write_shards(folder: Path, rows: int, shards: int, seed: int) -> None:
             {
                 "id": [f"message-{first + i}" for i in range(len(part))],
                 "message": [example.message for example in part],
+                "category": [example.record["category"] for example in part],
+                "urgency": [example.record["urgency"] for example in part],
                 "record": [json.dumps(example.record) for example in part],
             }
         )

@@ -1,0 +1,23 @@
+"""`exspec label`: a job whose completions are labels."""
+
+from pathlib import Path
+from typing import Any
+
+from exspec.jobs import run as jobs
+from exspec.pipeline.labels import LabelJob
+from exspec.pipeline.output import read_columns
+from exspec.pipeline.review import REVIEW, write_review
+from exspec.pipeline.run import execute, prepare
+
+
+def label(file: Path | None, flags: dict[str, Any], restart: bool, retry_errors: bool, quiet: bool) -> int:
+    """Run a labeling job, or what is missing of it. Returns the exit code."""
+    job = jobs.load(LabelJob, file, flags)
+    prepared = prepare(job, restart)
+    code = execute(prepared, retry_errors, quiet=quiet)
+    if job.review_share:
+        names = prepared.folder.names()
+        present = [chunk for chunk in prepared.plan.chunks() if chunk.part in names]
+        count = write_review(job, prepared.folder, read_columns(prepared.folder, present))
+        print(f"{count} rows to look at: {prepared.folder.url}/{REVIEW}")
+    return code

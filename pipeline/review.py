@@ -1,0 +1,55 @@
+"""The rows of a labeling job that people should look at: those whose label is the least certain."""
+
+import io
+import json
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+
+from exspec.pipeline.labels import LabelJob
+from exspec.pipeline.storage import Folder
+
+REVIEW = "_review.csv"
+
+
+def write_review(job: LabelJob, folder: Folder, read: Callable[[list[str] | None], Iterator[pa.Table]]) -> int:
+    """Write the job's share of labeled rows to `_review.csv`, the least certain first; returns how many they are.
+
+    A row is as certain as the least of its confidences. read: columns, or all, of every part.
+    """
+    confidences = [f"{job.column(name)}_confidence" for name in job.choices]
+    certainty = np.concatenate([_certainty(table, confidences) for table in read(confidences)])
+    count = math.ceil(float(job.review_share or 0) * int(np.isfinite(certainty).sum()))
+    if count == 0:
+        return 0
+    chosen = np.sort(np.argsort(certainty, kind="stable")[:count])
+    taken, first = [], 0
+    for table in read(None):
+        inside = chosen[(chosen >= first) & (chosen < first + table.num_rows)] - first
+        first += table.num_rows
+        taken.append(_flat(table.take(pa.array(inside))))
+    rows = pa.concat_tables(taken)
+    rows = rows.take(pa.array(np.argsort(certainty[chosen], kind="stable")))
+    buffer = io.BytesIO()
+    pyarrow.csv.write_csv(rows, buffer)
+    folder.write(REVIEW, buffer.getvalue())
+    return count
+
+
+def _certainty(table: pa.Table, confidences: list[str]) -> np.ndarray:
+    """The least confidence of each row; infinite for an error row, which has no label to look at."""
+    columns = [table[name].fill_null(math.inf).to_numpy() for name in confidences]
+    least: np.ndarray = np.minimum.reduce(columns)
+    return least
+
+
+def _flat(table: pa.Table) -> pa.Table:
+    """Columns that a CSV file can hold: lists and records become JSON."""
+    for i, field in enumerate(table.schema):
+        if pa.types.is_nested(field.type) or pa.types.is_binary(field.type):
+            texts = [None if v is None else json.dumps(v, default=str) for v in table[i].to_pylist()]
+            table = table.set_column(i, field.name, pa.array(texts, pa.string()))
+    return table.replace_schema_metadata()
