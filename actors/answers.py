@@ -8,18 +8,17 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import jsonschema
+import numpy as np
 import pyarrow as pa
 import torch
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
-from llguidance.torch import fill_next_token_bitmask
+from llguidance.numpy import fill_next_token_bitmask
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from exspec.actors.engine.constraint import BITS, Automaton, MakeConstraint, Node, chain, choice, mask_of
 from exspec.actors.engine.request import Completion, Scores
-
-WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as json.dumps writes it
 
 
 class AnswerError(ValueError):
@@ -64,7 +63,7 @@ class Choices:
     """One label of each field. One field without a name is answered with the label alone, others with a JSON object.
 
     fields: labels by field. columns: of the output, by field; each field has four: `COLUMN`, and with `_confidence`,
-    `_runner_up` and `_runner_up_confidence` behind it.
+    `_runner_up` and `_runner_up_confidence` behind it. spaces: whether JSON has them behind commas and colons.
 
     Labels are written in the tokens that the tokenizer gives them. A label's confidence is its probability among the
     labels: at every place of its tokens where another label could go on, the target's probability of its own token
@@ -78,31 +77,37 @@ class Choices:
     scored = True
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, fields: Mapping[str, Sequence[str]], columns: Mapping[str, str]
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        fields: Mapping[str, Sequence[str]],
+        columns: Mapping[str, str],
+        spaces: bool = True,
     ) -> None:
         self.tokenizer, self.columns = tokenizer, columns
         self.end_ids = frozenset({end_token(tokenizer)})
-        self.fields: list[tuple[str, list[int], dict[str, list[int]]]] = []  # name, tokens before, tokens by label
         named = list(fields) != [""]
+        after = self._tokens("", '"}') if named else []
+        self.fields: list[tuple[str, list[int], dict[str, list[int]]]] = []  # name, tokens before, tokens by label
         for i, (name, labels) in enumerate(fields.items()):
-            before = f'{"{" if i == 0 else chr(34) + ", "}{json.dumps(name)}: "' if named else ""
-            tokens = {label: self._tokens(before, _quoted(label) if named else label) for label in labels}
+            comma, colon = (", ", ": ") if spaces else (",", ":")
+            before = f'{f"{chr(34)}{comma}" if i else "{"}{json.dumps(name)}{colon}"' if named else ""
+            texts = {label: _quoted(label) if named else label for label in labels}
+            tokens = {label: self._tokens(before, text) for label, text in texts.items()}
             for label, found in tokens.items():
                 written = self._text([*self._tokens("", before), *found])
-                if not found or written != before + (_quoted(label) if named else label):
+                if not found or written != before + texts[label]:
                     raise AnswerError(f"{_place(name)}label {label!r}: the tokenizer writes it as {written!r}")
-            self.fields.append((name, self._tokens("", before), tokens))
-        node = chain([*self._tokens("", '"}' if named else ""), *self.end_ids], Node())
-        for name, before_tokens, tokens in reversed(self.fields):
             if len({tuple(t) for t in tokens.values()}) < len(tokens):
                 raise AnswerError(f"{_place(name)}two labels have the same tokens")
+            self.fields.append((name, self._tokens("", before), tokens))
+        node = chain([*after, *self.end_ids], Node())
+        for name, before_tokens, tokens in reversed(self.fields):
             try:
                 node = chain(before_tokens, choice(tokens.values(), node))
             except ValueError as error:
                 raise AnswerError(f"{_place(name)}labels cannot be told apart: {error}") from error
         self.start = node
-        ending = len(self._tokens("", '"}')) if named else 0
-        self.longest = sum(len(b) + max(map(len, t.values())) for _, b, t in self.fields) + ending + 1
+        self.longest = sum(len(b) + max(map(len, t.values())) for _, b, t in self.fields) + len(after) + 1
 
     def constraint(self) -> Automaton:
         return Automaton(self.start)
@@ -140,7 +145,8 @@ def _decide(
 ) -> tuple[str, float, str, float]:
     """The label that the tokens begin with, its confidence, and the runner-up with its own."""
     left, confidence, rivals = labels, 1.0, [(0.0, "")]
-    for place, (token, likely) in enumerate(zip(tokens, scores, strict=True)):
+    for place, token in enumerate(tokens):
+        likely = scores[place] if scores else {}
         ways: dict[int | None, dict[str, Sequence[int]]] = defaultdict(dict)  # None: the label ends here
         for label, its in left.items():
             ways[its[place] if len(its) > place else None][label] = its
@@ -171,6 +177,7 @@ class Json:
         tokenizer: PreTrainedTokenizerBase,
         schema: Mapping[str, Any],
         columns: Mapping[str, tuple[str, pa.DataType]],
+        spaces: bool = True,
     ) -> None:
         self.tokenizer, self.schema, self.columns = tokenizer, schema, columns
         self.end = end_token(tokenizer)
@@ -179,7 +186,9 @@ class Json:
             jsonschema.Draft202012Validator.check_schema(schema)
         except jsonschema.SchemaError as error:
             raise AnswerError(f"json_schema: {error.json_path}: {error.message}") from error
-        self.grammar = LLMatcher.grammar_from_json_schema(dict(schema), defaults=WHITESPACE)  # type: ignore[arg-type]
+        comma, colon = (", ", ": ") if spaces else (",", ":")
+        form = {"whitespace_flexible": False, "item_separator": comma, "key_separator": colon}
+        self.grammar = LLMatcher.grammar_from_json_schema(dict(schema), defaults=form)  # type: ignore[arg-type]
         wrong, messages = LLMatcher.validate_grammar_with_warnings(self.grammar)
         if wrong:
             raise AnswerError(f"json_schema: {messages[0]}")
@@ -241,9 +250,9 @@ class Grammar:
     def _here(self) -> Tensor:
         if must := self.matcher.compute_ff_tokens():
             return mask_of(must[:1])
-        mask = torch.zeros(1, self.words, dtype=torch.int32)
+        mask = np.zeros((1, self.words), dtype=np.int32)
         fill_next_token_bitmask(self.matcher, mask)
-        return mask[0]
+        return torch.from_numpy(mask[0])
 
 
 def end_token(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -16,14 +16,17 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
+from exspec.actors.answers import AnswerError, Answers
 from exspec.actors.engine import Completion, Engine, EngineConfig, Request, RequestError, SequenceStatistics
+from exspec.actors.engine.constraint import tokens_of
 from exspec.actors.engine.engine import model_end_ids
 from exspec.actors.generator import KILLER
 from exspec.actors.models import Pair, StopStrings, completion_text, load_model, load_pair
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job import Job
-from exspec.pipeline.output import AUDIT, JOB, read_job
+from exspec.pipeline.output import AUDIT, JOB, read_job, settings
 from exspec.pipeline.parts import read_rows
 from exspec.pipeline.prompts import Prompts, RowError
 from exspec.pipeline.report import rebuild, write_report
@@ -33,13 +36,14 @@ from exspec.pipeline.storage import Folder
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the sample: what the job wrote, and what it was asked."""
+    """A row of the sample: what the job wrote, with the values it read out of the text, and what it was asked."""
 
     shard: str
     number: int
     id: str
     completion: str | None
     tokens: int | None
+    values: dict[str, Any]
     request: Request | None
 
 
@@ -72,21 +76,25 @@ def audit(output: str, options: dict[str, Any], count: int, share: float | None,
     description, plan = read_job(folder)
     if "shape" not in description:
         raise JobError(f"{output}: {JOB} holds no shape; it was not written by this version")
-    job = Job(**description["job"], storage_options=options)
+    job = settings(description, options)
     device = str(description["device"])
     if device == "cuda" and not torch.cuda.is_available():
         raise JobError(f"{output}: the job ran on cuda, and its shapes can only be compared there; no GPU is at hand")
     torch.set_num_threads(job.threads)
+    disable_progress_bar()
     pair = load_pair(job.target, None, getattr(torch, job.dtype), device, job.target_revision)
     chosen = choose(plan, folder, count, share, seed)
     rows = list(_read(job, folder, pair, chosen))
     shaped = EngineConfig(**description["shape"]).plain()
-    found = [compare("plain decoding in the job's shape", rows, decode(pair.target, shaped, rows), pair)]
+    answers = job.answers(pair.tokenizer)
+    found = [compare("plain decoding in the job's shape", rows, decode(pair.target, shaped, rows), pair, answers)]
     if generate:
         greedy = [r for r in rows if r.request is None or _is_greedy(r.request)]
         model = load_model(job.target, torch.float32, device, job.target_revision)
         expected = {(r.shard, r.number): _generate(model, r.request) for r in greedy if r.request is not None}
-        found.append(compare("generate of transformers in float32", greedy, expected, replace(pair, target=model)))
+        found.append(
+            compare("generate of transformers in float32", greedy, expected, replace(pair, target=model), answers)
+        )
     report = {"sample": len(rows), "seed": seed, "comparisons": [asdict(c) for c in found]}
     folder.write(AUDIT, json.dumps(report, indent=1).encode())
     rebuilt = rebuild(folder)
@@ -119,7 +127,7 @@ def _read(job: Job, folder: Folder, pair: Pair, chosen: dict[Chunk, list[int]]) 
     for chunk, numbers in chosen.items():
         source = read_chunk(chunk, job.storage_options)
         prompts = prompts or Prompts(job, pair.tokenizer, source.schema)
-        columns = ["row", "id", "completion", "completion_tokens", "error"]
+        columns = ["id", "completion", "completion_tokens", "error", *job.value_columns]
         stored = read_rows(folder, chunk.part, columns).to_pylist()
         given = source.take(numbers).to_pylist()
         for i, row in zip(numbers, given, strict=True):
@@ -130,9 +138,9 @@ def _read(job: Job, folder: Folder, pair: Pair, chosen: dict[Chunk, list[int]]) 
                 request = prompts.request(row, chunk.shard, chunk.first + i)
             except RowError:
                 request = None
-            yield Row(
-                chunk.shard.name, chunk.first + i, out["id"], out["completion"], out["completion_tokens"], request
-            )
+            values = {name: out[name] for name in job.value_columns}
+            place = chunk.shard.name, chunk.first + i
+            yield Row(*place, out["id"], out["completion"], out["completion_tokens"], values, request)
 
 
 def decode(target: PreTrainedModel, config: EngineConfig, rows: list[Row]) -> dict[tuple[str, int], Completion]:
@@ -147,18 +155,29 @@ def decode(target: PreTrainedModel, config: EngineConfig, rows: list[Row]) -> di
     return {(str(c.id[0]), int(c.id[1])): c for c in engine.run()}  # type: ignore[index]
 
 
-def compare(against: str, rows: list[Row], expected: dict[tuple[str, int], Completion], pair: Pair) -> Comparison:
+def compare(
+    against: str, rows: list[Row], expected: dict[tuple[str, int], Completion], pair: Pair, answers: Answers
+) -> Comparison:
     """The rows against their reference; one without a reference must be an error row, and one with it must not."""
     differences = []
     for row in rows:
         completion = expected.get((row.shard, row.number))
-        stop = row.request.stop if row.request else None
-        assert stop is None or isinstance(stop, StopStrings)
-        text = None if completion is None else completion_text(pair.tokenizer, completion, stop)
+        text, values = None, row.values
+        if completion is not None:
+            assert row.request is not None
+            assert row.request.stop is None or isinstance(row.request.stop, StopStrings)
+            text = completion_text(pair.tokenizer, completion, row.request.stop)
+            try:
+                values = answers.read(completion, text)
+            except AnswerError:
+                completion = text = None
         count = None if completion is None else len(completion.tokens)
         if (text, count) != (row.completion, row.tokens):
             place, margin = (0, None) if completion is None else _first_other(pair, row, completion, text or "")
             differences.append(Difference(row.shard, row.number, row.id, row.completion, text, place, margin))
+        elif wrong := [name for name in row.values if row.values[name] != values[name]]:
+            stored, read = (json.dumps({name: v[name] for name in wrong}) for v in (row.values, values))
+            differences.append(Difference(row.shard, row.number, row.id, stored, read, 0, None))
     return Comparison(against, len(rows), len(rows) - len(differences), differences)
 
 
@@ -184,13 +203,23 @@ def _is_greedy(request: Request) -> bool:
 def _generate(model: PreTrainedModel, request: Request) -> Completion:
     """transformers' completion of one prompt, ended as the engine ends it."""
     ids = torch.tensor([list(request.prompt)], device=model.device)
-    ends = model_end_ids(model)
+    ends = model_end_ids(model) | request.end_ids
+    constraint = request.constraint
+
+    def allowed(_: int, tokens: torch.Tensor) -> list[int]:
+        assert constraint is not None
+        walk = constraint()
+        for token in tokens[len(request.prompt) :].tolist():
+            walk.advance(token)
+        return tokens_of(walk.allowed())
+
     output = model.generate(  # type: ignore[operator]
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         generation_config=GenerationConfig(
             do_sample=False, max_new_tokens=request.max_new_tokens, eos_token_id=sorted(ends) or None, pad_token_id=0
         ),
+        prefix_allowed_tokens_fn=allowed if constraint else None,
     )
     tokens: list[int] = output[0, len(request.prompt) :].tolist()
     for place in range(len(tokens)):

@@ -37,10 +37,17 @@ def connect(job: Job) -> None:
         return
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
-    if job.ray_address:
-        ray.init(address=job.ray_address, **quiet)
+    if address := job.ray_address or os.environ.get("RAY_ADDRESS"):
+        ray.init(address=address, **quiet)
     else:
-        ray.init(num_cpus=4 + job.actor_range[1], include_dashboard=False, object_store_memory=200 * 2**20, **quiet)
+        # One's own: another Ray on this machine is not asked.
+        ray.init(
+            address="local",
+            num_cpus=4 + job.actor_range[1],
+            include_dashboard=False,
+            object_store_memory=200 * 2**20,
+            **quiet,
+        )
 
 
 def summaries(

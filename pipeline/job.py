@@ -124,7 +124,7 @@ class Job(BaseModel):
     since: str | None = setting(
         None, "Leave out shards that are done, even where they have vanished: last; and older ones: a date."
     )
-    ray_address: str | None = setting(None, "Address of a Ray cluster. Default: a local one.")
+    ray_address: str | None = setting(None, "Address of a Ray cluster. Default: RAY_ADDRESS, or a local one.")
 
     @field_validator("input", "stop", mode="before")
     @classmethod
@@ -201,6 +201,11 @@ class Job(BaseModel):
         import pyarrow as pa
 
         return pa.schema([])
+
+    @property
+    def value_columns(self) -> list[str]:
+        """Those of them that follow from the completion's text alone."""
+        return []
 
     def evaluate(self, read: "Callable[[list[str]], Iterator[pa.Table]]") -> dict[str, Any]:  # noqa: ARG002
         """Figures of the answers, by field. read: columns of all parts, one table after the other."""

@@ -33,6 +33,7 @@ class LabelJob(Job):
         {}, "Labels by field, where a row gets several; each as NAME=LABEL,LABEL.", json_schema_extra={"flag": True}
     )
     json_schema: str | None = setting(None, "JSON schema of the answer, or a file that holds it.")
+    json_spaces: bool = setting(True, 'Write {"a": 1, "b": 2} as most models do, or {"a":1,"b":2}.')
     label_column: str = setting("label", "Column of the label; what the columns of several fields begin with.")
     gold_column: list[str] = setting([], "Column of labels that are known; with fields as FIELD=COLUMN.")
     review_share: float | None = setting(
@@ -117,13 +118,18 @@ class LabelJob(Job):
         ]
         return pa.schema(columns)
 
+    @property
+    def value_columns(self) -> list[str]:
+        return [self.column(name) for name in self.choices or self._properties]
+
     def answers(self, tokenizer: Any) -> "Answers":
         from exspec.actors.answers import Choices, Json
 
         if self.choices:
-            return Choices(tokenizer, self.choices, {name: self.column(name) for name in self.choices})
-        columns = {name: (self.column(name), _type(declared)) for name, declared in self._properties.items()}
-        return Json(tokenizer, json.loads(str(self.json_schema)), columns)
+            columns = {name: self.column(name) for name in self.choices}
+            return Choices(tokenizer, self.choices, columns, self.json_spaces)
+        typed = {name: (self.column(name), _type(declared)) for name, declared in self._properties.items()}
+        return Json(tokenizer, json.loads(str(self.json_schema)), typed, self.json_spaces)
 
     def evaluate(self, read: Callable[[list[str]], Iterator[pa.Table]]) -> dict[str, Any]:
         """How often each label was given, and how the labels compare with those that are known."""

@@ -1,0 +1,157 @@
+"""Labels and JSON: what is asked of the engine, and what is read out of its completions."""
+
+import json
+import math
+from typing import Any
+
+import jsonschema
+import pyarrow as pa
+import pytest
+import torch
+
+from exspec.actors.answers import AnswerError, Choices, FreeText, Json, asked
+from exspec.actors.engine import Completion, Engine, EngineConfig, Request, SequenceStatistics
+from exspec.actors.engine.constraint import tokens_of
+from exspec.actors.models import Pair, completion_text, load_pair
+from exspec.jobs.demo import DRAFT, TARGET
+from exspec.jobs.demo.messages import examples
+
+LABELS = ["no", "not", "not at all", "note", "yes", "ja", "réservé", "日本"]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "category": {"enum": ["refund", "delivery", "praise"]},
+        "score": {"type": "integer", "minimum": 0, "maximum": 99},
+        "share": {"type": ["number", "null"]},
+        "urgent": {"type": "boolean"},
+        "words": {"type": "array", "items": {"type": "string", "maxLength": 4}, "maxItems": 3},
+        "who": {"type": "object", "properties": {"name": {"type": "string", "maxLength": 6}}, "required": ["name"],
+                "additionalProperties": False},
+    },
+    "required": ["category", "score", "urgent", "words", "who"],
+    "additionalProperties": False,
+}  # fmt: skip
+COLUMNS = {"category": ("c", pa.string()), "score": ("s", pa.int64()), "share": ("h", pa.float64()),
+           "urgent": ("u", pa.bool_()), "words": ("w", pa.list_(pa.string())), "who": ("p", pa.string())}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    return load_pair(str(TARGET), str(DRAFT))
+
+
+def prompts(pair: Pair, count: int) -> list[list[int]]:
+    stream = examples(11)
+    made = ([{"role": "user", "content": next(stream).message}] for _ in range(count))
+    texts = [pair.tokenizer.apply_chat_template(m, tokenize=False, add_generation_prompt=True) for m in made]
+    return [pair.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]  # type: ignore[misc]
+
+
+def decode(pair: Pair, answers: Any, config: EngineConfig, count: int, budget: int | None = None) -> list[Completion]:
+    engine = Engine(pair.target, pair.draft if config.drafts else None, config)
+    for i, prompt in enumerate(prompts(pair, count)):
+        engine.submit(Request(i, prompt, budget or answers.longest, **asked(answers)))
+    return sorted(engine.run(), key=lambda c: int(c.id))  # type: ignore[call-overload]
+
+
+EXSPEC = EngineConfig(batch_size=4, window=8, draft_tokens=4, bucket=128, capacity=512)
+
+
+@torch.inference_mode()
+def test_one_of_some_labels_with_the_probability_it_has_among_them(pair: Pair) -> None:
+    """Some labels begin others, some are of several tokens; the oracle scores every label whole."""
+    answers = Choices(pair.tokenizer, {"": LABELS}, {"": "label"})
+    for completion, prompt in zip(decode(pair, answers, EXSPEC, 8), prompts(pair, 8), strict=True):
+        text = completion_text(pair.tokenizer, completion, None)
+        found = answers.read(completion, text)
+        assert found["label"] == text
+        assert text in LABELS
+        probability = dict.fromkeys(LABELS, 1.0)
+        for label in LABELS:
+            tokens = [*pair.tokenizer(label, add_special_tokens=False)["input_ids"], *answers.end_ids]  # type: ignore[misc]
+            walk = answers.constraint()
+            for place, token in enumerate(tokens):
+                logits = pair.target(input_ids=torch.tensor([[*prompt, *tokens[:place]]])).logits[0, -1]
+                allowed = tokens_of(walk.allowed())
+                probability[label] *= float(logits[allowed].softmax(0)[allowed.index(token)])
+                walk.advance(token)
+        assert math.isclose(sum(probability.values()), 1.0, rel_tol=1e-4)
+        assert math.isclose(found["label_confidence"], probability[text], rel_tol=1e-3)
+        rivals = found["label_runner_up"].split(" | ")
+        assert math.isclose(found["label_runner_up_confidence"], sum(probability[r] for r in rivals), rel_tol=1e-3)
+        assert text not in rivals
+
+
+@pytest.mark.parametrize("spaces", [True, False])
+def test_fields_come_as_one_json_object_and_do_not_depend_on_speculation(pair: Pair, spaces: bool) -> None:
+    fields = {"category": ["refund", "delivery", "praise", "question"], "how urgent?": ["high", "low", "hi"]}
+    answers = Choices(pair.tokenizer, fields, {name: name for name in fields}, spaces)
+    read = []
+    for config in (EXSPEC, EXSPEC.plain()):
+        for completion in decode(pair, answers, config, 12):
+            text = completion_text(pair.tokenizer, completion, None)
+            values = answers.read(completion, text)
+            separators = (", ", ": ") if spaces else (",", ":")
+            assert text == json.dumps({name: values[name] for name in fields}, separators=separators)
+            assert all(values[name] in labels for name, labels in fields.items())
+            assert completion.statistics.forced > len(completion.tokens) / 2
+            read.append((text, values))
+    assert read[:12] == read[12:], "labels and confidences, to the bit"
+
+
+def test_json_of_a_schema_is_valid_or_an_error_and_the_same_without_speculation(pair: Pair) -> None:
+    answers = Json(pair.tokenizer, SCHEMA, COLUMNS)
+    done = decode(pair, answers, EXSPEC, 12, budget=120)
+    assert [c.tokens for c in done] == [c.tokens for c in decode(pair, answers, EXSPEC.plain(), 12, budget=120)]
+    ended = [c for c in done if c.finish_reason == "stop"]
+    assert len(ended) >= 6
+    for completion in ended:
+        text = completion_text(pair.tokenizer, completion, None)
+        values = answers.read(completion, text)
+        jsonschema.validate(json.loads(text), SCHEMA)
+        assert values["c"] == json.loads(text)["category"]
+        assert isinstance(values["s"], int)
+        assert values["p"] == json.dumps(json.loads(text)["who"])
+    (cut,) = decode(pair, answers, EXSPEC, 1, budget=9)
+    with pytest.raises(AnswerError, match="not complete after 9 tokens; raise max_new_tokens"):
+        answers.read(cut, completion_text(pair.tokenizer, cut, None))
+
+
+def test_what_cannot_be_asked_for_is_refused_by_name(pair: Pair) -> None:
+    def refusal(make: Any) -> str:
+        with pytest.raises(AnswerError) as error:
+            make()
+        return str(error.value)
+
+    assert "uniqueItems" in refusal(lambda: Json(pair.tokenizer, {"type": "array", "uniqueItems": True}, {}))
+    assert "$.type" in refusal(lambda: Json(pair.tokenizer, {"type": "objekt"}, {}))
+
+    class Endless:
+        eos_token_id = None
+
+    assert "names no end token" in refusal(lambda: Choices(Endless(), {"": ["a", "b"]}, {"": "label"}))  # type: ignore[arg-type]
+
+    class Upper:
+        eos_token_id = 2
+
+        def __call__(self, text: str, **_: Any) -> Any:
+            return pair.tokenizer(text.upper(), add_special_tokens=False)
+
+        def decode(self, *args: Any, **kwargs: Any) -> Any:
+            return pair.tokenizer.decode(*args, **kwargs)
+
+    assert "label 'a': the tokenizer writes it as 'A'" in refusal(
+        lambda: Choices(Upper(), {"": ["a", "b"]}, {"": "label"})  # type: ignore[arg-type]
+    )
+
+
+def test_a_number_that_no_column_holds_is_an_error_of_its_row(pair: Pair) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
+    answers = Json(pair.tokenizer, schema, {"n": ("n", pa.int64())})
+    completion = Completion(0, [1, 2], "stop", 2, SequenceStatistics())
+    assert answers.read(completion, '{"n": -5}') == {"n": -5}
+    with pytest.raises(AnswerError, match="n is 99999999999999999999, which 64 bits do not hold"):
+        answers.read(completion, '{"n": 99999999999999999999}')
+    with pytest.raises(AnswerError, match="does not meet the schema"):
+        answers.read(completion, '{"n": "five"}')
+    assert FreeText().read(completion, "x") == {}

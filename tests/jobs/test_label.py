@@ -1,0 +1,148 @@
+"""`exspec label` as a person runs it: labels with their confidence, known labels, JSON of a schema, audit."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from exspec.jobs import cli
+from exspec.jobs.demo.messages import CATEGORIES
+from exspec.pipeline.errors import JobError
+from exspec.pipeline.job import load_job
+from exspec.pipeline.labels import LabelJob
+
+FIELDS = ["--fields", f"category={','.join(CATEGORIES)}", "--fields", "urgency=high,low,normal", "--no-json-spaces"]
+GOLD = ["--gold-column", "category=category", "--gold-column", "urgency=urgency"]
+SMALL = ["--rows-per-chunk", "8", "--batch-size", "4", "--window", "8", "--method", "exspec", "--quiet"]
+
+
+def call(*words: str) -> Any:
+    return CliRunner().invoke(cli.app, list(words), env={"COLUMNS": "200"}, catch_exceptions=False)
+
+
+@pytest.fixture(scope="module")
+def messages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("messages")
+    assert call("messages", str(folder), "--rows", "24", "--shards", "2").exit_code == 0
+    return folder
+
+
+def rows_of(out: Path) -> list[dict[str, Any]]:
+    return [row for path in sorted(out.glob("part-*")) for row in pq.read_table(path).to_pylist()]
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_labels_with_gold_review_report_and_audit(messages: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    source = ["label", "--input", str(messages), "--output", str(out)]
+    result = call(*source, *FIELDS, *GOLD, *SMALL, "--review-share", "0.25")
+    assert result.exit_code == 0, result.output
+    rows = rows_of(out)
+    assert len(rows) == 24
+    for row in rows:
+        answer = {"category": row["label_category"], "urgency": row["label_urgency"]}
+        assert row["completion"] == json.dumps(answer, separators=(",", ":"))
+        assert 0 <= row["label_urgency_runner_up_confidence"] <= row["label_urgency_confidence"] <= 1
+    right = sum(row["label_category"] == row["category"] for row in rows)
+    assert right > 20, "the demo pair was trained for these"
+    report = json.loads((out / "_report.json").read_text())
+    assert report["answers"]["category"]["accuracy"] == round(right / 24, 4)
+    assert report["forced_share"] == round(
+        sum(r["forced"] for r in rows) / sum(r["completion_tokens"] for r in rows), 4
+    )
+    assert report["forced_share"] > 0.5
+    page = (out / "_report.html").read_text()
+    assert "category, as known" in page
+    assert f"category: accuracy {round(right / 24, 4)}" in result.output
+
+    with (out / "_review.csv").open(newline="") as file:
+        review = list(csv.DictReader(file))
+    certainty = {r["id"]: min(r["label_category_confidence"], r["label_urgency_confidence"]) for r in rows}
+    assert [r["id"] for r in review] == sorted(certainty, key=lambda name: certainty[name])[:6]
+    assert all(r["message"] for r in review)
+
+    result = call("audit", str(out), "--share", "1")
+    assert result.exit_code == 0, result.output
+    assert [(c["rows"], c["equal"]) for c in json.loads((out / "_audit.json").read_text())["comparisons"]] == [
+        (24, 24)
+    ] * 2
+    part = sorted(out.glob("part-*"))[1]
+    table = pq.read_table(part)
+    labels = table["label_urgency"].to_pylist()
+    labels[3] = "low" if labels[3] != "low" else "high"
+    place = table.schema.get_field_index("label_urgency")
+    pq.write_table(table.set_column(place, table.schema.field(place), pa.array(labels)), part)
+    result = call("audit", str(out), "--share", "1", "--no-generate")
+    assert result.exit_code == 1
+    (difference,) = json.loads((out / "_audit.json").read_text())["comparisons"][0]["differences"]
+    assert difference["id"] == table["id"][3].as_py()
+    assert json.loads(difference["stored"]) == {"label_urgency": labels[3]}
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_json_of_a_schema_gets_typed_columns_and_what_is_cut_short_is_an_error(messages: Path, tmp_path: Path) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "category": {"enum": list(CATEGORIES)},
+            "amounts": {"type": "array", "items": {"type": "string", "maxLength": 14}, "maxItems": 9},
+            "score": {"type": "integer", "minimum": 0, "maximum": 9},
+        },
+        "required": ["category", "amounts", "score"],
+        "additionalProperties": False,
+    }
+    (tmp_path / "schema.json").write_text(json.dumps(schema))
+    out = tmp_path / "out"
+    options = ["--json-schema", str(tmp_path / "schema.json"), "--no-json-spaces", "--max-new-tokens", "24"]
+    result = call("label", "--input", str(messages), "--output", str(out), *options, *SMALL)
+    assert result.exit_code == 0, result.output
+    rows = rows_of(out)
+    assert len(rows) == 24
+    good, cut = [r for r in rows if not r["error"]], [r for r in rows if r["error"]]
+    assert good
+    assert cut
+    for row in good:
+        jsonschema.validate(json.loads(row["completion"]), schema)
+        assert json.loads(row["completion"]) == {name: row[f"label_{name}"] for name in schema["properties"]}  # type: ignore[attr-defined]
+    for row in cut:
+        assert "not complete after 24 tokens" in row["error"]
+        assert row["completion"] is row["label_category"] is None
+    types = pq.read_schema(next(out.glob("part-*"))).field("label_amounts").type
+    assert types == pa.list_(pa.string())
+    result = call("audit", str(out), "--share", "1")
+    assert result.exit_code == 0, result.output
+    assert [c["equal"] for c in json.loads((out / "_audit.json").read_text())["comparisons"]] == [24, 24]
+
+
+def test_plan_of_a_labeling_job_runs_nothing(messages: Path, tmp_path: Path) -> None:
+    result = call("label", "--plan", "--input", str(messages), "--output", str(tmp_path / "out"), *FIELDS)
+    assert result.exit_code == 0, result.output
+    assert "0 of the first 24 rows would be refused" in result.output
+    assert not list((tmp_path / "out").glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "expected one of labels, fields and json_schema, not none"),
+        ({"labels": ["a", "b"], "fields": {"x": ["a", "b"]}}, "not labels and fields"),
+        ({"labels": ["a"]}, r"labels: expected two or more labels, each once and none empty, not \['a'\]"),
+        ({"fields": ["x=a,a"]}, "fields.x: expected two or more"),
+        ({"fields": ["x"]}, "fields: expected NAME=LABEL,LABEL, not 'x'"),
+        ({"labels": ["a", "b"], "gold_column": "x=gold"}, "gold_column: expected a column, not 'x'"),
+        ({"labels": ["a", "b"], "stop": ["."]}, "an answer ends where it is complete"),
+        ({"json_schema": "no-such-file.json"}, "json_schema: cannot be read: .*no-such-file.json"),
+        ({"json_schema": "{]"}, "json_schema: not JSON"),
+        ({"json_schema": "{}", "review_share": 0.1}, "review_share need labels or fields"),
+        ({"labels": ["a", "b"], "since": "yesterday"}, "since: expected last, or a date"),
+    ],
+)
+def test_settings_that_cannot_work_are_one_sentence(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(JobError, match=message):
+        load_job(LabelJob, None, {"target": "x", "input": "in", "output": "out", **settings})
