@@ -3,6 +3,7 @@ operations over buffers that stay in place, and plays that. What would make a CU
 a decision taken in Python at recording time, a tensor made from values that change, a wait for the device.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from exspec.actors.engine import Engine, EngineConfig, Sampling
+from exspec.actors.engine.constraint import Automaton, Node, chain, choice
 from exspec.actors.engine.graphs import Eager, Play, Recordings
 from tests import tiny
 
@@ -67,6 +69,28 @@ def test_recorded_forwards_give_the_same_tokens(method: str, sampling: Sampling 
     played = tiny.decode(engine(recorder, method=method), requests)
     assert played == tiny.decode(engine(Eager(), method=method), requests)
     assert recorder.played > 3 * recorder.recorded, "shapes come again"
+
+
+@pytest.mark.parametrize("method", ["plain", "exspec"])
+def test_recorded_forwards_under_constraints(method: str) -> None:
+    """Masks and candidates come from the host, and go through the same recordings."""
+    words = lambda: Automaton(choice([[10, 11], [10, 11, 12], [20]], chain([40, 41, tiny.ENDS[0]], Node())))  # noqa: E731
+    requests = [
+        replace(r, constraint=words if i % 3 else None, scored=i % 3 == 1)
+        for i, r in enumerate(tiny.requests(tiny.prompts(14), 12))
+    ]
+    recorder = Traced()
+    found = []
+    for made in (engine(recorder, method=method), engine(Eager(), method=method)):
+        for request in requests:
+            made.submit(request)
+        found.append({c.id: c for c in made.run()})
+    for name, completion in found[0].items():
+        other = found[1][name]
+        assert completion.tokens == other.tokens
+        # Where shapes are recorded, prompts are prefilled in wider chunks: scores differ by rounding.
+        assert all(a == pytest.approx(b, abs=1e-4) for a, b in zip(completion.scores, other.scores, strict=True))
+    assert recorder.played > recorder.recorded
 
 
 @pytest.mark.parametrize(("bucket", "draft_length"), [(96, "fixed"), (32, "fixed"), (32, "both")])
