@@ -29,6 +29,7 @@ from exspec.pipeline.prompts import Prompts, RowError
 from exspec.pipeline.report import rebuild, write_report
 from exspec.pipeline.shards import Chunk, Plan, read_chunk
 from exspec.pipeline.storage import Folder
+from exspec.pipeline.weights import local_model
 
 
 @dataclass(frozen=True)
@@ -77,14 +78,15 @@ def audit(output: str, options: dict[str, Any], count: int, share: float | None,
     if device == "cuda" and not torch.cuda.is_available():
         raise JobError(f"{output}: the job ran on cuda, and its shapes can only be compared there; no GPU is at hand")
     torch.set_num_threads(job.threads)
-    pair = load_pair(job.target, None, getattr(torch, job.dtype), device, job.target_revision)
+    target = local_model(job.target, options)
+    pair = load_pair(target, None, getattr(torch, job.dtype), device, job.target_revision)
     chosen = choose(plan, folder, count, share, seed)
     rows = list(_read(job, folder, pair, chosen))
     shaped = EngineConfig(**description["shape"]).plain()
     found = [compare("plain decoding in the job's shape", rows, decode(pair.target, shaped, rows), pair)]
     if generate:
         greedy = [r for r in rows if r.request is None or _is_greedy(r.request)]
-        model = load_model(job.target, torch.float32, device, job.target_revision)
+        model = load_model(target, torch.float32, device, job.target_revision)
         expected = {(r.shard, r.number): _generate(model, r.request) for r in greedy if r.request is not None}
         found.append(compare("generate of transformers in float32", greedy, expected, replace(pair, target=model)))
     report = {"sample": len(rows), "seed": seed, "comparisons": [asdict(c) for c in found]}
