@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import logging
 import os
 import sys
 import time
@@ -22,6 +23,9 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 ADDRESSES = ("RAY_API_SERVER_ADDRESS", "RAY_DASHBOARD_ADDRESS", "RAY_ADDRESS")
 FAILED, STOPPED, DETACHED = 3, 4, 130  # exit codes beside those of the commands themselves: 0, 1 and 2
 MARK = "exspec"  # key in the metadata of our jobs: the version that submitted them
+TALKATIVE = (
+    "ray.dashboard.modules.job.sdk", "ray.dashboard.modules.dashboard_sdk", "ray._private.runtime_env.packaging",
+)  # fmt: skip
 PATIENCE = 120  # seconds that a lost connection may take to come back, and a job to stop
 
 
@@ -35,6 +39,8 @@ class Cluster:
     def __init__(self, address: str | None = None, token: str | None = None) -> None:
         from ray.job_submission import JobSubmissionClient
 
+        for talkative in TALKATIVE:
+            logging.getLogger(talkative).setLevel(logging.WARNING)
         self.address = address or find_address()
         self.token = token or find_token()
         os.environ["RAY_API_SERVER_ADDRESS"] = self.address  # Ray's client puts its variables above what it is given
@@ -49,6 +55,8 @@ class Cluster:
 
         try:
             yield
+        except JobError:
+            raise
         except AuthenticationError as error:
             wrong = "refused the token" if self.token else "asks for a token"
             raise JobError(
@@ -64,7 +72,14 @@ class Cluster:
     def submit(self, **request: Any) -> str:
         """Send a job, as `JobSubmissionClient.submit_job` takes it; returns its id."""
         with self._asking():
-            return str(self.client.submit_job(**request))
+            try:
+                return str(self.client.submit_job(**request))
+            except RuntimeError as error:
+                if "already exists" in str(error):
+                    raise JobError(
+                        f"{request['submission_id']}: the cluster has a job of this id; give another"
+                    ) from error
+                raise
 
     def details(self, job: str) -> Any:
         """What Ray knows of a job (`JobDetails`)."""
@@ -226,5 +241,5 @@ def _row(details: Any) -> dict[str, str]:
 
 
 def _last_line(error: object) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[-1].strip() if lines else type(error).__name__
+    lines = [line.strip() for line in str(error).splitlines() if any(c.isalnum() for c in line)]
+    return lines[-1] if lines else type(error).__name__
