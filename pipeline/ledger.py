@@ -61,8 +61,8 @@ class RayLedger:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        book = ray.remote(num_cpus=0, max_restarts=0, scheduling_strategy=here)(Book)
-        self._actor: Any = book.remote()
+        book: Any = ray.remote(num_cpus=0, max_restarts=0)(Book)
+        self._actor: Any = book.options(scheduling_strategy=here).remote()
 
     def _call(self, method: str, *values: Any) -> Any:
         import ray

@@ -2,11 +2,14 @@
 
 import os
 import socket
+import tempfile
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+CACHE = tempfile.TemporaryDirectory(prefix="exspec-cache-")
+os.environ["EXSPEC_CACHE"] = CACHE.name  # no test fills the cache of who runs it
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["RAY_BACKEND_LOG_LEVEL"] = "fatal"
 # What workers import must be what the tests import.

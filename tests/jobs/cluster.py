@@ -2,17 +2,18 @@
 
 import os
 import secrets
-import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
+
+import psutil
 
 PATIENCE = 60  # seconds until the dashboard answers
 SETTINGS = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_DASHBOARD_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
@@ -48,8 +49,8 @@ def ray_head(folder: Path) -> Iterator[Head]:
         programs / "ray", "start", "--head", "--block", "--node-ip-address=127.0.0.2", f"--port={free_port()}",
         "--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={head.address.rsplit(':', 1)[1]}",
         f"--dashboard-agent-listen-port={free_port()}", f"--ray-client-server-port={free_port()}", "--num-cpus=6",
-        "--min-worker-port=0", "--max-worker-port=0", f"--object-store-memory={100 * 2**20}", f"--temp-dir={folder / 'r'}",
-        "--disable-usage-stats",
+        "--min-worker-port=0", "--max-worker-port=0", f"--object-store-memory={100 * 2**20}",
+        f"--temp-dir={folder / 'r'}", "--disable-usage-stats",
     ]  # fmt: skip
     environment = head.environment(RAY_AUTH_MODE="token", PATH=path, EXSPEC_CACHE=str(folder / "cache"))
     del environment["RAY_API_SERVER_ADDRESS"]
@@ -76,12 +77,9 @@ def _answers(address: str) -> bool:
 
 def _end(started: subprocess.Popen[bytes]) -> None:
     """The head's own processes, by their ids: `ray stop` would end every Ray on the machine."""
-    import psutil
-
     processes = [psutil.Process(started.pid)]
     processes += processes[0].children(recursive=True)
-    started.send_signal(signal.SIGTERM)
-    _, alive = psutil.wait_procs(processes, timeout=10)
-    for process in alive:
-        process.kill()
-    psutil.wait_procs(alive, timeout=10)
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=10)

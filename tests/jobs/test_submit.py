@@ -172,7 +172,7 @@ def test_all_jobs_are_in_the_table(head: Head) -> None:
         (
             ["submit", "--name", "long", "run", "--input", "s3://b/in", "--output", "s3://b/out"],
             {},
-            "long: an earlier job there has this id",
+            "long: the cluster has a job of this id; give another",
         ),
     ],
 )
