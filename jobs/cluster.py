@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -101,32 +101,35 @@ class Cluster:
         ended. An interrupt from the keyboard leaves the job running."""
         import aiohttp
 
-        shown, since = _Shown(), time.monotonic()
+        self.details(job)  # an unknown job is refused at once
+        shown, answered = _Shown(), time.monotonic()
         try:
             while True:
                 try:
-                    before = shown.characters
                     asyncio.run(self._print_log(job, shown))
-                    lost = ""
-                except (RuntimeError, OSError, aiohttp.ClientError) as error:
-                    lost = _last_line(error)
-                if shown.characters > before:
-                    since = time.monotonic()
-                if self.details(job).status.is_terminal() and not lost:
-                    break
-                if time.monotonic() - since > PATIENCE:
-                    raise JobError(f"{job}: lost its log ({lost}), but it goes on; see exspec logs {job} --follow")
+                except (RuntimeError, OSError, aiohttp.ClientError):  # cut off, or something between takes no WebSocket
+                    with suppress(JobError):
+                        shown.print_all(self.logs(job))
+                try:
+                    details = self.details(job)
+                    answered = time.monotonic()
+                    if details.status.is_terminal():
+                        break
+                except JobError as error:
+                    if time.monotonic() - answered > PATIENCE:
+                        raise JobError(f"{error}; {job} may go on: exspec logs {job} --follow") from error
                 time.sleep(1)
         except KeyboardInterrupt:
-            print(f"\n{job} goes on; see it again: exspec logs {job} --follow; stop it: exspec cancel {job}",
-                  file=sys.stderr)  # fmt: skip
+            print(
+                f"\n{job} goes on; see it again: exspec logs {job} --follow; stop it: exspec cancel {job}",
+                file=sys.stderr,
+            )
             return DETACHED
-        details = self.details(job)
         print(outcome(details), file=sys.stderr)
         return exit_code(details)
 
     async def _print_log(self, job: str, shown: "_Shown") -> None:
-        shown.skip = shown.characters  # a log that is asked for again begins at its beginning
+        shown.again()
         async for text in self.client.tail_job_logs(job):
             shown.print(text)
 
@@ -143,16 +146,23 @@ class Cluster:
 
 
 class _Shown:
-    """How much of a log has been printed, and how much of what comes next has been."""
+    """How much of a log has been printed. One that is asked for again begins at its beginning."""
 
     def __init__(self) -> None:
         self.characters = self.skip = 0
+
+    def again(self) -> None:
+        self.skip = self.characters
 
     def print(self, text: str) -> None:
         new = text[self.skip :]
         self.skip = max(0, self.skip - len(text))
         self.characters += len(new)
         print(new, end="", flush=True)
+
+    def print_all(self, text: str) -> None:
+        self.again()
+        self.print(text)
 
 
 def find_address() -> str:

@@ -10,7 +10,7 @@ import time
 import tomllib
 import urllib.request
 import zipfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,7 @@ from ray.job_submission import JobStatus
 from typer.testing import CliRunner
 
 from exspec.jobs import cli
-from exspec.jobs.cluster import exit_code, outcome
+from exspec.jobs.cluster import Cluster, exit_code, outcome
 from exspec.jobs.wheel import build_wheel
 from tests.jobs.cluster import Head, ray_head
 
@@ -234,6 +234,39 @@ def test_other_ends_have_a_code_of_their_own(status: str, driver: int | None, co
     assert outcome(details) == sentence
     if code is not None:
         assert exit_code(details) == code
+
+
+class Faltering:
+    """A client whose log breaks off, once in the middle of a line, and whose dashboard is away for a while."""
+
+    def __init__(self) -> None:
+        self.logs = [["one\n", "tw"], [], ["one\n", "two\nth"], ["one\ntwo\nth", "ree\n"]]
+        self.asked = 0
+
+    async def tail_job_logs(self, job: str) -> AsyncIterator[str]:
+        assert job == "j"
+        self.asked += 1
+        for text in self.logs[self.asked - 1]:
+            yield text
+        if self.asked < len(self.logs):
+            raise RuntimeError("WebSocket connection closed unexpectedly")
+
+    def get_job_logs(self, job: str) -> str:
+        assert job == "j"
+        return "one\ntwo"
+
+    def get_job_info(self, job: str) -> Any:
+        if self.asked == 2:
+            raise ConnectionError("away")
+        status = JobStatus.SUCCEEDED if self.asked == len(self.logs) else JobStatus.RUNNING
+        return SimpleNamespace(submission_id=job, status=status, driver_exit_code=0)
+
+
+def test_a_connection_that_breaks_off_costs_no_line_and_doubles_none(capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = object.__new__(Cluster)
+    cluster.address, cluster.token, cluster.client = "http://there", None, Faltering()
+    assert cluster.follow("j") == 0
+    assert capsys.readouterr().out == "one\ntwo\nthree\n"
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
