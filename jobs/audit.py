@@ -32,6 +32,7 @@ from exspec.pipeline.prompts import Prompts, RowError
 from exspec.pipeline.report import rebuild, write_report
 from exspec.pipeline.shards import Chunk, Plan, read_chunk
 from exspec.pipeline.storage import Folder
+from exspec.pipeline.weights import local_model
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ def audit(output: str, options: dict[str, Any], count: int, share: float | None,
         raise JobError(f"{output}: the job ran on cuda, and its shapes can only be compared there; no GPU is at hand")
     torch.set_num_threads(job.threads)
     disable_progress_bar()
-    pair = load_pair(job.target, None, getattr(torch, job.dtype), device, job.target_revision)
+    target = local_model(job.target, options)
+    pair = load_pair(target, None, getattr(torch, job.dtype), device, job.target_revision)
     chosen = choose(plan, folder, count, share, seed)
     rows = list(_read(job, folder, pair, chosen))
     shaped = EngineConfig(**description["shape"]).plain()
@@ -90,7 +92,7 @@ def audit(output: str, options: dict[str, Any], count: int, share: float | None,
     found = [compare("plain decoding in the job's shape", rows, decode(pair.target, shaped, rows), pair, answers)]
     if generate:
         greedy = [r for r in rows if r.request is None or _is_greedy(r.request)]
-        model = load_model(job.target, torch.float32, device, job.target_revision)
+        model = load_model(target, torch.float32, device, job.target_revision)
         expected = {(r.shard, r.number): _generate(model, r.request) for r in greedy if r.request is not None}
         found.append(
             compare("generate of transformers in float32", greedy, expected, replace(pair, target=model), answers)

@@ -232,6 +232,115 @@ def report(
     job.report(outputs, _options(storage_options), price_per_gpu_hour)
 
 
+Address = Annotated[
+    str | None,
+    typer.Option(
+        help="URL of the cluster's dashboard. Default: RAY_API_SERVER_ADDRESS, RAY_DASHBOARD_ADDRESS or RAY_ADDRESS."
+    ),
+]
+Token = Annotated[
+    str | None,
+    typer.Option(
+        help="The cluster's token. Default: RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token."
+    ),
+]
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def submit(
+    context: typer.Context,
+    command: Annotated[str, typer.Argument(help="run, label or audit.", show_default=False)],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="The command's own arguments.", show_default=False)
+    ] = None,
+    address: Address = None,
+    token: Token = None,
+    name: Annotated[str | None, typer.Option(help="Id of the job, which no other job may have.")] = None,
+    detach: Annotated[bool, typer.Option(help="Print the job's id and do not follow it.")] = False,
+    wheel: Annotated[
+        bool, typer.Option(help="Send this exspec along as a wheel, or use the one in the cluster's image.")
+    ] = True,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=VALUE, or NAME as it is here: a variable for the job. All who have the token can read it."
+        ),
+    ] = None,
+    gpus: Annotated[float, typer.Option(min=0, help="GPUs of the command's own process: an audit decodes there.")] = 0,
+) -> None:
+    """Send a command to a Ray cluster as a job, and follow its log. Its own options come before the command's name.
+
+    The arguments are checked here first. Paths are URLs, or folders that all nodes share; a job file is sent along.
+    Ctrl-C leaves the job running.
+
+    Example: exspec submit --address http://head:8265 run --input s3://bucket/prompts --output s3://bucket/out
+
+    Exit codes: those of the command (0, 1, 2; 2 also where it could not be sent), 3 the job failed otherwise, 4 it was
+    stopped, 130 left running by Ctrl-C.
+    """
+    from exspec.jobs import submit as job
+    from exspec.jobs.cluster import Cluster
+
+    assert context.parent is not None
+    known: dict[str, Any] = context.parent.command.commands  # type: ignore[attr-defined]
+    if command not in job.COMMANDS or command not in known:
+        expected = ", ".join(name for name in job.COMMANDS if name in known)
+        raise ValueError(f"submit {command}: expected one of {expected}, after the options of submit itself")
+    parsed = known[command].make_context(command, list(arguments or []), parent=context)
+    call = job.check(known[command], parsed.params, arguments or [])
+    raise typer.Exit(job.submit(call, Cluster(address, token), name, detach, wheel, env or [], gpus))
+
+
+JobId = Annotated[str, typer.Argument(metavar="ID", help="Id of the job, as submit printed it.", show_default=False)]
+
+
+@app.command()
+def status(
+    job: Annotated[str | None, typer.Argument(metavar="[ID]", help="Id of a job. Default: all of them.")] = None,
+    address: Address = None,
+    token: Token = None,
+) -> None:
+    """Show a submitted job, or all that exspec submitted to a cluster.
+
+    Example: exspec status
+    """
+    from exspec.jobs import cluster
+
+    cluster.show_status(cluster.Cluster(address, token), job)
+
+
+@app.command()
+def logs(
+    job: JobId,
+    follow: Annotated[bool, typer.Option(help="Go on until the job ends, and end as it did.")] = False,
+    address: Address = None,
+    token: Token = None,
+) -> None:
+    """Print the log of a submitted job.
+
+    Example: exspec logs exspec-run-20260101-120000-ab12 --follow
+
+    Exit codes: 0, or with --follow those of submit.
+    """
+    from exspec.jobs.cluster import Cluster
+
+    cluster = Cluster(address, token)
+    if follow:
+        raise typer.Exit(cluster.follow(job))
+    print(cluster.logs(job), end="")
+
+
+@app.command()
+def cancel(job: JobId, address: Address = None, token: Token = None) -> None:
+    """Stop a submitted job and wait until it has stopped. What it finished is kept; the same command again resumes.
+
+    Example: exspec cancel exspec-run-20260101-120000-ab12
+    """
+    from exspec.jobs.cluster import Cluster
+
+    print(Cluster(address, token).cancel(job))
+
+
 @app.command()
 def messages(
     output: Annotated[Path, typer.Argument(help="Folder for the shards.")],

@@ -37,6 +37,7 @@ def with_settings(model: type[BaseModel]) -> Callable[[Callable[..., None]], Cal
         run.__signature__ = inspect.Signature([*parameters, *own])  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in (*parameters, *own)}
         run.__doc__, run.__name__ = command.__doc__, command.__name__
+        run.settings = model  # type: ignore[attr-defined]
         return run
 
     return decorate

@@ -23,6 +23,7 @@ from exspec.pipeline.parts import PartSink, carried_columns
 from exspec.pipeline.prompts import Prompts, RowError
 from exspec.pipeline.shards import Chunk, read_chunk
 from exspec.pipeline.storage import Folder
+from exspec.pipeline.weights import local_model
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 ROWS_PER_SLOT = 3  # rows in flight in an actor for each of its slots, or the ends of chunks would leave slots empty
@@ -30,24 +31,22 @@ FOREVER = 7 * 24 * 3600  # seconds; a chunk of long completions may well take an
 
 
 def connect(job: Job) -> None:
-    """Join the cluster of the job, or start a local Ray with logical CPUs enough for every stage. Idempotent."""
+    """Join the cluster of the job, or start a local Ray with logical CPUs enough for every stage. Idempotent.
+
+    Without an address of its own a job joins the cluster that RAY_ADDRESS names, as Ray sets it for a submitted job;
+    where that is the address of a dashboard, it is meant for `exspec submit`.
+    """
     import ray
 
     if ray.is_initialized():
         return
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
-    if address := job.ray_address or os.environ.get("RAY_ADDRESS"):
-        ray.init(address=address, **quiet)
-    else:
-        # One's own: another Ray on this machine is not asked.
-        ray.init(
-            address="local",
-            num_cpus=4 + job.actor_range[1],
-            include_dashboard=False,
-            object_store_memory=200 * 2**20,
-            **quiet,
-        )
+    around = os.environ.get("RAY_ADDRESS", "")
+    address = job.ray_address or ("" if around.startswith("http") else around) or "local"
+    if address == "local":
+        quiet |= {"num_cpus": 4 + job.actor_range[1], "include_dashboard": False, "object_store_memory": 200 * 2**20}
+    ray.init(address=address, **quiet)
 
 
 def summaries(
@@ -199,7 +198,8 @@ def _prompts(kind: type[Job], job: str, schema: pa.Schema) -> Prompts:
     from transformers import AutoTokenizer
 
     loaded = kind.model_validate_json(job)
-    return Prompts(loaded, AutoTokenizer.from_pretrained(loaded.target, revision=loaded.target_revision), schema)
+    place = local_model(loaded.target, loaded.storage_options, weights=False)
+    return Prompts(loaded, AutoTokenizer.from_pretrained(place, revision=loaded.target_revision), schema)
 
 
 class PairLoader:
@@ -217,9 +217,10 @@ class PairLoader:
         config = self.config
         if window is not None:
             config = replace(config, window=max(config.batch_size, min(config.window, window)))
-        draft = self.job.draft if self.config.drafts else None
+        options = self.job.storage_options
+        draft = local_model(self.job.draft, options) if self.job.draft and self.config.drafts else None
         pair = load_pair(
-            self.job.target,
+            local_model(self.job.target, options),
             draft,
             getattr(torch, self.job.dtype),
             self.on,

@@ -1,7 +1,5 @@
 """What a job is: its settings, checked once, and the fingerprint of all that decides its output."""
 
-import hashlib
-import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -50,7 +48,7 @@ def _absolute(path: str) -> str:
     return path if "://" in path else os.path.abspath(path)  # noqa: PTH100  (a glob is no path that exists)
 
 
-def _anonymous(url: str) -> str:
+def anonymous(url: str) -> str:
     """A URL without user and password."""
     return re.sub(r"(?<=://)[^/@]*@", "", url)
 
@@ -65,8 +63,8 @@ class Job(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     kind: ClassVar[str] = "generate"
 
-    target: str = setting(..., "Hub id or folder of the target model. Default: the demo pair.")
-    draft: str | None = setting(None, "Hub id or folder of the draft model.")
+    target: str = setting(..., "Hub id, folder or fsspec URL of the target model. Default: the demo pair.")
+    draft: str | None = setting(None, "Hub id, folder or fsspec URL of the draft model.")
     target_revision: str | None = setting(None, "Revision of the target on the hub.")
     draft_revision: str | None = setting(None, "Revision of the draft on the hub.")
 
@@ -187,8 +185,14 @@ class Job(BaseModel):
     def published(self) -> dict[str, Any]:
         """The settings as they may be written beside the output: without what may hold a secret."""
         settings = self.model_dump(mode="json", exclude={"storage_options"})
-        named = {"output": _anonymous(self.output), "input": [_anonymous(url) for url in self.input]}
-        return settings | named
+        named = {"output": anonymous(self.output), "input": [anonymous(url) for url in self.input]}
+        models = {"target": anonymous(self.target), "draft": self.draft and anonymous(self.draft)}
+        return settings | named | models
+
+    @property
+    def inlined(self) -> dict[str, str]:
+        """Settings that stood in files of their own, which another machine does not have."""
+        return {}
 
     def answers(self, tokenizer: Any) -> "Answers":  # noqa: ARG002
         """What completions are held to and read as. Raises AnswerError where the tokenizer cannot write it."""
@@ -237,23 +241,28 @@ def load_job(kind: type[J], file: Path | None, flags: dict[str, Any], pair: dict
 
     Raises JobError with every problem at once, each with the path of its key.
     """
-    settings: Any = {}
-    if file is not None:
-        try:
-            settings = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-        except OSError as error:
-            raise JobError(f"job file {file}: {error.strerror}") from error
-        except yaml.YAMLError as error:
-            raise JobError(f"job file {file}: not YAML: {' '.join(str(error).split())}") from error
-        if not isinstance(settings, dict):
-            raise JobError(f"job file {file}: expected settings by name, not {type(settings).__name__}")
-    settings |= flags
+    settings = read_job_file(file) | flags
     if not {"target", "draft"} & set(settings):
         settings |= pair or {}
     try:
         return kind(**settings)
     except ValidationError as error:
         raise JobError("; ".join(_problem(e, file, kind) for e in error.errors())) from error
+
+
+def read_job_file(file: Path | None) -> dict[str, Any]:
+    """The settings as the file has them, unchecked; none without a file. Raises JobError naming what is wrong."""
+    if file is None:
+        return {}
+    try:
+        settings = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise JobError(f"job file {file}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise JobError(f"job file {file}: not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(settings, dict):
+        raise JobError(f"job file {file}: expected settings by name, not {type(settings).__name__}")
+    return settings
 
 
 def _problem(error: Any, file: Path | None, kind: type[Job]) -> str:
@@ -271,25 +280,5 @@ def _problem(error: Any, file: Path | None, kind: type[Job]) -> str:
 
 def fingerprint(job: Job, models: dict[str, str]) -> dict[str, Any]:
     """All that decides the output, by key; `models` are the digests of the model folders or revisions."""
-    settings = {k: v for k, v in job.model_dump(mode="json").items() if k not in FREE}
+    settings = {k: v for k, v in job.published().items() if k not in FREE}
     return settings | {f"{name} (content)": digest for name, digest in models.items()}
-
-
-def model_digest(name: str, revision: str | None) -> str:
-    """What identifies a model's files: for a hub id its commit, for a folder a digest of names, sizes and contents,
-    of large files their two ends."""
-    folder = Path(name)
-    if not folder.is_dir():
-        from huggingface_hub import try_to_load_from_cache
-
-        found = try_to_load_from_cache(name, "config.json", revision=revision)
-        return Path(found).parent.name if isinstance(found, str) else str(revision)
-    digest = hashlib.sha256()
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        size = path.stat().st_size
-        digest.update(json.dumps([path.relative_to(folder).as_posix(), size]).encode())
-        with path.open("rb") as file:
-            digest.update(file.read(1 << 20))
-            file.seek(max(0, size - (1 << 20)))
-            digest.update(file.read())
-    return digest.hexdigest()[:16]

@@ -106,6 +106,10 @@ class LabelJob(Job):
     def column(self, field: str) -> str:
         return f"{self.label_column}_{field}" if field else self.label_column
 
+    @property
+    def inlined(self) -> dict[str, str]:
+        return {"json_schema": self.json_schema} if self.json_schema else {}
+
     def answer_columns(self) -> pa.Schema:
         columns = [
             pa.field(f"{self.column(name)}{suffix}", kind, metadata={"description": text})

@@ -53,12 +53,16 @@ class Book:
 
 
 class RayLedger:
-    """A book kept in a Ray actor of its own, which outlives the generators."""
+    """A book kept in a Ray actor of its own, which outlives the generators: it lives on the driver's node, so that no
+    node is lost with it but the one whose loss ends the job anyway."""
 
     def __init__(self) -> None:
         import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        self._actor: Any = ray.remote(num_cpus=0, max_restarts=0)(Book).remote()
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        book: Any = ray.remote(num_cpus=0, max_restarts=0)(Book)
+        self._actor: Any = book.options(scheduling_strategy=here).remote()
 
     def _call(self, method: str, *values: Any) -> Any:
         import ray

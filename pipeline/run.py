@@ -19,7 +19,7 @@ from exspec.actors.engine.memory import fit
 from exspec.actors.models import ModelError, check_config, check_vocabularies, load_part
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.graph import PairLoader, check_cluster, connect, device, on_a_device, summaries
-from exspec.pipeline.job import Job, fingerprint, model_digest
+from exspec.pipeline.job import Job, fingerprint
 from exspec.pipeline.output import JOB, PLAN, SUCCESS, read_columns, read_summaries
 from exspec.pipeline.parts import PartSink, carried_columns
 from exspec.pipeline.progress import Progress
@@ -28,6 +28,7 @@ from exspec.pipeline.report import Report, write_report
 from exspec.pipeline.shape import LONGEST, Settled, Shape, sample, settle, shape_of, stored_shape
 from exspec.pipeline.shards import Chunk, Plan, Since, encode_schema, find_shards
 from exspec.pipeline.storage import Folder
+from exspec.pipeline.weights import local_model, model_digest
 
 PROBE = 1 << 20  # bytes that an output must have room for
 T = TypeVar("T")
@@ -121,14 +122,15 @@ def _check_models(job: Job) -> Models:
         pairs.append(("draft", job.draft, job.draft_revision))
     for role, name, revision in pairs:
         try:
-            config = load_part(AutoConfig, name, revision)
-            tokenizers.append(load_part(AutoTokenizer, name, revision))
-        except ModelError as error:
+            place = local_model(name, job.storage_options, weights=False)
+            config = load_part(AutoConfig, place, revision)
+            tokenizers.append(load_part(AutoTokenizer, place, revision))
+            digests[role] = model_digest(name, revision, job.storage_options)
+        except (JobError, ModelError) as error:
             raise JobError(f"{role} {error}") from error
         check_config(config, name)
         contexts.append(context_length(config))
         configs.append(config)
-        digests[role] = model_digest(name, revision)
     if len(tokenizers) == 2:
         check_vocabularies(tokenizers[0], tokenizers[1], job.target, str(job.draft))
     if len(contexts) == 2 and contexts[1] < (capacity := min(job.capacity or LONGEST, contexts[0])):

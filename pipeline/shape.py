@@ -16,6 +16,7 @@ from exspec.pipeline.errors import JobError
 from exspec.pipeline.job import AUTO, Job
 from exspec.pipeline.prompts import Prompts, RowError
 from exspec.pipeline.shards import Plan, read_chunk
+from exspec.pipeline.weights import local_model
 
 LONGEST = 4096  # tokens of a slot unless the job says otherwise
 SAMPLED = (8, 64)  # chunks that a sample is taken from, and prompts of it
@@ -108,9 +109,10 @@ def settle(job: Job, shape: Shape, requests: list[Request], device: str) -> Sett
     """
     torch.set_num_threads(job.threads)
     budget = memory_budget(job, torch.device(device))  # before the weights take their part of it
+    drafts = job.draft is not None and (shape.config.drafts or "method" in shape.free)
     pair = load_pair(
-        job.target,
-        job.draft if shape.config.drafts or "method" in shape.free else None,
+        local_model(job.target, job.storage_options),
+        local_model(str(job.draft), job.storage_options) if drafts else None,
         getattr(torch, job.dtype),
         device,
         job.target_revision,

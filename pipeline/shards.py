@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.storage import attempt
+from exspec.pipeline.storage import attempt, etag
 
 READERS = 16  # footers read at once
 
@@ -203,10 +203,8 @@ def _footer(name: str, url: str, fs: Any) -> tuple[Shard, pa.Schema]:
         raise JobError(f"{url}: not a Parquet file ({str(error).splitlines()[0]})") from error
     except OSError as error:
         raise JobError(f"{url}: cannot be read: {error}") from error
-    etag = str(info.get("ETag") or info.get("etag") or info.get("mtime") or "").strip('"')
-    return Shard(
-        name, url, metadata.num_rows, int(info["size"]), etag
-    ), metadata.schema.to_arrow_schema().remove_metadata()
+    shard = Shard(name, url, metadata.num_rows, int(info["size"]), etag(info))
+    return shard, metadata.schema.to_arrow_schema().remove_metadata()
 
 
 def encode_schema(schema: pa.Schema) -> str:

@@ -127,6 +127,12 @@ def _was_there(error: OSError) -> bool:
     return isinstance(error, FileExistsError) or answer.get("ResponseMetadata", {}).get("HTTPStatusCode") == 412
 
 
+def etag(info: dict[str, Any]) -> str:
+    """What tells a changed file, as far as its file system knows; empty where it does not."""
+    found = next((info[k] for k in ("ETag", "etag", "mtime", "LastModified", "created") if info.get(k)), "")
+    return str(found).strip('"')
+
+
 def attempt(action: Callable[[], T]) -> T:
     """Run an idempotent action, again and again while the failure may pass: connections, throttling, 5xx."""
     retrying = Retrying(

@@ -1,12 +1,15 @@
 """For all tests: offline, two threads at most, the transformers' talk turned down."""
 
 import os
+import shutil
 import socket
+import tempfile
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+os.environ["EXSPEC_CACHE"] = tempfile.mkdtemp(prefix="exspec-cache-")  # no test fills the cache of who runs it
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["RAY_BACKEND_LOG_LEVEL"] = "fatal"
 # What workers import must be what the tests import.
@@ -24,6 +27,13 @@ def _quiet() -> None:
     logging.disable_progress_bar()
     # The models here are so small that a second thread costs more than it does.
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _cache() -> Iterator[None]:
+    folder = os.environ["EXSPEC_CACHE"]
+    yield
+    shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="session")

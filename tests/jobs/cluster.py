@@ -1,0 +1,85 @@
+"""A real Ray head of the tests' own: on loopback, with its dashboard and a token."""
+
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import psutil
+
+PATIENCE = 60  # seconds until the dashboard answers
+SETTINGS = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_DASHBOARD_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+
+
+@dataclass(frozen=True)
+class Head:
+    """address: of its dashboard. token: the file that holds its token."""
+
+    address: str
+    token: Path
+
+    def environment(self, **more: str) -> dict[str, str]:
+        """What a person who may use the cluster has set."""
+        bare = {k: v for k, v in os.environ.items() if k not in SETTINGS}
+        return bare | {"RAY_API_SERVER_ADDRESS": self.address, "RAY_AUTH_TOKEN_PATH": str(self.token)} | more
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+@contextmanager
+def ray_head(folder: Path) -> Iterator[Head]:
+    """Starts a head and ends it with everything that it started. folder: short, for sockets lie below it."""
+    token = folder / "token"
+    token.write_text(secrets.token_hex(16))
+    head = Head(f"http://127.0.0.1:{free_port()}", token)
+    programs = Path(sys.executable).parent
+    path = os.pathsep.join([str(programs), os.environ.get("PATH", "")])
+    command = [
+        programs / "ray", "start", "--head", "--block", "--node-ip-address=127.0.0.2", f"--port={free_port()}",
+        "--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={head.address.rsplit(':', 1)[1]}",
+        f"--dashboard-agent-listen-port={free_port()}", f"--ray-client-server-port={free_port()}", "--num-cpus=6",
+        "--min-worker-port=0", "--max-worker-port=0", f"--object-store-memory={100 * 2**20}",
+        f"--temp-dir={folder / 'r'}", "--disable-usage-stats",
+    ]  # fmt: skip
+    environment = head.environment(RAY_AUTH_MODE="token", PATH=path, EXSPEC_CACHE=str(folder / "cache"))
+    del environment["RAY_API_SERVER_ADDRESS"]
+    with (folder / "head.log").open("wb") as log:
+        started = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+    try:
+        until = time.monotonic() + PATIENCE
+        while not _answers(head.address):
+            assert started.poll() is None, (folder / "head.log").read_text()
+            assert time.monotonic() < until, (folder / "head.log").read_text()
+            time.sleep(0.2)
+        yield head
+    finally:
+        _end(started)
+
+
+def _answers(address: str) -> bool:
+    try:
+        with urlopen(f"{address}/api/gcs_healthz", timeout=2) as answer:
+            return bool(answer.status == 200)
+    except (URLError, OSError):
+        return False
+
+
+def _end(started: subprocess.Popen[bytes]) -> None:
+    """The head's own processes, by their ids: `ray stop` would end every Ray on the machine."""
+    processes = [psutil.Process(started.pid)]
+    processes += processes[0].children(recursive=True)
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=10)

@@ -1,0 +1,48 @@
+"""A job on two nodes, one of which is lost: `python -m tests.pipeline.lost_node JOB.json SECONDS`.
+
+A process of its own, because a simulated cluster and the Ray of the other tests exclude each other.
+"""
+
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray.cluster_utils import Cluster
+
+from exspec.pipeline.job import Job
+from exspec.pipeline.run import execute, prepare
+from tests.pipeline import jobs
+
+# The head can hold both actors and the readers once it is alone.
+NODE = {"num_cpus": 3, "object_store_memory": 100 * 2**20}
+IMPATIENT = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 500, "health_check_timeout_ms": 2000,
+             "health_check_failure_threshold": 3}  # fmt: skip
+
+
+def lose(cluster: Cluster, node: Any, output: Path) -> None:
+    """Kill the node when an actor is at work there and some chunks are done."""
+    raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+    while len(list(output.glob("part-*"))) < 4 or not any(
+        "MapWorker(MapBatches(Generator))" in word for p in raylet.children() for word in p.cmdline()[:1]
+    ):
+        time.sleep(0.02)
+    cluster.remove_node(node, allow_graceful=False)
+    print(f"node lost after {len(list(output.glob('part-*')))} chunks", flush=True)
+
+
+if __name__ == "__main__":
+    job = Job.model_validate_json(Path(sys.argv[1]).read_text())
+    cluster = Cluster(
+        initialize_head=True, head_node_args={**NODE, "include_dashboard": False, "_system_config": IMPATIENT}
+    )
+    second = cluster.add_node(**NODE)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
+    threading.Thread(target=lose, args=(cluster, second, Path(job.output)), daemon=True).start()
+    code = execute(prepare(job), load=jobs.ArithmeticLoader(float(sys.argv[2])), quiet=True)
+    ray.shutdown()
+    cluster.shutdown()
+    sys.exit(code)
