@@ -1,7 +1,9 @@
 """The command line. Every command imports what it needs when it runs, so that `--help` loads neither torch nor Ray."""
 
+import inspect
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,12 +20,30 @@ app = typer.Typer(
 )
 
 
+Command = Callable[..., Any]
+
+
+def command(*examples: str) -> Callable[[Command], Command]:
+    """Register a command. Its help is its docstring, whose paragraphs the terminal wraps, and ends with examples."""
+
+    def register(function: Command) -> Command:
+        paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
+        text = "\n\n".join(" ".join(p.splitlines()) for p in paragraphs)
+        return app.command(help=text, epilog="\n".join(["Examples:", *(f"  {e}" for e in examples)]))(function)
+
+    return register
+
+
 @app.callback()
 def _root() -> None:
     """Large offline LLM generation with exact batch speculative decoding."""
 
 
-@app.command()
+@command(
+    "exspec bench --limit 16 --repeats 1",
+    "exspec bench --methods plain,exspec:3,exspec:8 --batch-size 4",
+    "exspec bench --synthetic Qwen/Qwen3-8B:Qwen/Qwen3-0.6B --device cuda",
+)
 def bench(
     target: Annotated[str | None, typer.Option(help="Hub id or folder. Default: the demo pair.")] = None,
     draft: Annotated[str | None, typer.Option(help="Hub id or folder of the draft.")] = None,
@@ -59,10 +79,7 @@ def bench(
     ] = "0.2,0.4,0.6,0.8,0.9",
     output: Annotated[Path | None, typer.Option(help="With --synthetic: file for the JSON report.")] = None,
 ) -> None:
-    """Time the methods against each other and compare their tokens. The last line is one JSON object.
-
-    Example: exspec bench --limit 48 --max-new-tokens 64
-    """
+    """Time the methods against each other and compare their tokens. The last line is one JSON object."""
     if synthetic is not None:
         from exspec.jobs import synthetic as shapes
 
@@ -107,7 +124,11 @@ def bench(
     job.run(settings)
 
 
-@app.command()
+@command(
+    "exspec run --input messages/ --output out/",
+    "exspec run --job job.yaml --limit 100",
+    "exspec run --job job.yaml --retry-errors",
+)
 @with_settings(Job)
 def run(
     job: Path | None,
@@ -118,8 +139,6 @@ def run(
 ) -> None:
     """Generate completions for Parquet shards. Run it again to resume: only what is missing runs.
 
-    Example: exspec run --input messages/ --output out/
-
     Exit codes: 0 all rows done (row errors included), 1 finished with chunks set aside, 2 refused before starting.
     """
     from exspec.jobs import run as jobs
@@ -127,25 +146,25 @@ def run(
     raise typer.Exit(jobs.run(job, flags, restart, retry_errors, quiet))
 
 
-@app.command()
+@command(
+    "exspec plan --input messages/ --output out/",
+    "exspec plan --job job.yaml --batch-size 16",
+)
 @with_settings(Job)
 def plan(job: Path | None, flags: dict[str, Any]) -> None:
-    """Show what a job would do, and everything that is wrong with it. Runs nothing.
-
-    Example: exspec plan --input messages/ --output out/
-    """
+    """Show what a job would do, and everything that is wrong with it. Runs nothing."""
     from exspec.jobs import run as jobs
 
     jobs.plan(job, flags)
 
 
-@app.command()
+@command(
+    "exspec tune --input messages/ --output out/ --batch-size 8",
+    "exspec tune --job job.yaml --tune-seconds 60",
+)
 @with_settings(Job)
 def tune(job: Path | None, flags: dict[str, Any]) -> None:
-    """Measure the shape that a job should decode in, on this machine: the settings that are auto.
-
-    Example: exspec tune --input messages/ --output out/ --batch-size 8
-    """
+    """Measure the shape that a job should decode in, on this machine: the settings that are auto."""
     from exspec.jobs import run as jobs
 
     jobs.tune(job, flags)
@@ -166,7 +185,10 @@ def _options(text: str | None) -> dict[str, Any]:
     return options
 
 
-@app.command()
+@command(
+    "exspec audit out/",
+    "exspec audit out/ --share 0.01 --seed 7 --no-generate",
+)
 def audit(
     output: Annotated[str, typer.Argument(help="Output folder of a job, a path or an fsspec URL.")],
     count: Annotated[int, typer.Option(min=1, help="Rows to decode again, spread over the shards.")] = 64,
@@ -179,8 +201,6 @@ def audit(
 
     Writes _audit.json and a section of the report.
 
-    Example: exspec audit out/ --count 200
-
     Exit codes: 0 all equal in the job's own shape, 1 some differ, 2 refused.
     """
     from exspec.jobs import audit as job
@@ -188,32 +208,71 @@ def audit(
     raise typer.Exit(job.audit(output, _options(storage_options), count, share, seed, generate))
 
 
-@app.command()
+@command(
+    "exspec report out/",
+    "exspec report out/plain out/exspec --price-per-gpu-hour 3",
+)
 def report(
     outputs: Annotated[list[str], typer.Argument(help="Output folders of jobs, paths or fsspec URLs.")],
     price_per_gpu_hour: Annotated[float | None, typer.Option(min=0, help="To tell what a million tokens cost.")] = None,
     storage_options: Options = None,
 ) -> None:
-    """Build the report of a job again from its parts, and compare jobs side by side. The last line is one JSON object.
+    """Build the report of a job again from its parts, and compare jobs side by side.
 
-    Example: exspec report out/plain out/exspec --price-per-gpu-hour 3
+    The last line is one JSON object.
     """
     from exspec.jobs import report as job
 
     job.report(outputs, _options(storage_options), price_per_gpu_hour)
 
 
-@app.command()
+def _size(text: str) -> int:
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
+    try:
+        size = TypeAdapter(ByteSize).validate_python(text)
+    except ValidationError:
+        size = 0
+    if size < 1:
+        raise typer.BadParameter(f"{text!r} is no size, expected bytes with a unit such as 256MiB or 1GB")
+    return size
+
+
+@command(
+    "exspec compact out/",
+    "exspec compact s3://bucket/out/ --target-size 1GiB",
+)
+def compact(
+    output: Annotated[str, typer.Argument(help="Output folder of a finished job, a path or an fsspec URL.")],
+    target_size: Annotated[
+        int, typer.Option(parser=_size, metavar="SIZE", help="Size of a file, at most, about: 256MiB, 1GB.")
+    ] = "256MiB",  # type: ignore[assignment]
+    storage_options: Options = None,
+) -> None:
+    """Merge the small parts of a finished job into larger files.
+
+    The rows and their order stay, and so does what works on an output: run, report and audit. A killed compaction
+    loses nothing: run it, or the job, again. A reader of the folder never sees a row twice; the rows of one file at
+    a time may be missing for a moment while _SUCCESS is away. Let no job run on the output meanwhile.
+
+    Exit codes: 0 done, 2 refused.
+    """
+    from exspec.jobs import compact as job
+
+    job.compact(output, _options(storage_options), target_size)
+
+
+@command(
+    "exspec messages messages/",
+    "exspec messages messages/ --rows 10000 --shards 16 --seed 1",
+)
 def messages(
     output: Annotated[Path, typer.Argument(help="Folder for the shards.")],
     rows: Annotated[int, typer.Option(min=1, help="Messages in all.")] = 512,
     shards: Annotated[int, typer.Option(min=1, help="Files to spread them over.")] = 4,
     seed: Annotated[int, typer.Option(help="Seed of the messages.")] = 5,
 ) -> None:
-    """Write demo messages as Parquet shards, to try a job with.
-
-    Example: exspec messages messages/ --rows 512
-    """
+    """Write demo messages as Parquet shards, to try a job with."""
     from exspec.jobs.demo.shards import write_shards
 
     write_shards(output, rows, shards, seed)

@@ -1,12 +1,10 @@
 """What lies in a job's output folder beside the parts, and how it is read again."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.parts import Summary, read_summary
-from exspec.pipeline.shards import Chunk, Plan
+from exspec.pipeline.shards import Plan
 from exspec.pipeline.storage import Folder
 
 JOB, PLAN, SUCCESS = "_job.json", "_plan.json", "_SUCCESS"
@@ -19,9 +17,3 @@ def read_job(folder: Folder) -> tuple[dict[str, Any], Plan]:
         return json.loads(folder.read(JOB)), Plan.from_json(folder.read(PLAN))
     except FileNotFoundError as error:
         raise JobError(f"{folder.url}: holds no {JOB} and {PLAN}; expected the output of exspec run") from error
-
-
-def read_summaries(folder: Folder, chunks: list[Chunk]) -> list[Summary]:
-    """The summaries of the chunks' parts, in order."""
-    with ThreadPoolExecutor(16) as pool:
-        return list(pool.map(lambda chunk: read_summary(folder, chunk.part), chunks))

@@ -11,7 +11,8 @@ from typing import Any
 import jinja2
 
 from exspec.actors.engine import EngineStatistics
-from exspec.pipeline.output import AUDIT, REPORT, read_job, read_summaries
+from exspec.pipeline.contents import Contents
+from exspec.pipeline.output import AUDIT, REPORT, read_job
 from exspec.pipeline.parts import Summary
 from exspec.pipeline.storage import Folder
 
@@ -114,8 +115,9 @@ def rebuild(folder: Folder) -> Report:
     description, plan = read_job(folder)
     names, chunks = folder.names(), list(plan.chunks())
     report = Report(description, plan.rows)
-    present = [c for c in chunks if c.part in names]
-    report.complete(read_summaries(folder, present), [str(c) for c in chunks if c.part not in names])
+    contents = Contents(folder, names)
+    present = [c for c in chunks if c in contents]
+    report.complete(contents.summaries(present), [str(c) for c in chunks if c not in contents])
     if AUDIT in names:
         report.audit = json.loads(folder.read(AUDIT))
     if REPORT in names:

@@ -16,10 +16,12 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 from exspec.actors.engine.cached_model import context_length
 from exspec.actors.engine.memory import fit
 from exspec.actors.models import ModelError, check_config, check_vocabularies, load_part
+from exspec.pipeline.compact import repair, split
+from exspec.pipeline.contents import Contents
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.graph import PairLoader, check_cluster, connect, device, on_a_device, summaries
 from exspec.pipeline.job import Job, fingerprint, model_digest
-from exspec.pipeline.output import JOB, PLAN, SUCCESS, read_summaries
+from exspec.pipeline.output import JOB, PLAN, SUCCESS
 from exspec.pipeline.parts import PartSink, carried_columns, output_schema
 from exspec.pipeline.progress import Progress
 from exspec.pipeline.prompts import Prompts, prompt_column
@@ -40,7 +42,7 @@ class Prepared:
     folder: Folder
     schema: pa.Schema
     plan: Plan
-    done: set[str]
+    contents: Contents
     shape: Shape
     prompts: Prompts
     fingerprint: dict[str, Any]
@@ -49,7 +51,7 @@ class Prepared:
 
     @property
     def missing(self) -> list[Chunk]:
-        return [chunk for chunk in self.plan.chunks() if chunk.part not in self.done]
+        return [chunk for chunk in self.plan.chunks() if chunk not in self.contents]
 
 
 def prepare(job: Job, restart: bool = False) -> Prepared:
@@ -92,10 +94,9 @@ def prepare(job: Job, restart: bool = False) -> Prepared:
         raise JobError(
             f"output {folder.url}: holds {parts[0]} but no {JOB}; expected an empty folder or that of this job"
         )
-    done = {n for n in names if n.startswith("part-")}
     shape = shape_of(job, models.context, plan.rows, before.get("shape"))
     calibration = before.get("calibration", [])
-    return Prepared(job, folder, found[1], plan, done, shape, prompts, keys, models, calibration)
+    return Prepared(job, folder, found[1], plan, Contents(folder, names), shape, prompts, keys, models, calibration)
 
 
 @dataclass
@@ -203,14 +204,17 @@ def execute(prepared: Prepared, retry_errors: bool = False, load: Any = None, qu
     load: gives engine and tokenizer in an actor; default: the job's pair.
     """
     job, folder, plan = prepared.job, prepared.folder, prepared.plan
-    chunks = prepared.missing
+    chunks, again = prepared.missing, []
     if retry_errors:
-        present = [c for c in plan.chunks() if c.part in prepared.done]
-        chunks += [c for c, s in zip(present, read_summaries(folder, present), strict=True) if s.errors]
+        present = [c for c in plan.chunks() if c in prepared.contents]
+        again = [c for c, s in zip(present, prepared.contents.summaries(present), strict=True) if s.errors]
+        chunks += again
     if not chunks and folder.exists(SUCCESS):
         print(f"nothing to do: all {plan.rows} rows are in {folder.url}")
         return 0
     folder.remove(SUCCESS)
+    contents = repair(folder, discard=retry_errors)
+    split(folder, contents, {c.part for c in again})  # a part of its own can be replaced
     connect(job)
     where = device(job)
     check_cluster(job)
@@ -266,10 +270,10 @@ def _settled(prepared: Prepared, where: str) -> Settled:
 def finish(prepared: Prepared, report: Report) -> int:
     """Check that every planned row is in a part, write the report, and `_SUCCESS` where all are."""
     folder, chunks = prepared.folder, list(prepared.plan.chunks())
-    names = folder.names()
-    present = [c for c in chunks if c.part in names]
-    missing = [c for c in chunks if c.part not in names]
-    parts = read_summaries(folder, present)
+    contents = repair(folder)
+    present = [c for c in chunks if c in contents]
+    missing = [c for c in chunks if c not in contents]
+    parts = contents.summaries(present)
     wrong = [c for c, s in zip(present, parts, strict=True) if s.rows != c.rows]
     report.complete(parts, [str(c) for c in (*missing, *wrong)])
     figures = report.figures()
