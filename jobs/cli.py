@@ -2,10 +2,12 @@
 
 import inspect
 import json
+import re
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -39,6 +41,22 @@ def _root() -> None:
     """Large offline LLM generation with exact batch speculative decoding."""
 
 
+def _device(text: str) -> str:
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
+        raise typer.BadParameter(f"expected cpu, cuda or cuda:N, not {text!r}")
+    return text
+
+
+Number = TypeVar("Number", int, float)
+
+
+def _numbers(option: str, text: str, kind: type[Number]) -> tuple[Number, ...]:
+    try:
+        return tuple(kind(word) for word in text.split(","))
+    except ValueError as error:
+        raise ValueError(f"{option}: expected numbers with commas between them, not {text!r}") from error
+
+
 @command(
     "exspec bench --limit 16 --repeats 1",
     "exspec bench --methods plain,exspec:3,exspec:8 --batch-size 4",
@@ -59,7 +77,7 @@ def bench(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a completion, at most.")] = 64,
     exact: Annotated[bool, typer.Option(help="Fixed shapes: tokens depend on nothing but the row.")] = True,
     dtype: Annotated[Dtype, typer.Option(help="Dtype of weights and KV.")] = Dtype.float32,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    device: Annotated[str, typer.Option(parser=_device, metavar="DEVICE", help="cpu, cuda or cuda:N.")] = "cpu",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: one per core.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of every method, in turn.")] = 3,
     methods: Annotated[
@@ -86,8 +104,8 @@ def bench(
         shapes.run(
             shapes.Settings(
                 pair=synthetic,
-                batch_sizes=tuple(int(b) for b in batch_sizes.split(",")),
-                acceptances=tuple(float(a) for a in acceptances.split(",")),
+                batch_sizes=_numbers("--batch-sizes", batch_sizes, int),
+                acceptances=_numbers("--acceptances", acceptances, float),
                 draft_tokens=draft_tokens,
                 prompts=limit,
                 max_new_tokens=max_new_tokens,
@@ -279,9 +297,25 @@ def messages(
 
 
 def main() -> None:
-    """Entry point: errors that name what is wrong become one sentence and exit code 2."""
+    """Entry point: an error that a person can act on becomes one sentence and exit code 2, a fault of exspec 3.
+
+    A ValueError raised here was worded for a person; one raised in a library was not, and is a fault.
+    """
     try:
         app()
-    except (ValueError, OSError) as error:
-        print(f"exspec: {error}", file=sys.stderr)
+    except Exception as error:
+        if isinstance(error, OSError) and error.filename and error.strerror:
+            message = f"{error.filename}: {error.strerror}"
+        elif isinstance(error, OSError) or (isinstance(error, ValueError) and _is_ours(error)):
+            message = " ".join(str(error).split())
+        else:
+            traceback.print_exception(error)
+            print("exspec: this is a fault of exspec; nothing that is committed is lost", file=sys.stderr)
+            sys.exit(3)
+        print(f"exspec: {message}", file=sys.stderr)
         sys.exit(2)
+
+
+def _is_ours(error: Exception) -> bool:
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).startswith("exspec.")

@@ -14,6 +14,19 @@ REPORT, AUDIT = "_report.json", "_audit.json"
 def read_job(folder: Folder) -> tuple[dict[str, Any], Plan]:
     """What is written about a job, and its plan. Raises JobError where the folder is not a job's output."""
     try:
-        return json.loads(folder.read(JOB)), Plan.from_json(folder.read(PLAN))
-    except FileNotFoundError as error:
+        job, plan = folder.read(JOB), folder.read(PLAN)
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise JobError(f"{folder.url}: holds no {JOB} and {PLAN}; expected the output of exspec run") from error
+    except JobError:
+        raise
+    except Exception as error:  # an unreachable or refusing store has many names
+        raise JobError(f"{folder.url}: cannot be read: {type(error).__name__}: {error}") from error
+    name = JOB
+    try:
+        description = json.loads(job)
+        name, _ = PLAN, description["fingerprint"]
+        return description, Plan.from_json(plan)
+    except (ValueError, KeyError, TypeError) as error:
+        raise JobError(
+            f"{folder.url}/{name}: not as exspec run writes it ({error}); put it back from a copy"
+        ) from error

@@ -91,7 +91,9 @@ def _flags(p: Any) -> str:
 
 def _value(name: str, p: Any) -> str:
     """What an option takes, as its function's signature has it: what typer makes of that differs between versions."""
-    (function,) = (c.callback for c in app.registered_commands if c.callback and (c.name or c.callback.__name__) == name)
+    (function,) = (
+        c.callback for c in app.registered_commands if c.callback and (c.name or c.callback.__name__) == name
+    )
     kind: Any = inspect.signature(function).parameters[p.name].annotation if p.name != "help" else bool
     while (inner := [a for a in get_args(kind) if a is not type(None)]) and not isinstance(kind, EnumType):
         kind = inner[0]  # out of Annotated, Optional and list
