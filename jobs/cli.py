@@ -248,7 +248,7 @@ def _size(text: str) -> int:
     from pydantic import ByteSize, TypeAdapter, ValidationError
 
     try:
-        size = TypeAdapter(ByteSize).validate_python(text)
+        size = int(TypeAdapter(ByteSize).validate_python(text))
     except ValidationError:
         size = 0
     if size < 1:

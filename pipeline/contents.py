@@ -137,7 +137,7 @@ def _weight(metadata: Any) -> int:
     """Bytes of a part's columns as they are stored, and of its summary."""
     groups = [metadata.row_group(g) for g in range(metadata.num_row_groups)]
     columns = sum(group.column(c).total_compressed_size for group in groups for c in range(group.num_columns))
-    return columns + len(metadata.metadata[SUMMARY])
+    return int(columns) + len(metadata.metadata[SUMMARY])
 
 
 def read_part(folder: Folder, name: str) -> tuple[pa.Table, Merged]:

@@ -4,6 +4,8 @@ import io
 import logging
 import os
 import pickle
+import re
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
@@ -38,7 +40,12 @@ def connect(job: Job) -> None:
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     if job.ray_address:
-        ray.init(address=job.ray_address, **quiet)
+        try:
+            if address := re.fullmatch(r"([^:/]+):(\d+)", job.ray_address):  # Ray itself would try for many minutes
+                socket.create_connection((address[1], int(address[2])), timeout=20).close()
+            ray.init(address=job.ray_address, **quiet)
+        except (OSError, ValueError, OverflowError) as error:
+            raise JobError(f"ray_address {job.ray_address}: no cluster can be joined there: {error}") from error
     else:
         ray.init(num_cpus=4 + job.actor_range[1], include_dashboard=False, object_store_memory=200 * 2**20, **quiet)
 

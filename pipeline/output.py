@@ -27,6 +27,4 @@ def read_job(folder: Folder) -> tuple[dict[str, Any], Plan]:
         name, _ = PLAN, description["fingerprint"]
         return description, Plan.from_json(plan)
     except (ValueError, KeyError, TypeError) as error:
-        raise JobError(
-            f"{folder.url}/{name}: not as exspec run writes it ({error}); put it back from a copy"
-        ) from error
+        raise JobError(f"{folder.url}/{name}: not as exspec run writes it ({error})") from error

@@ -21,7 +21,7 @@ from exspec.pipeline.contents import Contents
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.graph import PairLoader, check_cluster, connect, device, on_a_device, summaries
 from exspec.pipeline.job import Job, fingerprint, model_digest
-from exspec.pipeline.output import JOB, PLAN, SUCCESS
+from exspec.pipeline.output import JOB, PLAN, SUCCESS, read_job
 from exspec.pipeline.parts import PartSink, carried_columns, output_schema
 from exspec.pipeline.progress import Progress
 from exspec.pipeline.prompts import Prompts, prompt_column
@@ -88,8 +88,9 @@ def prepare(job: Job, restart: bool = False) -> Prepared:
         names = set()
     plan, before = Plan(found[0], job.rows_per_chunk, job.limit), {}
     if JOB in names:
-        before = _refuse_other(folder, keys)
-        plan = Plan.from_json(folder.read(PLAN)).extended(found[0])
+        before, stored = read_job(folder)
+        _refuse_other(folder, before["fingerprint"], keys)
+        plan = stored.extended(found[0])
     elif parts := sorted(n for n in names if n.endswith(".parquet")):
         raise JobError(
             f"output {folder.url}: holds {parts[0]} but no {JOB}; expected an empty folder or that of this job"
@@ -178,17 +179,14 @@ def _refuse_overlap(job: Job, folder: Folder) -> None:
             raise JobError(f"output {folder.url}: overlaps the input {url}; expected a folder of its own")
 
 
-def _refuse_other(folder: Folder, keys: dict[str, Any]) -> dict[str, Any]:
-    """What the job's first run wrote about it, if it is the same job. Raises JobError where it is another."""
-    description = json.loads(folder.read(JOB))
-    before = description["fingerprint"]
+def _refuse_other(folder: Folder, before: dict[str, Any], keys: dict[str, Any]) -> None:
+    """Raises JobError where the output's fingerprint is that of another job."""
     differing = [k for k in sorted(before | keys) if before.get(k) != keys.get(k)]
     if differing:
         changes = ", ".join(f"{k} was {before.get(k)!r} and is {keys.get(k)!r}" for k in differing)
         raise JobError(
             f"output {folder.url}: holds a job with other settings: {changes}; use another output or --restart"
         )
-    return dict(description)
 
 
 def _move_aside(folder: Folder) -> str:
