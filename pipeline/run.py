@@ -86,7 +86,8 @@ def prepare(job: Job, restart: bool = False) -> Prepared:
     if restart and JOB in names:
         _move_aside(folder)
         names = set()
-    plan, before = Plan(found[0], job.rows_per_chunk, job.limit), {}
+    plan = Plan(found[0], job.rows_per_chunk, job.limit)
+    before: dict[str, Any] = {}
     if JOB in names:
         before, stored = read_job(folder)
         _refuse_other(folder, before["fingerprint"], keys)

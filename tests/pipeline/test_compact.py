@@ -1,6 +1,7 @@
 """Compaction: the same rows in fewer files, at no moment a row twice, and a kill anywhere costs nothing."""
 
 import json
+import random
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -20,8 +21,10 @@ from exspec.pipeline.compact import Compacted, compact, repair
 from exspec.pipeline.contents import Contents
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.output import read_job
+from exspec.pipeline.parts import GENERATED, SUMMARY, summarize
 from exspec.pipeline.report import rebuild
 from exspec.pipeline.run import execute, prepare
+from exspec.pipeline.shards import Plan, Shard
 from exspec.pipeline.storage import Folder
 from tests.pipeline import jobs
 
@@ -92,6 +95,53 @@ def test_a_reader_finds_the_same_rows_in_the_same_order(place: Path, target: int
     if target == LARGE:
         assert done == Compacted(9, 1, 1)
     assert compact(Folder(str(out)), target) == Compacted(done.after, done.after, 0)
+
+
+def write_output(out: Path, chunks: int, text: int) -> None:
+    """A finished output with one part a chunk of eight rows, each with so many characters that do not compress."""
+    shard = Shard("s.parquet", "file:///in/s.parquet", 8 * chunks, 1, "")
+    plan = Plan([shard], 8)
+    out.mkdir()
+    (out / "_job.json").write_text('{"fingerprint": {}}')
+    (out / "_plan.json").write_bytes(plan.to_json())
+    (out / "_SUCCESS").touch()
+    for chunk in plan.chunks():
+        rows = [
+            {"shard": shard.name, "row": n, "id": str(n), "completion": random.Random(n).randbytes(text // 2).hex()}
+            for n in range(chunk.first, chunk.first + chunk.rows)
+        ]
+        table = pa.Table.from_pylist(rows, schema=GENERATED)
+        footer = {SUMMARY: json.dumps(vars(summarize(chunk.part, table, "a", 0, 1)))}
+        pq.write_table(table.replace_schema_metadata(footer), out / chunk.part)
+
+
+def test_files_come_close_to_the_target(tmp_path: Path) -> None:
+    """And so they do when the output was compacted to smaller files before; memory holds row groups, not files."""
+    out = tmp_path / "out"
+    write_output(out, chunks=100, text=8000)
+    before = visible(out)
+    for target in (300_000, 2_000_000):
+        done = compact(Folder(str(out)), target)
+        sizes = [(out / name).stat().st_size for name in files(out)]
+        assert len(sizes) == done.after
+        assert all(0.7 * target < size < target + SCHEMA for size in sizes[:-1])
+        assert sizes[-1] < target + SCHEMA
+        assert visible(out).equals(before)
+        assert compact(Folder(str(out)), target).written == 0
+        assert max(pq.read_metadata(out / name).row_group(0).num_rows for name in files(out)) < 800 / 8
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_second_compaction_has_nothing_to_do(tmp_path: Path, seed: int) -> None:
+    """Whatever the sizes of parts and target, and after the input has grown."""
+    draw = random.Random(seed)
+    out = tmp_path / "out"
+    write_output(out, chunks=draw.randrange(2, 40), text=draw.choice([10, 500, 3000]))
+    target = draw.choice([4_000, 10_000, 40_000, 200_000])
+    before = visible(out)
+    compact(Folder(str(out)), target)
+    assert compact(Folder(str(out)), target).written == 0
+    assert visible(out).equals(before)
 
 
 def test_a_target_too_small_for_two_leaves_all_as_it_is(place: Path) -> None:
