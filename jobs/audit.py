@@ -24,10 +24,10 @@ from exspec.actors.engine.constraint import tokens_of
 from exspec.actors.engine.engine import model_end_ids
 from exspec.actors.generator import KILLER
 from exspec.actors.models import Pair, StopStrings, completion_text, load_model, load_pair
+from exspec.pipeline.contents import Contents
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job import Job
 from exspec.pipeline.output import AUDIT, JOB, read_job, settings
-from exspec.pipeline.parts import read_rows
 from exspec.pipeline.prompts import Prompts, RowError
 from exspec.pipeline.report import rebuild, write_report
 from exspec.pipeline.shards import Chunk, Plan, read_chunk
@@ -85,8 +85,8 @@ def audit(output: str, options: dict[str, Any], count: int, share: float | None,
     disable_progress_bar()
     target = local_model(job.target, options)
     pair = load_pair(target, None, getattr(torch, job.dtype), device, job.target_revision)
-    chosen = choose(plan, folder, count, share, seed)
-    rows = list(_read(job, folder, pair, chosen))
+    contents = Contents(folder)
+    rows = list(_read(job, contents, pair, choose(plan, contents, count, share, seed)))
     shaped = EngineConfig(**description["shape"]).plain()
     answers = job.answers(pair.tokenizer)
     found = [compare("plain decoding in the job's shape", rows, decode(pair.target, shaped, rows), pair, answers)]
@@ -105,15 +105,15 @@ def audit(output: str, options: dict[str, Any], count: int, share: float | None,
     return int(found[0].equal < found[0].rows)
 
 
-def choose(plan: Plan, folder: Folder, count: int, share: float | None, seed: int) -> dict[Chunk, list[int]]:
+def choose(plan: Plan, contents: Contents, count: int, share: float | None, seed: int) -> dict[Chunk, list[int]]:
     """Rows of finished chunks: of every shard its share of `count`, or `share` of its rows, but one at least."""
-    names, by_shard = folder.names(), defaultdict(list)
+    by_shard = defaultdict(list)
     for chunk in plan.chunks():
-        if chunk.part in names:
+        if chunk in contents:
             by_shard[chunk.shard.name].append(chunk)
     total = sum(chunk.rows for chunks in by_shard.values() for chunk in chunks)
     if total == 0:
-        raise JobError(f"{folder.url}: holds no finished part")
+        raise JobError(f"{contents.folder.url}: holds no finished part")
     part = share if share is not None else min(1.0, count / total)
     chosen: dict[Chunk, list[int]] = defaultdict(list)
     for name, chunks in sorted(by_shard.items()):
@@ -124,13 +124,13 @@ def choose(plan: Plan, folder: Folder, count: int, share: float | None, seed: in
     return {chunk: sorted(numbers) for chunk, numbers in chosen.items()}
 
 
-def _read(job: Job, folder: Folder, pair: Pair, chosen: dict[Chunk, list[int]]) -> Iterator[Row]:
+def _read(job: Job, contents: Contents, pair: Pair, chosen: dict[Chunk, list[int]]) -> Iterator[Row]:
     prompts = None
     for chunk, numbers in chosen.items():
         source = read_chunk(chunk, job.storage_options)
         prompts = prompts or Prompts(job, pair.tokenizer, source.schema)
         columns = ["id", "completion", "completion_tokens", "error", *job.value_columns]
-        stored = read_rows(folder, chunk.part, columns).to_pylist()
+        stored = contents.rows(chunk, columns).to_pylist()
         given = source.take(numbers).to_pylist()
         for i, row in zip(numbers, given, strict=True):
             out = stored[i]

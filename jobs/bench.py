@@ -204,6 +204,8 @@ def run(settings: Settings) -> None:
     console = Console(width=None if sys.stdout.isatty() else 160)
     disable_progress_bar()
     torch.set_num_threads(settings.threads or torch.get_num_threads())
+    if settings.device != "cpu" and not torch.cuda.is_available():
+        raise ValueError(f"--device: {settings.device} is not at hand, this machine has no GPU that torch can use")
     pair = load_pair(
         settings.target or str(TARGET), settings.draft or str(DRAFT), getattr(torch, settings.dtype), settings.device
     )
@@ -317,6 +319,8 @@ def read_column(path: Path, column: str) -> Iterator[str]:
     """
     name, _, index = column.partition("[")
     for number, row in enumerate(_rows(path)):
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}, row {number}: expected a JSON object, not {type(row).__name__}")
         try:
             value = row[name]
             text = value[int(index.rstrip("]"))] if index else value
@@ -329,14 +333,22 @@ def read_column(path: Path, column: str) -> Iterator[str]:
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
     if path.suffix == ".parquet":
+        import pyarrow as pa
         import pyarrow.parquet as pq
 
-        for batch in pq.ParquetFile(path).iter_batches():
-            yield from batch.to_pylist()
+        with path.open("rb") as file:
+            try:
+                batches = pq.ParquetFile(file).iter_batches()
+            except pa.ArrowInvalid as error:
+                raise ValueError(f"{path}: not a Parquet file ({str(error).splitlines()[0]})") from error
+            for batch in batches:
+                yield from batch.to_pylist()
         return
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines):
             try:
-                yield json.loads(line)
+                yield json.loads(line.decode())
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}, line {number + 1}: expected UTF-8 text") from error
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}, line {number + 1}: expected a JSON object ({error.msg})") from error

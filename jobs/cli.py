@@ -1,9 +1,13 @@
 """The command line. Every command imports what it needs when it runs, so that `--help` loads neither torch nor Ray."""
 
+import inspect
 import json
+import re
 import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -19,12 +23,47 @@ app = typer.Typer(
 )
 
 
+Command = Callable[..., Any]
+
+
+def command(*examples: str, **settings: Any) -> Callable[[Command], Command]:
+    """Register a command. Its help is its docstring, whose paragraphs the terminal wraps, and ends with examples."""
+
+    def register(function: Command) -> Command:
+        paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
+        text = "\n\n".join(" ".join(p.splitlines()) for p in paragraphs)
+        epilog = "\n".join(["Examples:", *(f"  {example}" for example in examples)])
+        return app.command(help=text, epilog=epilog, **settings)(function)
+
+    return register
+
+
 @app.callback()
 def _root() -> None:
     """Large offline LLM generation with exact batch speculative decoding."""
 
 
-@app.command()
+def _device(text: str) -> str:
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
+        raise typer.BadParameter(f"expected cpu, cuda or cuda:N, not {text!r}")
+    return text
+
+
+Number = TypeVar("Number", int, float)
+
+
+def _numbers(option: str, text: str, kind: type[Number]) -> tuple[Number, ...]:
+    try:
+        return tuple(kind(word) for word in text.split(","))
+    except ValueError as error:
+        raise ValueError(f"{option}: expected numbers with commas between them, not {text!r}") from error
+
+
+@command(
+    "exspec bench --limit 16 --repeats 1",
+    "exspec bench --methods plain,exspec:3,exspec:8 --batch-size 4",
+    "exspec bench --synthetic Qwen/Qwen3-8B:Qwen/Qwen3-0.6B --device cuda",
+)
 def bench(
     target: Annotated[str | None, typer.Option(help="Hub id or folder. Default: the demo pair.")] = None,
     draft: Annotated[str | None, typer.Option(help="Hub id or folder of the draft.")] = None,
@@ -40,7 +79,7 @@ def bench(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a completion, at most.")] = 64,
     exact: Annotated[bool, typer.Option(help="Fixed shapes: tokens depend on nothing but the row.")] = True,
     dtype: Annotated[Dtype, typer.Option(help="Dtype of weights and KV.")] = Dtype.float32,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    device: Annotated[str, typer.Option(parser=_device, metavar="DEVICE", help="cpu, cuda or cuda:N.")] = "cpu",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: one per core.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of every method, in turn.")] = 3,
     methods: Annotated[
@@ -60,18 +99,15 @@ def bench(
     ] = "0.2,0.4,0.6,0.8,0.9",
     output: Annotated[Path | None, typer.Option(help="With --synthetic: file for the JSON report.")] = None,
 ) -> None:
-    """Time the methods against each other and compare their tokens. The last line is one JSON object.
-
-    Example: exspec bench --limit 48 --max-new-tokens 64
-    """
+    """Time the methods against each other and compare their tokens. The last line is one JSON object."""
     if synthetic is not None:
         from exspec.jobs import synthetic as shapes
 
         shapes.run(
             shapes.Settings(
                 pair=synthetic,
-                batch_sizes=tuple(int(b) for b in batch_sizes.split(",")),
-                acceptances=tuple(float(a) for a in acceptances.split(",")),
+                batch_sizes=_numbers("--batch-sizes", batch_sizes, int),
+                acceptances=_numbers("--acceptances", acceptances, float),
                 draft_tokens=draft_tokens,
                 prompts=limit,
                 max_new_tokens=max_new_tokens,
@@ -108,7 +144,11 @@ def bench(
     job.run(settings)
 
 
-@app.command()
+@command(
+    "exspec run --input messages/ --output out/",
+    "exspec run --job job.yaml --limit 100",
+    "exspec run --job job.yaml --retry-errors",
+)
 @with_settings(Job)
 def run(
     job: Path | None,
@@ -119,8 +159,6 @@ def run(
 ) -> None:
     """Generate completions for Parquet shards. Run it again to resume: only what is missing runs.
 
-    Example: exspec run --input messages/ --output out/
-
     Exit codes: 0 all rows done (row errors included), 1 finished with chunks set aside, 2 refused before starting.
     """
     from exspec.jobs import run as jobs
@@ -128,19 +166,23 @@ def run(
     raise typer.Exit(jobs.run(job, flags, restart, retry_errors, quiet))
 
 
-@app.command()
+@command(
+    "exspec plan --input messages/ --output out/",
+    "exspec plan --job job.yaml --batch-size 16",
+)
 @with_settings(Job)
 def plan(job: Path | None, flags: dict[str, Any]) -> None:
-    """Show what a job would do, and everything that is wrong with it. Runs nothing.
-
-    Example: exspec plan --input messages/ --output out/
-    """
+    """Show what a job would do, and everything that is wrong with it. Runs nothing."""
     from exspec.jobs import run as jobs
 
     jobs.plan(Job, job, flags)
 
 
-@app.command()
+@command(
+    "exspec label --input messages/ --output labels/ --fields urgency=high,low,normal --no-json-spaces",
+    "exspec label --job nightly.yaml --since last --review-share 0.02",
+    "exspec label --input texts/ --output out/ --labels positive --labels negative --gold-column sentiment",
+)
 @with_settings(LabelJob)
 def label(
     job: Path | None,
@@ -154,8 +196,6 @@ def label(
 
     Run it every night over a folder that grows: each row is labeled once.
 
-    Example: exspec label --input messages/ --output labels/ --fields urgency=high,low,normal --since last
-
     Exit codes: 0 all rows done (row errors included), 1 finished with chunks set aside, 2 refused before starting.
     """
     if plan:
@@ -168,13 +208,13 @@ def label(
     raise typer.Exit(jobs.label(job, flags, restart, retry_errors, quiet))
 
 
-@app.command()
+@command(
+    "exspec tune --input messages/ --output out/ --batch-size 8",
+    "exspec tune --job job.yaml --tune-seconds 60",
+)
 @with_settings(Job)
 def tune(job: Path | None, flags: dict[str, Any]) -> None:
-    """Measure the shape that a job should decode in, on this machine: the settings that are auto.
-
-    Example: exspec tune --input messages/ --output out/ --batch-size 8
-    """
+    """Measure the shape that a job should decode in, on this machine: the settings that are auto."""
     from exspec.jobs import run as jobs
 
     jobs.tune(job, flags)
@@ -195,7 +235,10 @@ def _options(text: str | None) -> dict[str, Any]:
     return options
 
 
-@app.command()
+@command(
+    "exspec audit out/",
+    "exspec audit out/ --share 0.01 --seed 7 --no-generate",
+)
 def audit(
     output: Annotated[str, typer.Argument(help="Output folder of a job, a path or an fsspec URL.")],
     count: Annotated[int, typer.Option(min=1, help="Rows to decode again, spread over the shards.")] = 64,
@@ -208,8 +251,6 @@ def audit(
 
     Writes _audit.json and a section of the report.
 
-    Example: exspec audit out/ --count 200
-
     Exit codes: 0 all equal in the job's own shape, 1 some differ, 2 refused.
     """
     from exspec.jobs import audit as job
@@ -217,15 +258,18 @@ def audit(
     raise typer.Exit(job.audit(output, _options(storage_options), count, share, seed, generate))
 
 
-@app.command()
+@command(
+    "exspec report out/",
+    "exspec report out/plain out/exspec --price-per-gpu-hour 3",
+)
 def report(
     outputs: Annotated[list[str], typer.Argument(help="Output folders of jobs, paths or fsspec URLs.")],
     price_per_gpu_hour: Annotated[float | None, typer.Option(min=0, help="To tell what a million tokens cost.")] = None,
     storage_options: Options = None,
 ) -> None:
-    """Build the report of a job again from its parts, and compare jobs side by side. The last line is one JSON object.
+    """Build the report of a job again from its parts, and compare jobs side by side.
 
-    Example: exspec report out/plain out/exspec --price-per-gpu-hour 3
+    The last line is one JSON object.
     """
     from exspec.jobs import report as job
 
@@ -246,7 +290,12 @@ Token = Annotated[
 ]
 
 
-@app.command(context_settings={"allow_interspersed_args": False})
+@command(
+    "exspec submit --address http://head:8265 run --input s3://bucket/prompts --output s3://bucket/out",
+    "exspec submit --detach --env AWS_ENDPOINT_URL run --job job.yaml",
+    "exspec submit --gpus 1 audit s3://bucket/out",
+    context_settings={"allow_interspersed_args": False},
+)
 def submit(
     context: typer.Context,
     command: Annotated[str, typer.Argument(help="run, label or audit.", show_default=False)],
@@ -273,8 +322,6 @@ def submit(
     The arguments are checked here first. Paths are URLs, or folders that all nodes share; a job file is sent along.
     Ctrl-C leaves the job running.
 
-    Example: exspec submit --address http://head:8265 run --input s3://bucket/prompts --output s3://bucket/out
-
     Exit codes: those of the command (0, 1, 2; 2 also where it could not be sent), 3 the job failed otherwise, 4 it was
     stopped, 130 left running by Ctrl-C.
     """
@@ -294,22 +341,24 @@ def submit(
 JobId = Annotated[str, typer.Argument(metavar="ID", help="Id of the job, as submit printed it.", show_default=False)]
 
 
-@app.command()
+@command(
+    "exspec status",
+    "exspec status exspec-run-20260101-120000-ab12",
+)
 def status(
     job: Annotated[str | None, typer.Argument(metavar="[ID]", help="Id of a job. Default: all of them.")] = None,
     address: Address = None,
     token: Token = None,
 ) -> None:
-    """Show a submitted job, or all that exspec submitted to a cluster.
-
-    Example: exspec status
-    """
+    """Show a submitted job, or all that exspec submitted to a cluster."""
     from exspec.jobs import cluster
 
     cluster.show_status(cluster.Cluster(address, token), job)
 
 
-@app.command()
+@command(
+    "exspec logs exspec-run-20260101-120000-ab12 --follow",
+)
 def logs(
     job: JobId,
     follow: Annotated[bool, typer.Option(help="Go on until the job ends, and end as it did.")] = False,
@@ -317,8 +366,6 @@ def logs(
     token: Token = None,
 ) -> None:
     """Print the log of a submitted job.
-
-    Example: exspec logs exspec-run-20260101-120000-ab12 --follow
 
     Exit codes: 0, or with --follow those of submit.
     """
@@ -330,37 +377,88 @@ def logs(
     print(cluster.logs(job), end="")
 
 
-@app.command()
+@command(
+    "exspec cancel exspec-run-20260101-120000-ab12",
+)
 def cancel(job: JobId, address: Address = None, token: Token = None) -> None:
-    """Stop a submitted job and wait until it has stopped. What it finished is kept; the same command again resumes.
-
-    Example: exspec cancel exspec-run-20260101-120000-ab12
-    """
+    """Stop a submitted job and wait until it has stopped. What it finished is kept; the same command again resumes."""
     from exspec.jobs.cluster import Cluster
 
     print(Cluster(address, token).cancel(job))
 
 
-@app.command()
+def _size(text: str) -> int:
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
+    try:
+        size = int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        size = 0
+    if size < 1:
+        raise typer.BadParameter(f"{text!r} is no size, expected bytes with a unit such as 256MiB or 1GB")
+    return size
+
+
+@command(
+    "exspec compact out/",
+    "exspec compact s3://bucket/out/ --target-size 1GiB",
+)
+def compact(
+    output: Annotated[str, typer.Argument(help="Output folder of a finished job, a path or an fsspec URL.")],
+    target_size: Annotated[
+        int, typer.Option(parser=_size, metavar="SIZE", help="Size of a file, at most, about: 256MiB, 1GB.")
+    ] = "256MiB",  # type: ignore[assignment]
+    storage_options: Options = None,
+) -> None:
+    """Merge the small parts of a finished job into larger files.
+
+    The rows and their order stay, and so does what works on an output: run, report and audit. A killed compaction
+    loses nothing: run it, or the job, again. A reader of the folder never sees a row twice; the rows of one file at
+    a time may be missing for a moment while _SUCCESS is away. Let no job run on the output meanwhile.
+
+    Exit codes: 0 done, 2 refused.
+    """
+    from exspec.jobs import compact as job
+
+    job.compact(output, _options(storage_options), target_size)
+
+
+@command(
+    "exspec messages messages/",
+    "exspec messages messages/ --rows 10000 --shards 16 --seed 1",
+)
 def messages(
     output: Annotated[Path, typer.Argument(help="Folder for the shards.")],
     rows: Annotated[int, typer.Option(min=1, help="Messages in all.")] = 512,
     shards: Annotated[int, typer.Option(min=1, help="Files to spread them over.")] = 4,
     seed: Annotated[int, typer.Option(help="Seed of the messages.")] = 5,
 ) -> None:
-    """Write demo messages as Parquet shards, to try a job with.
-
-    Example: exspec messages messages/ --rows 512
-    """
+    """Write demo messages as Parquet shards, to try a job with."""
     from exspec.jobs.demo.shards import write_shards
 
     write_shards(output, rows, shards, seed)
 
 
 def main() -> None:
-    """Entry point: errors that name what is wrong become one sentence and exit code 2."""
+    """Entry point: an error that a person can act on becomes one sentence and exit code 2, a fault of exspec 3.
+
+    A ValueError raised here was worded for a person; one raised in a library was not, and is a fault.
+    """
     try:
         app()
-    except (ValueError, OSError) as error:
-        print(f"exspec: {error}", file=sys.stderr)
+    except Exception as error:
+        if isinstance(error, OSError) and error.filename and error.strerror:
+            message = f"{error.filename}: {error.strerror}"
+        elif isinstance(error, OSError) or (isinstance(error, ValueError) and _is_ours(error)):
+            message = " ".join(str(error).split())
+        else:
+            traceback.print_exception(error)
+            print("exspec: this is a fault of exspec; nothing that is committed is lost", file=sys.stderr)
+            sys.exit(3)
+        print(f"exspec: {message}", file=sys.stderr)
         sys.exit(2)
+
+
+def _is_ours(error: Exception) -> bool:
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).startswith("exspec.")

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from exspec.jobs import run as jobs
+from exspec.pipeline.contents import Contents
 from exspec.pipeline.labels import LabelJob
-from exspec.pipeline.output import read_columns
 from exspec.pipeline.review import REVIEW, write_review
 from exspec.pipeline.run import execute, prepare
 
@@ -16,8 +16,8 @@ def label(file: Path | None, flags: dict[str, Any], restart: bool, retry_errors:
     prepared = prepare(job, restart)
     code = execute(prepared, retry_errors, quiet=quiet)
     if job.review_share:
-        names = prepared.folder.names()
-        present = [chunk for chunk in prepared.plan.chunks() if chunk.part in names]
-        count = write_review(job, prepared.folder, read_columns(prepared.folder, present))
+        contents = Contents(prepared.folder)
+        present = [chunk for chunk in prepared.plan.chunks() if chunk in contents]
+        count = write_review(job, prepared.folder, contents.columns(present))
         print(f"{count} rows to look at: {prepared.folder.url}/{REVIEW}")
     return code

@@ -4,6 +4,8 @@ import io
 import logging
 import os
 import pickle
+import re
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
@@ -46,7 +48,12 @@ def connect(job: Job) -> None:
     address = job.ray_address or ("" if around.startswith("http") else around) or "local"
     if address == "local":
         quiet |= {"num_cpus": 4 + job.actor_range[1], "include_dashboard": False, "object_store_memory": 200 * 2**20}
-    ray.init(address=address, **quiet)
+    try:
+        if place := re.fullmatch(r"([^:/]+):(\d+)", address):  # Ray itself would try for many minutes
+            socket.create_connection((place[1], int(place[2])), timeout=20).close()
+        ray.init(address=address, **quiet)
+    except (OSError, ValueError, OverflowError) as error:
+        raise JobError(f"ray_address {address}: no cluster can be joined there: {error}") from error
 
 
 def summaries(

@@ -113,7 +113,7 @@ class Job(BaseModel):
 
     device: str = setting("auto", "cpu, cuda, or auto: cuda where there is one.", pattern="^(auto|cpu|cuda)$")
     threads: int = setting(1, "CPU threads of an actor.", ge=1)
-    actors: Annotated[str, Field(pattern=r"^\d+(:\d+)?$")] = setting("1", "Actors: a number, or MIN:MAX.")
+    actors: Annotated[str, Field(pattern=r"^\d+(:\d+)?$")] = setting("1", "A number of actors, or MIN:MAX.")
     num_gpus: float | None = setting(None, "GPUs of an actor. Default: 1 on cuda, 0 on cpu.", ge=0)
     rows_per_chunk: int = setting(64, "Rows of a chunk: the unit of dispatch, commit and resume.", ge=1)
     chunks_in_flight: int = setting(4, "Chunks that an actor works on at once, at least.", ge=1)
@@ -148,6 +148,8 @@ class Job(BaseModel):
     @classmethod
     def _absolute(cls, value: Any) -> Any:
         """Local paths count from where the job was started, not from where its processes run."""
+        if not value or not all(value):
+            raise ValueError("expected a path or URL")
         return [_absolute(v) for v in value] if isinstance(value, list) else _absolute(value)
 
     @field_validator("target", "draft")
@@ -258,6 +260,8 @@ def read_job_file(file: Path | None) -> dict[str, Any]:
         settings = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     except OSError as error:
         raise JobError(f"job file {file}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise JobError(f"job file {file}: not UTF-8 text (byte {error.start})") from error
     except yaml.YAMLError as error:
         raise JobError(f"job file {file}: not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(settings, dict):
@@ -271,6 +275,8 @@ def _problem(error: Any, file: Path | None, kind: type[Job]) -> str:
         message = f"unknown setting, expected one of {', '.join(kind.model_fields)}"
     elif error["type"] == "missing":
         message = "is missing"
+    elif error["type"] == "string_pattern_mismatch":
+        message = f"expected {Job.model_fields[key].description}".removesuffix(".") + f", not {error['input']!r}"
     else:
         found = "" if key.startswith("storage_options") else f", not {error['input']!r}"  # it may hold a secret
         message = f"{error['msg'].removeprefix('Value error, ')}{found}" if key else error["msg"]

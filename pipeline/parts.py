@@ -16,7 +16,7 @@ from exspec.actors.generator import WORK, RowResult
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job import Job
 from exspec.pipeline.shards import Chunk
-from exspec.pipeline.storage import Folder, attempt
+from exspec.pipeline.storage import Folder
 
 _COLUMNS: dict[str, tuple[pa.DataType, str]] = {
     "shard": (pa.string(), "the input file, by its path below the input folder"),
@@ -175,22 +175,3 @@ def summarize(part: str, table: pa.Table, actor: str, started: float, attempt: i
         ended=time.time(),
         attempt=attempt,
     )
-
-
-def read_summary(folder: Folder, part: str) -> Summary:
-    """The summary in a part's footer."""
-
-    def read() -> Any:
-        with folder.fs.open(f"{folder.path}/{part}", "rb") as file:
-            return pq.read_metadata(file)
-
-    metadata = attempt(read)
-    stored = (metadata.metadata or {}).get(SUMMARY)
-    if stored is None:
-        raise JobError(f"{folder.url}/{part}: not a part of exspec")
-    return Summary(**json.loads(stored))
-
-
-def read_rows(folder: Folder, part: str, columns: list[str] | None) -> pa.Table:
-    """Columns of a part, or all."""
-    return pq.read_table(io.BytesIO(folder.read(part)), columns=columns)

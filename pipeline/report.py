@@ -11,7 +11,8 @@ from typing import Any
 import jinja2
 
 from exspec.actors.engine import EngineStatistics
-from exspec.pipeline.output import AUDIT, REPORT, read_columns, read_job, read_summaries, settings
+from exspec.pipeline.contents import Contents
+from exspec.pipeline.output import AUDIT, REPORT, read_job, settings
 from exspec.pipeline.parts import Summary
 from exspec.pipeline.storage import Folder
 
@@ -122,10 +123,11 @@ def rebuild(folder: Folder) -> Report:
     description, plan = read_job(folder)
     names, chunks = folder.names(), list(plan.chunks())
     report = Report(description, plan.rows)
-    present = [c for c in chunks if c.part in names]
-    missing = [str(c) for c in chunks if c.part not in names]
+    contents = Contents(folder, names)
+    present = [c for c in chunks if c in contents]
+    missing = [str(c) for c in chunks if c not in contents]
     job = settings(description, folder.options)
-    report.complete(read_summaries(folder, present), missing, job.evaluate(read_columns(folder, present)))
+    report.complete(contents.summaries(present), missing, job.evaluate(contents.columns(present)))
     if AUDIT in names:
         report.audit = json.loads(folder.read(AUDIT))
     if REPORT in names:

@@ -17,10 +17,12 @@ from exspec.actors.answers import AnswerError
 from exspec.actors.engine.cached_model import context_length
 from exspec.actors.engine.memory import fit
 from exspec.actors.models import ModelError, check_config, check_vocabularies, load_part
+from exspec.pipeline.compact import repair, split
+from exspec.pipeline.contents import Contents
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.graph import PairLoader, check_cluster, connect, device, on_a_device, summaries
 from exspec.pipeline.job import Job, fingerprint
-from exspec.pipeline.output import JOB, PLAN, SUCCESS, read_columns, read_summaries
+from exspec.pipeline.output import JOB, PLAN, SUCCESS, read_job
 from exspec.pipeline.parts import PartSink, carried_columns
 from exspec.pipeline.progress import Progress
 from exspec.pipeline.prompts import Prompts, prompt_column
@@ -42,7 +44,7 @@ class Prepared:
     folder: Folder
     schema: pa.Schema
     plan: Plan
-    done: set[str]
+    contents: Contents
     shape: Shape
     prompts: Prompts
     fingerprint: dict[str, Any]
@@ -51,7 +53,7 @@ class Prepared:
 
     @property
     def missing(self) -> list[Chunk]:
-        return [chunk for chunk in self.plan.chunks() if chunk.part not in self.done]
+        return [chunk for chunk in self.plan.chunks() if chunk not in self.contents]
 
 
 def prepare(job: Job, restart: bool = False) -> Prepared:
@@ -69,8 +71,10 @@ def prepare(job: Job, restart: bool = False) -> Prepared:
     check(lambda: _refuse_overlap(job, folder))
     names = check(lambda: _output_names(folder))
     models = check(lambda: _check_models(job))
-    earlier = None if restart or not names or PLAN not in names else Plan.from_json(folder.read(PLAN))
-    settled = earlier.settled(names) if earlier and names and job.since else set()
+    contents = check(lambda: Contents(folder, names or set()))
+    written = check(lambda: read_job(folder)) if names and JOB in names and not restart else None
+    earlier = written[1] if written else None
+    settled = earlier.settled(lambda c: c in contents) if earlier and contents and job.since else set()
     since = Since(earlier, settled, job.newer_than) if job.since else None
     found = check(lambda: find_shards(job.input, job.storage_options, earlier, since))
     if found and job.id_column is None and "id" in found[1].names:
@@ -84,25 +88,26 @@ def prepare(job: Job, restart: bool = False) -> Prepared:
                 check(prompts.answers.constraint)
     if models:
         check(lambda: _check_memory(job, models))
-    if problems or not (found and models and prompts) or names is None or columns is None:
+    if problems or not (found and models and prompts and contents) or names is None or columns is None:
         raise JobError("; ".join(dict.fromkeys(problems)))
 
     keys = fingerprint(job, models.digests)
     if restart and JOB in names:
         _move_aside(folder)
-        names = set()
-    plan, before = Plan(found[0], job.rows_per_chunk, job.limit, encode_schema(found[1])), {}
-    if earlier and JOB in names:
-        before = _refuse_other(folder, keys)
-        plan = replace(earlier, schema=plan.schema).extended(found[0], settled)
+        names, contents = set(), Contents(folder, set())
+    plan = Plan(found[0], job.rows_per_chunk, job.limit, encode_schema(found[1]))
+    before: dict[str, Any] = {}
+    if written:
+        before, stored = written
+        _refuse_other(folder, before["fingerprint"], keys)
+        plan = replace(stored, schema=plan.schema).extended(found[0], settled)
     elif parts := sorted(n for n in names if n.endswith(".parquet")):
         raise JobError(
             f"output {folder.url}: holds {parts[0]} but no {JOB}; expected an empty folder or that of this job"
         )
-    done = {n for n in names if n.startswith("part-")}
     shape = shape_of(job, models.context, plan.rows, before.get("shape"))
     calibration = before.get("calibration", [])
-    return Prepared(job, folder, found[1], plan, done, shape, prompts, keys, models, calibration)
+    return Prepared(job, folder, found[1], plan, contents, shape, prompts, keys, models, calibration)
 
 
 @dataclass
@@ -185,17 +190,14 @@ def _refuse_overlap(job: Job, folder: Folder) -> None:
             raise JobError(f"output {folder.url}: overlaps the input {url}; expected a folder of its own")
 
 
-def _refuse_other(folder: Folder, keys: dict[str, Any]) -> dict[str, Any]:
-    """What the job's first run wrote about it, if it is the same job. Raises JobError where it is another."""
-    description = json.loads(folder.read(JOB))
-    before = description["fingerprint"]
+def _refuse_other(folder: Folder, before: dict[str, Any], keys: dict[str, Any]) -> None:
+    """Raises JobError where the output's fingerprint is that of another job."""
     differing = [k for k in sorted(before | keys) if before.get(k) != keys.get(k)]
     if differing:
         changes = ", ".join(f"{k} was {before.get(k)!r} and is {keys.get(k)!r}" for k in differing)
         raise JobError(
             f"output {folder.url}: holds a job with other settings: {changes}; use another output or --restart"
         )
-    return dict(description)
 
 
 def _move_aside(folder: Folder) -> str:
@@ -211,14 +213,17 @@ def execute(prepared: Prepared, retry_errors: bool = False, load: Any = None, qu
     load: gives engine and tokenizer in an actor; default: the job's pair.
     """
     job, folder, plan = prepared.job, prepared.folder, prepared.plan
-    chunks = prepared.missing
+    chunks, again = prepared.missing, []
     if retry_errors:
-        present = [c for c in plan.chunks() if c.part in prepared.done]
-        chunks += [c for c, s in zip(present, read_summaries(folder, present), strict=True) if s.errors]
+        present = [c for c in plan.chunks() if c in prepared.contents]
+        again = [c for c, s in zip(present, prepared.contents.summaries(present), strict=True) if s.errors]
+        chunks += again
     if not chunks and folder.exists(SUCCESS):
         print(f"nothing to do: all {plan.rows} rows are in {folder.url}")
         return 0
     folder.remove(SUCCESS)
+    contents = repair(folder, discard=retry_errors)
+    split(folder, contents, {c.part for c in again})  # a part of its own can be replaced
     connect(job)
     where = device(job)
     check_cluster(job)
@@ -274,12 +279,12 @@ def _settled(prepared: Prepared, where: str) -> Settled:
 def finish(prepared: Prepared, report: Report) -> int:
     """Check that every planned row is in a part, write the report, and `_SUCCESS` where all are."""
     folder, chunks = prepared.folder, list(prepared.plan.chunks())
-    names = folder.names()
-    present = [c for c in chunks if c.part in names]
-    missing = [c for c in chunks if c.part not in names]
-    parts = read_summaries(folder, present)
+    contents = repair(folder)
+    present = [c for c in chunks if c in contents]
+    missing = [c for c in chunks if c not in contents]
+    parts = contents.summaries(present)
     wrong = [c for c, s in zip(present, parts, strict=True) if s.rows != c.rows]
-    report.complete(parts, [str(c) for c in (*missing, *wrong)], prepared.job.evaluate(read_columns(folder, present)))
+    report.complete(parts, [str(c) for c in (*missing, *wrong)], prepared.job.evaluate(contents.columns(present)))
     figures = report.figures()
     for line in report.closing_lines(figures, folder.url):
         print(line)

@@ -3,7 +3,7 @@
 import base64
 import hashlib
 import json
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -81,9 +81,9 @@ class Plan:
         loaded = json.loads(content)
         return cls(**loaded | {"shards": [Shard(**s) for s in loaded["shards"]]})
 
-    def settled(self, parts: set[str]) -> set[str]:
-        """Names of the shards all of whose parts are there."""
-        missing = {chunk.shard.name for chunk in self.chunks() if chunk.part not in parts}
+    def settled(self, done: Callable[[Chunk], bool]) -> set[str]:
+        """Names of the shards all of whose chunks are done."""
+        missing = {chunk.shard.name for chunk in self.chunks() if not done(chunk)}
         return {shard.name for shard in self.shards} - missing
 
     def extended(self, found: list[Shard], settled: Set[str] = frozenset()) -> "Plan":

@@ -2,8 +2,10 @@
 
 import errno
 import os
+import tempfile
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -67,6 +69,14 @@ class Folder:
             return set()
         return {name.rstrip("/").rsplit("/", 1)[-1] for name in found}
 
+    def sizes(self) -> dict[str, int]:
+        """Bytes of the files directly in the folder, by name."""
+        if self.local:
+            return {e.name: e.stat().st_size for e in os.scandir(self.path) if e.is_file()}
+        self.fs.invalidate_cache()
+        found = attempt(lambda: self.fs.ls(self.path, detail=True))
+        return {str(f["name"]).rsplit("/", 1)[-1]: int(f["size"] or 0) for f in found}
+
     def read(self, name: str) -> bytes:
         return attempt(lambda: bytes(self.fs.cat_file(f"{self.path}/{name}")))
 
@@ -79,8 +89,32 @@ class Folder:
 
     def remove(self, name: str) -> None:
         """Remove the file if it is there."""
-        if self.exists(name):
+        with suppress(FileNotFoundError):
             attempt(lambda: self.fs.rm_file(f"{self.path}/{name}"))
+
+    def rename(self, name: str, new: str) -> None:
+        """Give the file another name: in one step on a local disk, by a copy elsewhere."""
+        if self.local:
+            Path(f"{self.path}/{name}").replace(f"{self.path}/{new}")
+            return
+        self.fs.invalidate_cache()
+        attempt(lambda: self.fs.cp_file(f"{self.path}/{name}", f"{self.path}/{new}"))
+        self.remove(name)
+
+    @contextmanager
+    def staged(self, name: str) -> Iterator[Path]:
+        """A local file to be written, which becomes the folder's file whole if the block ends without an error."""
+        if self.local:
+            temporary = Path(f"{self.path}/.{name}.{uuid.uuid4().hex}")
+            try:
+                yield temporary
+                temporary.replace(f"{self.path}/{name}")
+            finally:
+                temporary.unlink(missing_ok=True)
+        else:
+            with tempfile.TemporaryDirectory(prefix="exspec-") as here:
+                yield (temporary := Path(here) / "staged")
+                attempt(lambda: self.fs.put_file(str(temporary), f"{self.path}/{name}"))
 
     def _write(self, path: str, content: bytes, replace: bool) -> bool:
         if self.local:

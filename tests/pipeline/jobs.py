@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from exspec.actors.engine import Engine, EngineConfig, Request
+from exspec.actors.engine import Engine, EngineConfig, Request, RequestError
 from exspec.pipeline.job import Job
 from tests import tiny
 from tests.tiny import ArithmeticModel
@@ -119,6 +119,26 @@ class PoisonLoader(ArithmeticLoader):
             submit(request)
 
         engine.submit = deadly  # type: ignore[method-assign]
+        return engine, words
+
+
+class RefusingLoader(ArithmeticLoader):
+    """Its engine refuses one prompt, as another's will not."""
+
+    def __init__(self, refused: list[int]) -> None:
+        super().__init__()
+        self.refused = refused
+
+    def __call__(self, window: int | None) -> tuple[Engine, Any]:
+        engine, words = super().__call__(window)
+        submit = engine.submit
+
+        def choosy(request: Request) -> None:
+            if list(request.prompt) == self.refused:
+                raise RequestError("refused")
+            submit(request)
+
+        engine.submit = choosy  # type: ignore[method-assign]
         return engine, words
 
 

@@ -1,0 +1,123 @@
+"""What a person gets wrong is told in one sentence that names it, with exit code 2; a fault of ours is not hidden."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from exspec.jobs import cli
+from exspec.pipeline import storage
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(storage, "PATIENCE", 1)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.parquet").write_text("no Parquet")
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "bytes.jsonl").write_bytes(b'{"prompt": "a"}\n\xff\xfe')
+    (tmp_path / "list.jsonl").write_text("[1]")
+    for name, job, plan in (("cut", "{", "{}"), ("bare", "{}", "{}"), ("half", '{"fingerprint": {}}', "{}")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "_job.json").write_text(job)
+        (tmp_path / name / "_plan.json").write_text(plan)
+    return tmp_path
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> int | str | None:
+    monkeypatch.setattr(sys, "argv", ["exspec", *words])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    return end.value.code
+
+
+NO_STORE = json.dumps({"endpoint_url": "http://127.0.0.1:1", "key": "a", "secret": "b"})
+ON_OUTPUTS = [
+    (("nowhere",), "nowhere: holds no _job.json and _plan.json; expected the output of exspec run"),
+    (("text.parquet",), "text.parquet: holds no _job.json"),
+    (("cut",), "cut/_job.json: not as exspec run writes it"),
+    (("bare",), "bare/_job.json: not as exspec run writes it"),
+    (("half",), "half/_plan.json: not as exspec run writes it"),
+    (("nosuch://bucket/out",), "nosuch://bucket/out: Protocol not known: nosuch"),
+    (("s3://bucket/out", "--storage-options", NO_STORE), "s3://bucket/out: cannot be read: EndpointConnectionError"),
+    (("out", "--storage-options", "{"), "--storage-options: not JSON"),
+    (("out", "--storage-options", "[1]"), "--storage-options: expected a JSON object"),
+]
+
+
+@pytest.mark.parametrize("command", ["audit", "report", "compact"])
+@pytest.mark.parametrize(("words", "message"), ON_OUTPUTS, ids=lambda v: v[0] if isinstance(v, tuple) else "")
+def test_an_output_that_is_none(
+    command: str, words: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    assert call(monkeypatch, command, *words) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("exspec: ")
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("plan --job none.yaml", "job file none.yaml: No such file or directory"),
+        ("plan --job bytes.yaml", "job file bytes.yaml: not UTF-8 text (byte 0)"),
+        ("plan --input in --output", "'--output' requires an argument"),
+        ("plan --input in", "output: is missing"),
+        ("plan --input empty --output out", "input: no Parquet files in "),
+        ("plan --input text.parquet --output out", "text.parquet: not a Parquet file"),
+        ("plan --input in --output out --device tpu", "device: expected cpu, cuda, or auto: cuda where there is one"),
+        ("plan --input in --output out --actors many", "actors: expected A number of actors, or MIN:MAX, not 'many'"),
+        ("plan --input in --output out --method fast", "'fast' is not one of 'auto', 'plain', 'eqspec', 'exspec'"),
+        ("plan --input in --output out --max-new-tokens many", "Invalid value for '--max-new-tokens'"),
+        ("plan --inputs in", "No such option: --inputs"),
+        ("plans", "No such command 'plans'"),
+        ("audit", "Missing argument"),
+        ("compact out --target-size large", "'large' is no size, expected bytes with a unit such as 256MiB or 1GB"),
+        ("messages text.parquet", "text.parquet: File exists"),
+        ("messages text.parquet/in", "text.parquet/in: Not a directory"),
+        ("messages in --shards 0", "Invalid value for '--shards'"),
+        ("bench --device abc", "expected cpu, cuda or cuda:N, not 'abc'"),
+        ("bench --prompts none.parquet", "none.parquet: No such file or directory"),
+        ("bench --prompts text.parquet", "text.parquet: not a Parquet file"),
+        ("bench --prompts bytes.jsonl", "bytes.jsonl, line 2: expected UTF-8 text"),
+        ("bench --prompts list.jsonl", "list.jsonl, row 0: expected a JSON object, not list"),
+        ("bench --synthetic tiny:tiny --batch-sizes a", "--batch-sizes: expected numbers with commas between"),
+        ("bench --synthetic tiny", "--synthetic: no shape ''"),
+    ],
+)  # fmt: skip
+def test_what_is_typed_wrong(line: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    assert call(monkeypatch, *line.split()) == 2
+    printed = capsys.readouterr().err
+    assert "Traceback" not in printed
+    assert message in " ".join(printed.replace("│", " ").split())
+
+
+def test_an_empty_path_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """It would stand for the folder that the command runs in."""
+    assert call(monkeypatch, "plan", "--input", "", "--output", "") == 2
+    assert "input: expected a path or URL" in (printed := capsys.readouterr().err)
+    assert "output: expected a path or URL" in printed
+
+
+@pytest.mark.parametrize("fault", [KeyError("shards"), AssertionError("broken")])
+def test_a_fault_of_ours_is_no_sentence(fault: Exception, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """It comes with where it happened, and with an exit code that no outcome of a command has."""
+
+    def broken(*_: object) -> None:
+        raise fault
+
+    monkeypatch.setattr("exspec.jobs.demo.shards.write_shards", broken)
+    assert call(monkeypatch, "messages", "out") == 3
+    assert "Traceback" in (printed := capsys.readouterr().err)
+    assert "this is a fault of exspec" in printed
+
+
+def test_a_ValueError_of_a_library_is_a_fault(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:  # noqa: N802
+    """Its message was not worded for who typed the command."""
+    monkeypatch.setattr("exspec.jobs.demo.shards.write_shards", lambda *_: json.loads("{"))
+    assert call(monkeypatch, "messages", "out") == 3
+    assert "Traceback" in capsys.readouterr().err

@@ -1,0 +1,442 @@
+"""Compaction: the same rows in fewer files, at no moment a row twice, and a kill anywhere costs nothing."""
+
+import json
+import random
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+import pytest
+import s3fs
+from moto.server import ThreadedMotoServer
+from typer.testing import CliRunner
+
+from exspec.jobs import cli
+from exspec.pipeline.compact import Compacted, compact, repair
+from exspec.pipeline.contents import Contents
+from exspec.pipeline.errors import JobError
+from exspec.pipeline.output import read_job
+from exspec.pipeline.parts import GENERATED, SUMMARY, summarize
+from exspec.pipeline.report import rebuild
+from exspec.pipeline.run import execute, prepare
+from exspec.pipeline.shards import Plan, Shard
+from exspec.pipeline.storage import Folder
+from tests.pipeline import jobs
+
+Pair = tuple[str, str]
+ROWS, REFUSED = 60, 29
+SMALL, LARGE = 12_000, 1 << 20  # the first makes several merged files out of nine parts, the second one
+SCHEMA = 16_000  # bytes of a footer beside the summaries, at most
+
+
+@pytest.fixture(scope="module")
+def finished(pair: Pair, ray_session: str, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: ARG001
+    """A finished job of nine parts, and its input; to be copied, not changed."""
+    place = tmp_path_factory.mktemp("finished")
+    jobs.write_shards(place / "in", rows=ROWS)
+    assert (
+        execute(
+            prepare(jobs.job(pair, place / "in", place / "out")),
+            load=jobs.RefusingLoader(jobs.prompt(REFUSED)),
+            quiet=True,
+        )
+        == 0
+    )
+    return place
+
+
+@pytest.fixture
+def place(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "job"))
+
+
+def visible(out: Path | str) -> pa.Table:
+    """What a reader of the folder sees."""
+    return pq.read_table(out)
+
+
+def files(out: Path) -> list[str]:
+    return sorted(p.name for p in out.glob("part-*"))
+
+
+def by_contents(folder: Folder) -> list[dict[str, Any]]:
+    """What the job's own readers see, in the plan's order."""
+    contents, (_, plan) = Contents(folder), read_job(folder)
+    return [row for c in plan.chunks() for row in contents.rows(c, visible_columns(contents)).to_pylist()]
+
+
+def visible_columns(contents: Contents) -> list[str]:
+    return ["shard", "row", "id", "completion", "error", "accepted_by_position"] if contents else []
+
+
+def run(pair: Pair, place: Path, **options: Any) -> int:
+    job = jobs.job(pair, place / "in", place / "out")
+    return execute(prepare(job), load=jobs.ArithmeticLoader(), quiet=True, **options)
+
+
+@pytest.mark.parametrize("target", [SMALL, LARGE])
+def test_a_reader_finds_the_same_rows_in_the_same_order(place: Path, target: int) -> None:
+    before, out = visible(place / "out"), place / "out"
+    done = compact(Folder(str(out)), target)
+    assert done.before == 9
+    assert done.after == len(files(out)) < 9
+    assert visible(out).equals(before)
+    assert visible(out).schema.equals(before.schema, check_metadata=False)
+    assert ds.dataset(out).schema.field("completion").metadata == {
+        b"description": b"the text that the target wrote; null for an error row"
+    }
+    assert all(p.stat().st_size <= target + SCHEMA for p in out.glob("part-*"))
+    assert (out / "_SUCCESS").exists()
+    if target == LARGE:
+        assert done == Compacted(9, 1, 1)
+    assert compact(Folder(str(out)), target) == Compacted(done.after, done.after, 0)
+
+
+def write_output(out: Path, chunks: int, text: int) -> None:
+    """A finished output with one part a chunk of eight rows, each with so many characters that do not compress."""
+    shard = Shard("s.parquet", "file:///in/s.parquet", 8 * chunks, 1, "")
+    plan = Plan([shard], 8)
+    out.mkdir()
+    (out / "_job.json").write_text('{"fingerprint": {}}')
+    (out / "_plan.json").write_bytes(plan.to_json())
+    (out / "_SUCCESS").touch()
+    for chunk in plan.chunks():
+        rows = [
+            {"shard": shard.name, "row": n, "id": str(n), "completion": random.Random(n).randbytes(text // 2).hex()}
+            for n in range(chunk.first, chunk.first + chunk.rows)
+        ]
+        table = pa.Table.from_pylist(rows, schema=GENERATED)
+        footer = {SUMMARY: json.dumps(vars(summarize(chunk.part, table, "a", 0, 1)))}
+        pq.write_table(table.replace_schema_metadata(footer), out / chunk.part)
+
+
+def test_files_come_close_to_the_target(tmp_path: Path) -> None:
+    """And so they do when the output was compacted to smaller files before; memory holds row groups, not files."""
+    out = tmp_path / "out"
+    write_output(out, chunks=100, text=8000)
+    before = visible(out)
+    for target in (300_000, 2_000_000):
+        done = compact(Folder(str(out)), target)
+        sizes = [(out / name).stat().st_size for name in files(out)]
+        assert len(sizes) == done.after
+        assert all(0.7 * target < size < target + SCHEMA for size in sizes[:-1])
+        assert sizes[-1] < target + SCHEMA
+        assert visible(out).equals(before)
+        assert compact(Folder(str(out)), target).written == 0
+        assert max(pq.read_metadata(out / name).row_group(0).num_rows for name in files(out)) < 800 / 8
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_second_compaction_has_nothing_to_do(tmp_path: Path, seed: int) -> None:
+    """Whatever the sizes of parts and target, and after the input has grown."""
+    draw = random.Random(seed)
+    out = tmp_path / "out"
+    write_output(out, chunks=draw.randrange(2, 40), text=draw.choice([10, 500, 3000]))
+    target = draw.choice([4_000, 10_000, 40_000, 200_000])
+    before = visible(out)
+    compact(Folder(str(out)), target)
+    assert compact(Folder(str(out)), target).written == 0
+    assert visible(out).equals(before)
+
+
+def test_a_target_too_small_for_two_leaves_all_as_it_is(place: Path) -> None:
+    before = {p: p.stat().st_mtime_ns for p in (place / "out").glob("part-*")}
+    assert compact(Folder(str(place / "out")), 1000) == Compacted(9, 9, 0)
+    assert {p: p.stat().st_mtime_ns for p in (place / "out").glob("part-*")} == before
+
+
+def test_the_last_file_grows_with_the_output(pair: Pair, place: Path, capsys: Any) -> None:
+    """A grown input adds its own chunks and runs no other again; compacted again, the rows are in one file."""
+    out = place / "out"
+    compact(Folder(str(out)), LARGE)
+    assert run(pair, place) == 0
+    assert "nothing to do: all 60 rows" in capsys.readouterr().out
+    (merged,) = out.glob("part-*")
+    then = merged.stat().st_mtime_ns
+    table = pq.read_table(place / "in" / "shard-0.parquet")
+    pq.write_table(table.set_column(0, "key", pa.array(range(100, 120))), place / "in" / "shard-9.parquet")
+    assert run(pair, place) == 0
+    assert merged.stat().st_mtime_ns == then
+    assert len(files(out)) == 1 + 3
+    before = visible(out)
+    assert compact(Folder(str(out)), LARGE) == Compacted(4, 1, 1)
+    assert visible(out).equals(before)
+    assert visible(out).num_rows == 80
+    assert run(pair, place) == 0
+    assert "nothing to do: all 80 rows" in capsys.readouterr().out
+
+
+def test_the_report_is_that_of_the_parts(place: Path) -> None:
+    folder = Folder(str(place / "out"))
+    before = rebuild(folder).figures()
+    compact(folder, SMALL)
+    assert rebuild(folder).figures() == before
+
+
+def test_an_error_row_in_a_merged_file_is_decoded_again(pair: Pair, place: Path) -> None:
+    """Its chunk gets a part of its own, and its neighbours stay merged and in their order."""
+    out = place / "out"
+    compact(Folder(str(out)), LARGE)
+    before = visible(out).to_pylist()
+    assert [r["id"] for r in before if r["error"]] == [str(REFUSED)]
+    assert run(pair, place, retry_errors=True) == 0
+    after = visible(out).to_pylist()
+    assert [name.count("merged") for name in files(out)] == [1, 0, 1]
+    assert [r for r in after if r["id"] != str(REFUSED)] == [r for r in before if r["id"] != str(REFUSED)]
+    assert [r["id"] for r in after] == [r["id"] for r in before]
+    (mended,) = [r for r in after if r["id"] == str(REFUSED)]
+    assert mended["error"] is None
+    assert mended["completion"] == jobs.expected(REFUSED)
+    assert json.loads((out / "_report.json").read_text())["errors"] == 0
+    assert compact(Folder(str(out)), LARGE) == Compacted(3, 1, 1)
+    assert visible(out).to_pylist() == after
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+class Reaper:
+    """Lets `left` operations on storage happen; then, and ever after, nothing happens any more."""
+
+    def __init__(self, left: int) -> None:
+        self.left, self.lock = left, threading.Lock()
+
+    def step(self) -> None:
+        with self.lock:
+            if self.left == 0:
+                raise Killed
+            self.left -= 1
+
+    def wrap(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*values: Any, **named: Any) -> Any:
+            self.step()
+            return method(*values, **named)
+
+        return wrapped
+
+
+def killed_after(operations: int, folder: Folder, action: Callable[[Folder], Any]) -> bool:
+    """Run the action on the folder until so many changes of storage were made; whether it was killed."""
+    reaper = Reaper(operations)
+    with pytest.MonkeyPatch.context() as patch:
+        if folder.local:
+            for name in ("replace", "unlink", "hardlink_to"):
+                patch.setattr(Path, name, reaper.wrap(getattr(Path, name)))
+            patch.setattr(type(folder.fs), "rm_file", reaper.wrap(type(folder.fs).rm_file))
+        else:
+            for name in ("rm_file", "cp_file", "put_file", "pipe_file"):
+                patch.setattr(folder.fs, name, reaper.wrap(getattr(folder.fs, name)))
+        try:
+            action(folder)
+        except Killed:
+            return True
+    return False
+
+
+def assert_no_row_twice(ids: list[str]) -> None:
+    assert len(ids) == len(set(ids))
+
+
+def test_killed_after_any_operation_nothing_is_lost(pair: Pair, finished: Path, tmp_path: Path) -> None:
+    """At every point: no row twice for a reader, all rows for the job's own; then compaction or a run puts it right."""
+    before = visible(finished / "out")
+    rows = by_contents(Folder(str(finished / "out")))
+    seen = 0
+    for operations in range(1000):
+        here = Path(shutil.copytree(finished, tmp_path / f"{operations}"))
+        folder = Folder(str(here / "out"))
+        if not killed_after(operations, folder, lambda f: compact(f, SMALL)):
+            break
+        found = visible(here / "out")
+        assert_no_row_twice(found["id"].to_pylist())
+        seen = max(seen, ROWS - found.num_rows)
+        assert by_contents(folder) == rows
+        assert rebuild(folder).figures()["rows"] == ROWS
+        other = Path(shutil.copytree(here, tmp_path / f"{operations}-run"))
+        assert run(pair, other) == 0
+        assert visible(other / "out").equals(before)
+        compact(folder, SMALL)
+        assert visible(here / "out").equals(before)
+        for out in (here / "out", other / "out"):
+            assert (out / "_SUCCESS").exists()
+        assert not [p.name for p in (here / "out").iterdir() if p.name.startswith(("_part", "._part"))]
+        compact(Folder(str(other / "out")), SMALL)
+        assert visible(other / "out").equals(before)
+    else:
+        pytest.fail("it never came to an end")
+    assert operations > 15
+    assert 0 < seen < ROWS, "of one file at a time"
+
+
+def test_killed_while_a_chunk_is_taken_out(pair: Pair, finished: Path, tmp_path: Path) -> None:
+    """A retry of errors, killed at any point of its changes of files, and run again."""
+    merged = Path(shutil.copytree(finished, tmp_path / "merged"))
+    compact(Folder(str(merged / "out")), LARGE)
+    before = [r for r in visible(merged / "out").to_pylist() if r["id"] != str(REFUSED)]
+
+    def take_out(folder: Folder) -> None:
+        from exspec.pipeline.compact import split
+
+        contents, (_, plan) = repair(folder, discard=True), read_job(folder)
+        split(folder, contents, {c.part for c in plan.chunks() if "shard-1" in c.part and c.first == 8})
+
+    for operations in range(100):
+        here = Path(shutil.copytree(merged, tmp_path / f"{operations}"))
+        folder = Folder(str(here / "out"))
+        if not killed_after(operations, folder, take_out):
+            break
+        assert_no_row_twice(visible_ids(here / "out"))
+        assert len(by_contents(folder)) == ROWS
+        (here / "out" / "_SUCCESS").unlink(missing_ok=True)  # a run removes it before it begins
+        if operations in (2, 5):
+            assert run(pair, here, retry_errors=True) == 0
+        else:
+            take_out(folder)
+        after = visible(here / "out").to_pylist()
+        assert [r for r in after if r["id"] != str(REFUSED)] == before
+        assert any(r["error"] for r in after) == (operations not in (2, 5))
+        assert len(files(here / "out")) == 3
+    else:
+        pytest.fail("it never came to an end")
+    assert operations > 5
+
+
+def visible_ids(out: Path) -> list[str]:
+    if not files(out):
+        return []
+    return list(visible(out)["id"].to_pylist())
+
+
+def test_a_part_replaced_after_the_kill_wins(pair: Pair, place: Path) -> None:
+    """What a killed compaction wrote is old once a retry has replaced a part, and must not come back."""
+    folder = Folder(str(place / "out"))
+    killed_after(1, folder, lambda f: compact(f, LARGE))
+    assert list((place / "out").glob("_part-*-merged-*"))
+    assert run(pair, place, retry_errors=True) == 0
+    compact(folder, LARGE)
+    assert not any(visible(place / "out")["error"].to_pylist())
+
+
+def test_a_late_part_of_another_run_is_dropped(pair: Pair, place: Path) -> None:
+    """A run that was at work during a compaction writes a part whose rows are in a merged file by then."""
+    out = place / "out"
+    late = next(out.glob("part-shard-1-*"))
+    content = late.read_bytes()
+    compact(Folder(str(out)), LARGE)
+    late.write_bytes(content)
+    (out / "_SUCCESS").unlink()
+    assert run(pair, place) == 0
+    assert_no_row_twice(visible_ids(out))
+    assert not late.exists()
+
+
+def test_an_unfinished_output_is_refused(place: Path) -> None:
+    next((place / "out").glob("part-*")).unlink()
+    with pytest.raises(JobError, match=r"out: 1 of 9 chunks are missing; expected a finished output"):
+        compact(Folder(str(place / "out")), LARGE)
+
+
+@pytest.mark.parametrize("damage", ["cut", "zeros", "empty", "text"])
+def test_a_damaged_file_is_named(pair: Pair, place: Path, damage: str) -> None:
+    out = place / "out"
+    compact(Folder(str(out)), LARGE)
+    (merged,) = out.glob("part-*")
+    content = merged.read_bytes()
+    merged.write_bytes({
+        "cut": content[: len(content) // 2], "empty": b"", "text": b"this is no Parquet",
+        "zeros": content[: len(content) - 2000] + bytes(1990) + content[-10:],
+    }[damage])  # fmt: skip
+    for action in (
+        lambda: compact(Folder(str(out)), LARGE),
+        lambda: rebuild(Folder(str(out))),
+        lambda: run(pair, place),
+    ):
+        with pytest.raises(JobError, match=rf"{merged.name}: .*remove it and run the job again") as error:
+            action()
+        assert "\n" not in str(error.value)
+    merged.unlink()
+    assert run(pair, place) == 0
+    assert len(visible_ids(out)) == ROWS
+
+
+def test_a_damaged_part_is_named_and_nothing_is_removed(place: Path) -> None:
+    part = sorted((place / "out").glob("part-*"))[4]
+    part.write_bytes(part.read_bytes()[:-100])
+    with pytest.raises(JobError, match=rf"{part.name}: cannot be read"):
+        compact(Folder(str(place / "out")), LARGE)
+    assert len(files(place / "out")) == 9
+    assert not list((place / "out").glob("*_part-*"))
+
+
+def test_an_audit_reads_merged_files(pair: Pair, tmp_path: Path) -> None:
+    jobs.write_shards(tmp_path / "in", rows=40)
+    assert execute(prepare(jobs.job(pair, tmp_path / "in", tmp_path / "out")), quiet=True) == 0
+    words = ["compact", str(tmp_path / "out"), "--target-size", "1MiB"]
+    result = CliRunner().invoke(cli.app, words, catch_exceptions=False)
+    assert result.exit_code == 0
+    assert "6 files are 1 now" in result.stdout
+    assert "nothing to do" in CliRunner().invoke(cli.app, words).stdout
+    result = CliRunner().invoke(cli.app, ["audit", str(tmp_path / "out"), "--share", "1"], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert json.loads((tmp_path / "out" / "_audit.json").read_text())["comparisons"][0]["equal"] == 40
+
+
+@pytest.mark.parametrize(("text", "bytes_"), [("256MiB", 256 << 20), ("1GB", 10**9), ("4096", 4096)])
+def test_a_size_has_a_unit(place: Path, monkeypatch: pytest.MonkeyPatch, text: str, bytes_: int) -> None:
+    given = []
+    monkeypatch.setattr("exspec.jobs.compact.merge", lambda _, target: given.append(target) or Compacted(1, 1, 0))
+    assert CliRunner().invoke(cli.app, ["compact", str(place / "out"), "--target-size", text]).exit_code == 0
+    assert given == [bytes_]
+
+
+@pytest.mark.parametrize("text", ["large", "-1", "0", "10 apples"])
+def test_a_size_that_is_none_is_refused(text: str) -> None:
+    result = CliRunner().invoke(cli.app, ["compact", "out", "--target-size", text], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert "is no size, expected bytes with a unit such as 256MiB" in result.stderr
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[dict[str, Any]]:
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    endpoint = "http://{}:{}".format(*server.get_host_and_port())
+    yield {"endpoint_url": endpoint, "key": "testkey", "secret": "testsecret"}
+    server.stop()
+
+
+def test_killed_after_any_operation_on_object_storage(finished: Path, store: dict[str, Any]) -> None:
+    """There nothing can be renamed: a copy and a removal, and a kill between the two."""
+    fs = s3fs.S3FileSystem(**store, skip_instance_cache=True)
+    fs.mkdir("compact")
+    before = visible(finished / "out")
+
+    def read(folder: Folder) -> pa.Table:
+        fs.invalidate_cache()
+        found = sorted(n for n in folder.names() if n.startswith("part-"))
+        tables = [pq.read_table(pa.BufferReader(folder.read(n))) for n in found]
+        return pa.concat_tables(tables).replace_schema_metadata() if tables else before.slice(0, 0)
+
+    for operations in range(200):
+        folder = Folder(f"s3://compact/{operations}", store)
+        for path in (finished / "out").iterdir():
+            folder.write(path.name, path.read_bytes())
+        if not killed_after(operations, folder, lambda f: compact(f, SMALL)):
+            break
+        assert_no_row_twice(read(folder)["id"].to_pylist())
+        assert len(by_contents(folder)) == ROWS
+        if operations % 2:
+            repair(folder)
+        compact(folder, SMALL)
+        assert read(folder).equals(before.replace_schema_metadata())
+        assert folder.exists("_SUCCESS")
+        assert not [n for n in folder.names() if n.startswith("_part")]
+    else:
+        pytest.fail("it never came to an end")
+    assert operations > 15
