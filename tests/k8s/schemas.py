@@ -1,4 +1,4 @@
-"""Strict validation: Kubernetes' schemas from kubernetes-validate, KubeRay's from its CRDs, the rest from the fields here."""
+"""Strict validation: by Kubernetes' schemas of kubernetes-validate, by KubeRay's CRDs, by the fields here for the rest."""
 
 import functools
 import os
@@ -19,7 +19,7 @@ CRDS = Path(os.environ.get("EXSPEC_K8S_CRDS", ROOT.parent / "shared" / "k8s-crds
 
 
 def problems(item: Manifest) -> list[str]:
-    """What is wrong with an object; a field that its schema does not know is. Nothing is said of kinds without a schema."""
+    """What is wrong with an object; a field that its schema does not know is."""
     group = item["apiVersion"].partition("/")[0]
     if group == "ray.io":
         return _ray(item) + _pods(item)
