@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 K8S = ROOT / "k8s"
 OVERLAYS = sorted(path.name for path in (K8S / "overlays").iterdir())
 Manifest = dict[str, Any]
-RENDERERS = (("kubectl", "kustomize"), ("kustomize", "build"))
+RENDERERS = (("kubectl", "kustomize", "version", "--client"), ("kustomize", "build", "version"))
 
 
 class RenderError(Exception):
@@ -28,20 +29,24 @@ class RenderError(Exception):
 @functools.cache
 def renderer() -> list[str] | None:
     """The command that renders a folder, or None where there is none that knows components."""
-    for name, verb in RENDERERS:
-        for found in (os.environ.get("EXSPEC_KUBECTL"), shutil.which(name)):
-            if found and Path(found).name == name:
+    places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    for name, verb, *version in RENDERERS:
+        if found := shutil.which(name, path=places):
+            said = subprocess.run([found, *version], capture_output=True, text=True).stdout.splitlines()
+            if said and (number := re.search(r"(\d+)\.\d+", said[-1])) and int(number[1]) >= 5:
                 return [found, verb]
     return None
 
 
-needs_renderer = pytest.mark.skipif(renderer() is None, reason="neither kubectl nor kustomize is at hand")
+needs_renderer = pytest.mark.skipif(
+    renderer() is None, reason="neither a kubectl with kustomize 5 nor a kustomize 5 is here"
+)
 
 
 @functools.cache
 def _render(folder: Path) -> str:
     command = renderer()
-    assert command, "neither kubectl nor kustomize is at hand"
+    assert command, "no kustomize is at hand"
     done = subprocess.run([*command, str(folder)], capture_output=True, text=True)
     if done.returncode:
         raise RenderError(done.stderr)
@@ -59,11 +64,12 @@ def overlay(name: str) -> list[Manifest]:
 
 def combine(components: tuple[str, ...], job: str | None = None) -> list[Manifest]:
     """The base with components, in this order, as a person's own kustomization has them. Raises RenderError."""
-    with tempfile.TemporaryDirectory(dir=K8S, prefix=".combined-") as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made).resolve()
+        top = os.path.relpath(K8S, folder)
         text: Manifest = {
-            "resources": ["../base"],
-            "components": [f"../components/{name}" for name in components],
+            "resources": [f"{top}/base"],
+            "components": [f"{top}/components/{name}" for name in components],
         }
         if job is not None:
             (folder / "job.yaml").write_text(job)

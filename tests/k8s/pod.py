@@ -1,5 +1,5 @@
-"""A container of a pod, imitated with Linux namespaces: a read-only root with nothing in it but the system and Python, a
-user that is not root, the manifest's mounts and variables, and a death that takes every process along.
+"""A container of a pod, imitated with Linux namespaces: a read-only root with nothing in it but the system and Python,
+a user that is not root, the manifest's mounts and variables, and a death that takes every process along.
 
 Not imitated: the network (it is the machine's), limits of CPU and memory, dropped capabilities, seccomp.
 """

@@ -1,4 +1,4 @@
-"""Strict validation: by Kubernetes' schemas of kubernetes-validate, by KubeRay's CRDs, by the fields here for the rest."""
+"""Strict validation: by Kubernetes' schemas from kubernetes-validate, by KubeRay's CRDs, else by the fields here."""
 
 import functools
 import os
