@@ -2,6 +2,9 @@
 
 import copy
 import itertools
+import os
+import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from tests.k8s.manifests import (
     of_kind,
     one,
     overlay,
+    render,
 )
 
 ALL = ("base", *OVERLAYS)
@@ -225,3 +229,17 @@ def test_validation_leaves_its_object_alone() -> None:
     before = copy.deepcopy(item)
     assert schemas.problems(item) == []
     assert item == before
+
+
+@needs_renderer
+def test_the_readme_s_own_folder_renders(tmp_path: Path) -> None:
+    text = (K8S / "README.md").read_text()
+    found = re.search(r"^    # mine/kustomization.yaml\n(.*?)\n\n", text, re.MULTILINE | re.DOTALL)
+    assert found
+    folder = tmp_path.resolve()
+    mine = found[1].replace("../k8s", os.path.relpath(K8S, folder)).replace("REGISTRY", "registry.example.com")
+    (folder / "kustomization.yaml").write_text(textwrap.dedent(mine))
+    (folder / "job.yaml").write_text((K8S / "base" / "job.yaml").read_text())
+    objects = render(folder)
+    assert invalid(objects) == rules.problems(objects) == policy.problems(objects) == []
+    assert one(objects, "ConfigMap", "exspec-environment")["data"]["AWS_ENDPOINT_URL"] == "https://s3.example.com"
