@@ -74,7 +74,7 @@ def prepare(job: Job, restart: bool = False) -> Prepared:
     contents = check(lambda: Contents(folder, names or set()))
     written = check(lambda: read_job(folder)) if names and JOB in names and not restart else None
     earlier = written[1] if written else None
-    settled = earlier.settled(lambda c: c in contents) if earlier and contents and job.since else set()
+    settled = earlier.settled(contents.__contains__) if earlier and contents and job.since else set()
     since = Since(earlier, settled, job.newer_than) if job.since else None
     found = check(lambda: find_shards(job.input, job.storage_options, earlier, since))
     if found and job.id_column is None and "id" in found[1].names:

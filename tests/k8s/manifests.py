@@ -1,0 +1,159 @@
+"""What kustomize makes of the folders under k8s/, and ways through it."""
+
+import copy
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+K8S = ROOT / "k8s"
+OVERLAYS = sorted(path.name for path in (K8S / "overlays").iterdir())
+Manifest = dict[str, Any]
+RENDERERS = (("kubectl", "kustomize", "version", "--client"), ("kustomize", "build", "version"))
+
+
+class RenderError(Exception):
+    """kustomize refused a folder."""
+
+
+@functools.cache
+def renderer() -> list[str] | None:
+    """The command that renders a folder, or None where there is none that knows components."""
+    places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    for name, verb, *version in RENDERERS:
+        if found := shutil.which(name, path=places):
+            said = subprocess.run([found, *version], capture_output=True, text=True).stdout.splitlines()
+            if said and (number := re.search(r"(\d+)\.\d+", said[-1])) and int(number[1]) >= 5:
+                return [found, verb]
+    return None
+
+
+needs_renderer = pytest.mark.skipif(
+    renderer() is None, reason="neither a kubectl with kustomize 5 nor a kustomize 5 is here"
+)
+
+
+@functools.cache
+def _render(folder: Path) -> str:
+    command = renderer()
+    assert command, "no kustomize is at hand"
+    done = subprocess.run([*command, str(folder)], capture_output=True, text=True)
+    if done.returncode:
+        raise RenderError(done.stderr)
+    return done.stdout
+
+
+def render(folder: Path) -> list[Manifest]:
+    """The objects of a kustomization."""
+    return list(yaml.safe_load_all(_render(folder)))
+
+
+def overlay(name: str) -> list[Manifest]:
+    return copy.deepcopy(render(K8S / "overlays" / name if name != "base" else K8S / "base"))
+
+
+def combine(components: tuple[str, ...], job: str | None = None) -> list[Manifest]:
+    """The base with components, in this order, as a person's own kustomization has them. Raises RenderError."""
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made).resolve()
+        top = os.path.relpath(K8S, folder)
+        text: Manifest = {
+            "resources": [f"{top}/base"],
+            "components": [f"{top}/components/{name}" for name in components],
+        }
+        if job is not None:
+            (folder / "job.yaml").write_text(job)
+            text["configMapGenerator"] = [
+                {"name": "exspec-job", "namespace": "exspec", "behavior": "replace", "files": ["job.yaml"]}
+            ]
+            text["generatorOptions"] = {"disableNameSuffixHash": True}
+        (folder / "kustomization.yaml").write_text(yaml.safe_dump(text))
+        return render(folder)
+
+
+def of_kind(objects: list[Manifest], kind: str) -> list[Manifest]:
+    return [found for found in objects if found["kind"] == kind]
+
+
+def one(objects: list[Manifest], kind: str, name: str | None = None) -> Manifest:
+    found = [item for item in of_kind(objects, kind) if name in (None, item["metadata"]["name"])]
+    assert len(found) == 1, f"{len(found)} objects {kind} {name or ''}"
+    return found[0]
+
+
+def pod_templates(objects: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
+    """Every pod template by where it is, as the operator will make the pods: the autoscaler beside the head."""
+    for item in objects:
+        name, spec = f"{item['kind']}/{item['metadata']['name']}", item.get("spec", {})
+        if item["kind"] == "CronJob":
+            yield name, spec["jobTemplate"]["spec"]["template"]
+        elif item["kind"] == "RayJob":
+            yield f"{name} submitter", spec["submitterPodTemplate"]
+            cluster = spec["rayClusterSpec"]
+            head = copy.deepcopy(cluster["headGroupSpec"]["template"])
+            if cluster.get("enableInTreeAutoscaling"):
+                options = cluster.get("autoscalerOptions", {})
+                beside = {k: options.get(k, empty) for k, empty in BESIDE.items()}
+                image = head["spec"]["containers"][0]["image"]
+                head["spec"]["containers"].append({"name": "autoscaler", "image": image, **beside})
+            yield f"{name} head", head
+            for group in cluster["workerGroupSpecs"]:
+                yield f"{name} {group['groupName']}", group["template"]
+
+
+BESIDE: Manifest = {"env": [], "envFrom": [], "resources": {}, "securityContext": {}, "volumeMounts": []}
+
+
+def containers(template: Manifest) -> list[Manifest]:
+    spec = template["spec"]
+    return [*spec.get("initContainers", []), *spec["containers"]]
+
+
+def job_file(objects: list[Manifest]) -> str:
+    return str(one(objects, "ConfigMap", "exspec-job")["data"]["job.yaml"])
+
+
+def environment(objects: list[Manifest], container: Manifest, secrets: dict[str, dict[str, str]]) -> dict[str, str]:
+    """A container's variables as the kubelet resolves them; `secrets`: key and value by the Secret's name."""
+    found: dict[str, str] = {}
+    for source in container.get("envFrom", []):
+        if "configMapRef" in source:
+            found |= one(objects, "ConfigMap", source["configMapRef"]["name"])["data"]
+        else:
+            found |= secrets[source["secretRef"]["name"]]
+    for variable in container.get("env", []):
+        if "value" in variable:
+            found[variable["name"]] = variable["value"]
+            continue
+        reference = variable["valueFrom"]["secretKeyRef"]
+        secret = secrets.get(reference["name"], {})
+        if reference["key"] in secret:
+            found[variable["name"]] = secret[reference["key"]]
+        else:
+            assert reference.get("optional"), f"{variable['name']}: no Secret {reference['name']}"
+    return found
+
+
+def combinations() -> dict[tuple[str, str], bool]:
+    """The table in k8s/README.md: which two overlays go together."""
+    text = (K8S / "README.md").read_text()
+    lines = re.search(r"^\| with \|.*?(?=\n\n)", text, re.MULTILINE | re.DOTALL)
+    assert lines, "k8s/README.md has no table that begins with `| with |`"
+    header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines[0].splitlines())
+    table = {}
+    for first, *cells in rows:
+        for second, cell in zip(header[1:], cells, strict=True):
+            if cell:
+                assert cell.startswith(("yes", "no")), cell
+                table[first, second] = cell.startswith("yes")
+    return table

@@ -1,0 +1,100 @@
+"""A container of a pod, imitated with Linux namespaces: a read-only root with nothing in it but the system and Python,
+a user that is not root, the manifest's mounts and variables, and a death that takes every process along.
+
+Not imitated: the network (it is the machine's), limits of CPU and memory, dropped capabilities, seccomp.
+"""
+
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.k8s.manifests import ROOT, Manifest
+
+SETUP = r"""
+set -eu
+root=$1 user=$2 count=$3; shift 3
+mount -t tmpfs -o mode=755 root "$root"
+mkdir -p "$root/etc" "$root/proc" "$root/dev"
+cp -a /etc/passwd /etc/group /etc/hosts /etc/nsswitch.conf /etc/ld.so.cache /etc/ssl "$root/etc/" 2>/dev/null || true
+for top in /bin /sbin /lib /lib32 /lib64; do
+  if [ -L "$top" ]; then cp -d "$top" "$root$top"; elif [ -d "$top" ]; then set -- "$@" "$top"; fi
+done
+mount --rbind /dev "$root/dev"
+mount -t proc proc "$root/proc"
+# Triples: what is mounted, where, and ro, rw or memory.
+while [ "$count" -gt 0 ]; do
+  from=$1 at=$root$2 how=$3; shift 3; count=$((count - 1))
+  [ "$how" = memory ] || mkdir -p "$at"
+  case "$how" in
+    memory) mount -t tmpfs -o "mode=1777,size=$from" memory "$at" ;;
+    rw) mount --bind "$from" "$at" ;;
+    ro) mount --bind "$from" "$at"; mount -o remount,bind,ro "$at" ;;
+  esac
+done
+mount -o remount,ro "$root"
+exec chroot --userspec="$user" "$root" "$@"
+"""
+SEEN = ("/usr",)  # of the machine, besides Python and this repository
+
+
+@functools.cache
+def obstacle() -> str | None:
+    """Why containers cannot be imitated here, if they cannot."""
+    if sys.platform != "linux" or os.getuid() != 0:
+        return "imitating a container takes root on Linux"
+    done = subprocess.run(["unshare", "--mount", "--pid", "--fork", "true"], capture_output=True, text=True)
+    return f"imitating a container takes namespaces: {done.stderr.strip()}" if done.returncode else None
+
+
+def command(
+    template: Manifest, name: str, volumes: Path, files: dict[str, str], argv: list[str], env: Any
+) -> list[str]:
+    """The command line that runs `argv` as the container of this name in the template would.
+
+    volumes: a folder for what its emptyDirs hold. files: the content of its ConfigMaps, by name of the file.
+    """
+    spec = template["spec"]
+    (container,) = (c for c in spec["containers"] if c["name"] == name)
+    security = spec["securityContext"]
+    prefixes = {str(ROOT), sys.prefix, sys.base_prefix}
+    mounts = [(path, path, "ro") for path in (*SEEN, *sorted(prefixes)) if Path(path).is_dir()]
+    for mount in sorted(container["volumeMounts"], key=lambda m: str(m["mountPath"])):
+        (volume,) = (v for v in spec["volumes"] if v["name"] == mount["name"])
+        if volume.get("emptyDir", {}).get("medium") == "Memory":
+            mounts.append((volume["emptyDir"]["sizeLimit"].removesuffix("i"), mount["mountPath"], "memory"))
+            continue
+        folder = volumes / mount["name"]
+        folder.mkdir(parents=True, exist_ok=True)
+        if "configMap" in volume:
+            for file, text in files.items():
+                (folder / file).write_text(text)
+        else:
+            os.chown(folder, -1, security["fsGroup"])
+            folder.chmod(0o2777)
+        mounts.append((str(folder), mount["mountPath"], "ro" if mount.get("readOnly") else "rw"))
+    root = volumes / "root"
+    root.mkdir(parents=True, exist_ok=True)
+    user = f"{security['runAsUser']}:{security['runAsGroup']}"
+    variables = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "LANG": "C.UTF-8", **env}
+    return [
+        *("unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child"),
+        *("sh", "-c", SETUP, "setup", str(root), user, str(len(mounts)), *(word for m in mounts for word in m)),
+        *("env", "-i", f"--chdir={env['HOME']}", *(f"{k}={v}" for k, v in variables.items()), *argv),
+    ]
+
+
+@contextmanager
+def running(argv: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process in the background; killed at the end, and in a PID namespace of its own everything with it."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(argv, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,162 @@
+"""The CronJob's program against a Kubernetes API that knows RayJobs, with the variables of its manifest."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.k8s import rules, schemas
+from tests.k8s.manifests import Manifest, containers, needs_renderer, one, overlay
+
+PATH = "/apis/ray.io/v1/namespaces/exspec/rayjobs"
+TODAY = datetime.now(UTC).strftime("%Y%m%d")
+
+pytestmark = needs_renderer
+
+
+class Api(BaseHTTPRequestHandler):
+    """RayJobs by name; a created one goes through the states, one a look, and a state of 0 is a failed request."""
+
+    rayjobs: dict[str, Any]
+    states: list[Any]
+    tokens: set[str | None]
+
+    def do_GET(self) -> None:
+        self.tokens.add(self.headers["Authorization"])
+        found = self.rayjobs.get(self.path.removeprefix(f"{PATH}/"))
+        if found is None:
+            return self._answer(404, {"message": "not found"})
+        if found["metadata"]["name"] != "exspec" and self.states:
+            state = self.states.pop(0)
+            if state == 0:
+                return self._answer(500, {"message": "try again"})
+            found["status"] = {
+                "jobDeploymentStatus": state,
+                "jobStatus": "SUCCEEDED" if state == "Complete" else "FAILED",
+            }
+        return self._answer(200, found)
+
+    def do_POST(self) -> None:
+        assert self.path == PATH
+        made = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if made["metadata"]["name"] in self.rayjobs:
+            return self._answer(409, {"message": "exists"})
+        self.rayjobs[made["metadata"]["name"]] = made
+        return self._answer(201, made)
+
+    def _answer(self, code: int, body: Any) -> None:
+        content = json.dumps(body).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def objects() -> list[Manifest]:
+    return overlay("cron")
+
+
+@pytest.fixture
+def api(objects: list[Manifest]) -> Iterator[str]:
+    Api.rayjobs, Api.states, Api.tokens = {"exspec": one(objects, "RayJob")}, [], set()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Api)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def night(objects: list[Manifest], api: str, folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    """The program of the ConfigMap as the CronJob's container starts it."""
+    (container,) = containers(one(objects, "CronJob")["spec"]["jobTemplate"]["spec"]["template"])
+    fields = {"NAMESPACE": "exspec", "OWNER_NAME": "exspec-nightly-1", "OWNER_UID": "1-2-3"}
+    variables = {v["name"]: v.get("value", fields.get(v["name"])) for v in container["env"]}
+    (folder / "token").write_text("night")
+    program = folder / "nightly.py"
+    program.write_text(one(objects, "ConfigMap", "exspec-nightly")["data"]["nightly.py"])
+    assert container["command"] == ["python", "/etc/exspec/nightly.py"]
+    return subprocess.run(
+        [sys.executable, "-I", str(program)],
+        env={"PATH": os.environ["PATH"], "ACCOUNT": str(folder), "API": api, "EVERY": "0.01", **variables, **more},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_a_night_is_a_rayjob_of_its_own(objects: list[Manifest], api: str, tmp_path: Path) -> None:
+    Api.states = ["Initializing", "Running", 0, 0, "Running", "Complete"]
+    done = night(objects, api, tmp_path)
+    assert done.returncode == 0, done.stderr
+    made = Api.rayjobs[f"exspec-label-{TODAY}"]
+    made.pop("status")
+    assert made["spec"] == one(objects, "RayJob")["spec"] | {"suspend": False}
+    assert made["metadata"]["labels"]["app.kubernetes.io/component"] == "nightly"
+    assert made["metadata"]["labels"]["date"] == TODAY
+    (owner,) = made["metadata"].pop("ownerReferences")
+    assert owner == {"apiVersion": "batch/v1", "kind": "Job", "name": "exspec-nightly-1", "uid": "1-2-3"}
+    assert schemas.problems(made) == []
+    assert Api.tokens == {"Bearer night"}
+    made["metadata"]["namespace"] = "exspec"
+    assert rules.problems([*objects, made]) == []
+
+
+def test_a_second_pod_of_a_night_waits_for_the_same_rayjob(objects: list[Manifest], api: str, tmp_path: Path) -> None:
+    Api.states = ["Running", "Complete", "Complete"]
+    assert night(objects, api, tmp_path).returncode == 0
+    done = night(objects, api, tmp_path)
+    assert (done.returncode, len(Api.rayjobs)) == (0, 2)
+    assert "there already" in done.stdout
+
+
+@pytest.mark.parametrize("state", ["Failed", "ValidationFailed"])
+def test_a_failed_night_is_a_failed_job(objects: list[Manifest], api: str, tmp_path: Path, state: str) -> None:
+    Api.states = ["Running", state]
+    assert night(objects, api, tmp_path).returncode == 1
+    policy = one(objects, "CronJob")["spec"]["jobTemplate"]["spec"]["podFailurePolicy"]["rules"]
+    assert [rule["onExitCodes"]["values"] for rule in policy if rule["action"] == "FailJob"] == [[1]]
+
+
+def test_a_night_in_a_queue_waits_for_kueue(objects: list[Manifest], api: str, tmp_path: Path) -> None:
+    Api.states = ["Suspended", "Running", "Complete"]
+    labels = "kueue.x-k8s.io/queue-name=exspec,kueue.x-k8s.io/priority-class=exspec-batch"
+    assert night(objects, api, tmp_path, LABELS=labels).returncode == 0
+    made = Api.rayjobs[f"exspec-label-{TODAY}"]
+    assert made["spec"]["suspend"] is True
+    assert made["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "exspec"
+
+
+@pytest.mark.parametrize("broken", ["no template", "no server"])
+def test_what_cannot_be_created_is_told_and_may_be_tried_again(
+    objects: list[Manifest], api: str, tmp_path: Path, broken: str
+) -> None:
+    if broken == "no template":
+        Api.rayjobs.clear()
+    done = night(objects, "http://127.0.0.1:9" if broken == "no server" else api, tmp_path)
+    assert done.returncode == 2
+    assert f"RayJob exspec-label-{TODAY}: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_it_may_do_what_it_does_and_no_more(objects: list[Manifest]) -> None:
+    assert one(objects, "Role")["rules"] == [
+        {"apiGroups": ["ray.io"], "resources": ["rayjobs"], "verbs": ["get", "create"]}
+    ]
+    spec = one(objects, "CronJob")["spec"]
+    assert spec["concurrencyPolicy"] == "Forbid"
+    rayjob, job = one(objects, "RayJob")["spec"], spec["jobTemplate"]["spec"]
+    assert rayjob["activeDeadlineSeconds"] < job["activeDeadlineSeconds"] < 24 * 3600
