@@ -13,6 +13,7 @@ import yaml
 
 from exspec.jobs.run import DEMO_PAIR
 from exspec.pipeline.job import Job, load_job
+from exspec.pipeline.labels import LabelJob
 from tests.k8s import policy, rules, schemas
 from tests.k8s.manifests import (
     K8S,
@@ -33,9 +34,7 @@ ALL = ("base", *OVERLAYS)
 PAIRS = list(itertools.combinations(OVERLAYS, 2))
 
 
-def settings(command: str) -> type[Job] | None:
-    """The settings of a command of exspec, None where they are not known here: this is the place for more of them."""
-    return {"run": Job}.get(command)
+SETTINGS: dict[str, type[Job]] = {"run": Job, "label": LabelJob}  # by command
 
 
 def invalid(objects: list[Manifest]) -> list[str]:
@@ -172,13 +171,9 @@ def test_the_job_file_is_one_that_its_command_takes(name: str, tmp_path: Path) -
     objects = overlay(name)
     program, command, *arguments = one(objects, "RayJob")["spec"]["entrypoint"].split()
     assert (program, arguments[:2]) == ("exspec", ["--job", "/etc/exspec/job.yaml"])
-    known = settings(command)
-    if known is None:
-        pytest.skip(f"the settings of exspec {command} are not known here")
     file = tmp_path / "job.yaml"
     file.write_text(job_file(objects))
-    job = load_job(file, {"ray_address": "auto"}, DEMO_PAIR)
-    assert isinstance(job, known)
+    job = load_job(SETTINGS[command], file, {"ray_address": "auto"}, DEMO_PAIR)
     assert job.ray_address == arguments[arguments.index("--ray-address") + 1] == "auto"
 
 
