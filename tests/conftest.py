@@ -44,7 +44,7 @@ def ray_session() -> Iterator[str]:
     with socket.create_server(("127.0.0.2", 0)) as free:
         port = free.getsockname()[1]
     ray.init(
-        address="local",
+        address="local",  # whatever else runs on this machine
         num_cpus=6,
         include_dashboard=False,
         object_store_memory=100 * 2**20,

@@ -28,8 +28,8 @@ from tests.jobs.cluster import Head, ray_head
 
 ROOT = Path(__file__).parents[2]
 EXSPEC = str(Path(sys.executable).with_name("exspec"))
-ROWS, SECRET = 40, "kept-to-itself"
-PATIENCE = 180  # seconds
+ROWS, SECRET = 32, "kept-to-itself"
+PATIENCE = 300  # seconds
 
 
 @pytest.fixture(scope="module")
