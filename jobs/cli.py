@@ -179,9 +179,9 @@ def plan(job: Path | None, flags: dict[str, Any]) -> None:
 
 
 @command(
-    "exspec label --input messages/ --output labels/ --fields urgency=high,low,normal --no-json-spaces",
+    "exspec label --input messages/ --output labels/ --fields urgency=high,low",
     "exspec label --job nightly.yaml --since last --review-share 0.02",
-    "exspec label --input texts/ --output out/ --labels positive --labels negative --gold-column sentiment",
+    "exspec label --job job.yaml --labels yes --labels no --gold-column answer",
 )
 @with_settings(LabelJob)
 def label(
@@ -291,8 +291,8 @@ Token = Annotated[
 
 
 @command(
-    "exspec submit --address http://head:8265 run --input s3://bucket/prompts --output s3://bucket/out",
-    "exspec submit --detach --env AWS_ENDPOINT_URL run --job job.yaml",
+    "exspec submit --address http://head:8265 run --job job.yaml",
+    "exspec submit --detach --env AWS_ENDPOINT_URL label --job nightly.yaml",
     "exspec submit --gpus 1 audit s3://bucket/out",
     context_settings={"allow_interspersed_args": False},
 )
