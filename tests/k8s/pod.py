@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.k8s.manifests import ROOT, Manifest
 
 SETUP = r"""
@@ -82,19 +84,43 @@ def command(
     user = f"{security['runAsUser']}:{security['runAsGroup']}"
     variables = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "LANG": "C.UTF-8", **env}
     return [
-        *("unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child"),
+        *("unshare", "--mount", "--propagation", "private", "--pid", "--fork"),
         *("sh", "-c", SETUP, "setup", str(root), user, str(len(mounts)), *(word for m in mounts for word in m)),
         *("env", "-i", f"--chdir={env['HOME']}", *(f"{k}={v}" for k, v in variables.items()), *argv),
     ]
 
 
+class Running:
+    """A container's first process, in the background."""
+
+    def __init__(self, argv: list[str], log: Path) -> None:
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(argv, stdout=output, stderr=subprocess.STDOUT)
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def kill(self) -> None:
+        """End every process of the container: the kernel does, when the first of its PID namespace is killed.
+
+        To kill `unshare` would not: who changes the user no longer dies with the parent.
+        """
+        if self.alive:
+            unshare = psutil.Process(self.process.pid)
+            inside = unshare.children(recursive=True)
+            for first in unshare.children():
+                first.kill()
+            self.process.wait(timeout=30)
+            _, left = psutil.wait_procs(inside, timeout=30)
+            assert not left, f"still alive: {left}"
+
+
 @contextmanager
-def running(argv: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in the background; killed at the end, and in a PID namespace of its own everything with it."""
-    with log.open("wb") as output:
-        process = subprocess.Popen(argv, stdout=output, stderr=subprocess.STDOUT)
+def running(argv: list[str], log: Path) -> Iterator[Running]:
+    """A container in the background, killed at the end."""
+    container = Running(argv, log)
     try:
-        yield process
+        yield container
     finally:
-        process.kill()
-        process.wait()
+        container.kill()

@@ -37,7 +37,7 @@ from tests.k8s.manifests import (
     pod_templates,
 )
 
-ROWS = 128
+ROWS = 96
 TOKEN = "a-token-of-this-test-and-no-other"
 HEAD, WORKER = "127.0.0.2", "127.0.0.3"  # Ray takes 127.0.0.1 for the address of the host
 PATIENCE = 240  # seconds, on a machine with better things to do
@@ -136,7 +136,7 @@ class Cluster:
         files = {"job.yaml": job_file(self.objects)}
         return pod.command(template, container["name"], self.folder / place, files, argv, variables)
 
-    def _start(self, place: str, parameters: dict[str, str]) -> subprocess.Popen[bytes]:
+    def _start(self, place: str, parameters: dict[str, str]) -> pod.Running:
         words = [word for k, v in parameters.items() for word in (f"--{k}", *([v] if v else []))]
         argv = self._container(place, ["ray", "start", *words])
         return self.stack.enter_context(pod.running(argv, self.folder / f"{place}.log"))
@@ -152,7 +152,7 @@ class Cluster:
                 self.call("/api/version")
                 return
             except (URLError, OSError):
-                assert self.head.poll() is None, (self.folder / "head.log").read_text()
+                assert self.head.alive, (self.folder / "head.log").read_text()
                 time.sleep(1)
         raise AssertionError((self.folder / "head.log").read_text())
 
@@ -212,7 +212,6 @@ def test_a_job_whose_head_dies_is_finished_by_the_retry(bucket: s3fs.S3FileSyste
         first.submit("exspec-one")
         await_that(lambda: len(parts(bucket)) >= 2, "part", first, "exspec-one")
         first.head.kill()
-        first.head.wait()
     before = parts(bucket)
     assert not bucket.exists("exspec/completions/_SUCCESS"), "the first attempt was done before its head died"
 
