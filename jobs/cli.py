@@ -159,7 +159,8 @@ def run(
 ) -> None:
     """Generate completions for Parquet shards. Run it again to resume: only what is missing runs.
 
-    Exit codes: 0 all rows done (row errors included), 1 finished with chunks set aside, 2 refused before starting.
+    Exit codes: 0 all rows done (row errors included), 1 rows are missing (chunks set aside, or broken off: run it
+    again), 2 refused before starting, 3 a fault of exspec.
     """
     from exspec.jobs import run as jobs
 
@@ -196,7 +197,8 @@ def label(
 
     Run it every night over a folder that grows: each row is labeled once.
 
-    Exit codes: 0 all rows done (row errors included), 1 finished with chunks set aside, 2 refused before starting.
+    Exit codes: 0 all rows done (row errors included), 1 rows are missing (chunks set aside, or broken off: run it
+    again), 2 refused before starting, 3 a fault of exspec.
     """
     if plan:
         from exspec.jobs.run import plan as show
@@ -456,7 +458,7 @@ def main() -> None:
             print("exspec: this is a fault of exspec; nothing that is committed is lost", file=sys.stderr)
             sys.exit(3)
         print(f"exspec: {message}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(getattr(error, "code", 2))
 
 
 def _is_ours(error: Exception) -> bool:

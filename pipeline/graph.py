@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import socket
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
@@ -29,6 +30,7 @@ from exspec.pipeline.weights import local_model
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 ROWS_PER_SLOT = 3  # rows in flight in an actor for each of its slots, or the ends of chunks would leave slots empty
+JOINING = 300  # seconds that nodes of a cluster may take to join: a head that was lost comes back before its workers
 FOREVER = 7 * 24 * 3600  # seconds; a chunk of long completions may well take an hour
 
 
@@ -44,8 +46,7 @@ def connect(job: Job) -> None:
         return
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
-    around = os.environ.get("RAY_ADDRESS", "")
-    address = job.ray_address or ("" if around.startswith("http") else around) or "local"
+    address = _address(job)
     if address == "local":
         quiet |= {"num_cpus": 4 + job.actor_range[1], "include_dashboard": False, "object_store_memory": 200 * 2**20}
     try:
@@ -120,14 +121,39 @@ def on_a_device(job: Job, function: Callable[..., Any], *arguments: Any) -> Any:
         raise error.cause from None
 
 
+def _address(job: Job) -> str:
+    around = os.environ.get("RAY_ADDRESS", "")
+    return job.ray_address or ("" if around.startswith("http") else around) or "local"
+
+
 def check_cluster(job: Job) -> None:
-    """Refuse a job whose actors could never be placed: Ray would wait for ever."""
+    """Wait until the cluster has room for an actor, and refuse the job where it never has: Ray would wait for ever."""
+    from ray.autoscaler.sdk import request_resources
+
+    needs = {"CPU": 1.5, "GPU": gpus(job)}
+    if not (lacking := _lacking(needs)):
+        return
+    if _address(job) != "local":
+        print(f"waiting for nodes, {JOINING} s at most: {lacking}", flush=True)
+        request_resources(bundles=[{name: count for name, count in needs.items() if count}])  # where it can grow
+        until = time.monotonic() + JOINING
+        while lacking and time.monotonic() < until:
+            time.sleep(1)
+            lacking = _lacking(needs)
+        request_resources(bundles=[])  # from here on the actors speak for themselves
+    if lacking:
+        raise JobError(f"device: {lacking}")
+
+
+def _lacking(needs: dict[str, float]) -> str:
+    """What the cluster has too little of, in words; empty where it has enough."""
     import ray
 
     have = ray.cluster_resources()
-    for name, needed in (("GPU", gpus(job)), ("CPU", 1.5)):
-        if have.get(name, 0) < needed:
-            raise JobError(f"device: an actor needs {needed:g} {name}, and the cluster has {have.get(name, 0):g}")
+    for name, count in needs.items():
+        if have.get(name, 0) < count:
+            return f"an actor needs {count:g} {name}, and the cluster has {have.get(name, 0):g}"
+    return ""
 
 
 def gpus(job: Job) -> float:

@@ -19,7 +19,7 @@ from exspec.actors.engine.memory import fit
 from exspec.actors.models import ModelError, check_config, check_vocabularies, load_part
 from exspec.pipeline.compact import repair, split
 from exspec.pipeline.contents import Contents
-from exspec.pipeline.errors import JobError
+from exspec.pipeline.errors import BrokenOffError, JobError
 from exspec.pipeline.graph import PairLoader, check_cluster, connect, device, on_a_device, summaries
 from exspec.pipeline.job import Job, fingerprint
 from exspec.pipeline.output import JOB, PLAN, SUCCESS, read_job
@@ -255,7 +255,8 @@ def execute(prepared: Prepared, retry_errors: bool = False, load: Any = None, qu
                 progress.show(report)
         except RayError as error:
             reason = str(error).strip().splitlines()[-1]
-            raise JobError(f"the job broke off, run it again to resume: {type(error).__name__}: {reason}") from error
+            broken = f"the job broke off, run it again to resume: {type(error).__name__}: {reason}"
+            raise BrokenOffError(broken) from error
     return finish(prepared, report)
 
 

@@ -9,9 +9,10 @@ import jsonschema
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import typer.main
 from typer.testing import CliRunner
 
-from exspec.jobs import cli
+from exspec.jobs import cli, submit
 from exspec.jobs.demo.messages import CATEGORIES
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job import load_job
@@ -146,3 +147,12 @@ def test_plan_of_a_labeling_job_runs_nothing(messages: Path, tmp_path: Path) -> 
 def test_settings_that_cannot_work_are_one_sentence(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(JobError, match=message):
         load_job(LabelJob, None, {"target": "x", "input": "in", "output": "out", **settings})
+
+
+def test_a_schema_is_sent_along_with_a_submitted_job(tmp_path: Path) -> None:
+    """The cluster does not have the file that a setting was read from."""
+    (tmp_path / "schema.json").write_text('{"type": "object"}')
+    command = typer.main.get_command(cli.app).commands["label"]  # type: ignore[attr-defined]
+    words = ["--input", "s3://bucket/in", "--output", "s3://bucket/out", "--json-schema", str(tmp_path / "schema.json")]
+    call = submit.check(command, command.make_context("label", list(words)).params, words)
+    assert call.arguments[-2:] == ["--json-schema", '{"type": "object"}']
