@@ -19,5 +19,5 @@ def label(file: Path | None, flags: dict[str, Any], restart: bool, retry_errors:
         contents = Contents(prepared.folder)
         present = [chunk for chunk in prepared.plan.chunks() if chunk in contents]
         count = write_review(job, prepared.folder, contents.columns(present))
-        print(f"{count} rows to look at: {prepared.folder.url}/{REVIEW}")
+        print(f"{count} rows to look at: {prepared.folder.url}/{REVIEW}" if count else "no labeled rows to look at")
     return code

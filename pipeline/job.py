@@ -209,6 +209,11 @@ class Job(BaseModel):
         return pa.schema([])
 
     @property
+    def kept_columns(self) -> dict[str, list[str]]:
+        """Input columns that the output must have, by the setting that names them."""
+        return {}
+
+    @property
     def value_columns(self) -> list[str]:
         """Those of them that follow from the completion's text alone."""
         return []

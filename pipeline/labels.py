@@ -40,14 +40,21 @@ class LabelJob(Job):
         None, "Share of the rows, the least certain ones, to write into _review.csv.", gt=0, le=1
     )
 
-    @field_validator("labels", "gold_column", mode="before")
+    @field_validator("gold_column", mode="before")
     @classmethod
     def _list(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
 
+    @field_validator("labels", mode="before")
+    @classmethod
+    def _labels(cls, value: Any) -> Any:
+        return _as_texts([value] if isinstance(value, str) else value)
+
     @field_validator("fields", mode="before")
     @classmethod
     def _by_name(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: _as_texts(labels) for name, labels in value.items()}
         if not isinstance(value, list):
             return value
         pairs = [str(text).partition("=") for text in value]
@@ -81,6 +88,9 @@ class LabelJob(Job):
             place = f"fields.{name}" if name else "labels"
             if len(labels) < 2 or len(set(labels)) < len(labels) or not all(labels):
                 raise ValueError(f"{place}: expected two or more labels, each once and none empty, not {labels}")
+        names = self.answer_columns().names
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"two answers would fill the column {twice[0]!r}; name the fields or properties otherwise")
         if self.stop or self.stop_column:
             raise ValueError("stop and stop_column have no use in a labeling job: an answer ends where it is complete")
         if self.choices and self.max_new_tokens_column:
@@ -102,6 +112,10 @@ class LabelJob(Job):
         """Columns of known labels, by field."""
         pairs = [text.rpartition("=") for text in self.gold_column]
         return {name: column for name, _, column in pairs}
+
+    @property
+    def kept_columns(self) -> dict[str, list[str]]:
+        return {"gold_column": list(self.gold.values())}
 
     def column(self, field: str) -> str:
         return f"{self.label_column}_{field}" if field else self.label_column
@@ -150,6 +164,15 @@ class LabelJob(Job):
     def _properties(self) -> dict[str, Any]:
         schema = json.loads(self.json_schema or "{}")
         return dict(schema.get("properties", {})) if schema.get("type") == "object" else {}
+
+
+def _as_texts(labels: Any) -> Any:
+    """Labels as a job file has them: numbers are meant as they are written."""
+    if not isinstance(labels, list):
+        return labels
+    if any(isinstance(label, bool) for label in labels):
+        raise ValueError("YAML reads yes, no, on and off as truth values; put such a label in quotes")
+    return [str(label) if isinstance(label, int | float) else label for label in labels]
 
 
 NONE = "(none)"  # the label of an error row; the gold label of a row that has none

@@ -32,6 +32,7 @@ from exspec.pipeline.shards import Chunk, Plan, Since, encode_schema, find_shard
 from exspec.pipeline.storage import Folder
 from exspec.pipeline.weights import local_model, model_digest
 
+COLUMNS = ("id_column", "max_new_tokens_column", "temperature_column", "seed_column", "stop_column")
 PROBE = 1 << 20  # bytes that an output must have room for
 T = TypeVar("T")
 
@@ -158,13 +159,18 @@ def _check_memory(job: Job, models: Models) -> None:
 
 
 def _check_columns(job: Job, schema: pa.Schema) -> list[str]:
-    for key in ("id_column", "max_new_tokens_column", "temperature_column", "seed_column", "stop_column"):
-        column = getattr(job, key)
-        if column is not None and column not in schema.names:
-            raise JobError(f"{key}: {column!r} is not in the input, which has {', '.join(schema.names)}")
+    named = {key: [getattr(job, key)] for key in COLUMNS if getattr(job, key) is not None} | job.kept_columns
+    for key, columns in named.items():
+        for column in columns:
+            if column not in schema.names:
+                raise JobError(f"{key}: {column!r} is not in the input, which has {', '.join(schema.names)}")
     if job.prompt_template is None:
         prompt_column(job, schema)
-    return carried_columns(job, schema)
+    carried = carried_columns(job, schema)
+    for key, columns in job.kept_columns.items():
+        if left := [column for column in columns if column not in carried]:
+            raise JobError(f"{key}: {left[0]!r} does not come into the output; add it to carry")
+    return carried
 
 
 def _output_names(folder: Folder) -> set[str]:

@@ -135,6 +135,11 @@ def test_plan_of_a_labeling_job_runs_nothing(messages: Path, tmp_path: Path) -> 
         ({"labels": ["a", "b"], "fields": {"x": ["a", "b"]}}, "not labels and fields"),
         ({"labels": ["a"]}, r"labels: expected two or more labels, each once and none empty, not \['a'\]"),
         ({"fields": ["x=a,a"]}, "fields.x: expected two or more"),
+        ({"labels": ["on", True]}, "put such a label in quotes"),
+        (
+            {"fields": {"x": ["a", "b"], "x_confidence": ["a", "b"]}},
+            "two answers would fill the column 'label_x_confidence'",
+        ),
         ({"fields": ["x"]}, "fields: expected NAME=LABEL,LABEL, not 'x'"),
         ({"labels": ["a", "b"], "gold_column": "x=gold"}, "gold_column: expected a column, not 'x'"),
         ({"labels": ["a", "b"], "stop": ["."]}, "an answer ends where it is complete"),
@@ -147,6 +152,28 @@ def test_plan_of_a_labeling_job_runs_nothing(messages: Path, tmp_path: Path) -> 
 def test_settings_that_cannot_work_are_one_sentence(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(JobError, match=message):
         load_job(LabelJob, None, {"target": "x", "input": "in", "output": "out", **settings})
+
+
+def test_numbers_are_labels_as_they_are_written() -> None:
+    settings = {"target": "x", "input": "in", "output": "out", "fields": {"stars": [1, 2, 3.5]}}
+    assert load_job(LabelJob, None, settings).choices == {"stars": ["1", "2", "3.5"]}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--gold-column", "category=kind"],
+            "gold_column: 'kind' is not in the input, which has id, message, category",
+        ),
+        (["--gold-column", "category=category", "--carry", "record"], "gold_column: 'category' does not come into the"),
+    ],
+)
+def test_a_gold_column_must_be_there_to_compare_with(
+    options: list[str], message: str, messages: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(JobError, match=message):
+        call("label", "--plan", "--input", str(messages), "--output", str(tmp_path / "out"), *FIELDS, *options)
 
 
 def test_a_schema_is_sent_along_with_a_submitted_job(tmp_path: Path) -> None:
