@@ -83,23 +83,31 @@ class Choices:
         columns: Mapping[str, str],
         spaces: bool = True,
     ) -> None:
-        self.tokenizer, self.columns = tokenizer, columns
+        self.tokenizer, self.columns, self.given = tokenizer, columns, (fields, spaces)
         self.end_ids = frozenset({end_token(tokenizer)})
         named = list(fields) != [""]
-        after = self._tokens("", '"}') if named else []
+        comma, colon = (", ", ": ") if spaces else (",", ":")
         self.fields: list[tuple[str, list[int], dict[str, list[int]]]] = []  # name, tokens before, tokens by label
-        for i, (name, labels) in enumerate(fields.items()):
-            comma, colon = (", ", ": ") if spaces else (",", ":")
-            before = f'{f"{chr(34)}{comma}" if i else "{"}{json.dumps(name)}{colon}"' if named else ""
-            texts = {label: _quoted(label) if named else label for label in labels}
-            tokens = {label: self._tokens(before, text) for label, text in texts.items()}
-            for label, found in tokens.items():
-                written = self._text([*self._tokens("", before), *found])
-                if not found or written != before + texts[label]:
-                    raise AnswerError(f"{_place(name)}label {label!r}: the tokenizer writes it as {written!r}")
+        texts, last = [], ""  # what stands before the labels of a field, and their own texts; a label of the last field
+        for name, labels in fields.items():
+            opening = f'"{comma}' if last else "{"
+            before = f'{opening}"{_quoted(name)}"{colon}"' if named else ""
+            written = {label: _quoted(label) if named else label for label in labels}
+            tokens = {label: self._tokens(before, text) for label, text in written.items()}
             if len({tuple(t) for t in tokens.values()}) < len(tokens):
                 raise AnswerError(f"{_place(name)}two labels have the same tokens")
-            self.fields.append((name, self._tokens("", before), tokens))
+            self.fields.append((name, self._tokens(last, before), tokens))
+            texts.append((before, written))
+            last = next(iter(written.values()))
+        after = self._tokens(last, '"}') if named else []
+        for i, (name, labels) in enumerate(fields.items()):
+            for label in labels:  # in a whole answer, for tokens are read as they stand together
+                chosen = [label if n == i else next(iter(written)) for n, (_, written) in enumerate(texts)]
+                parts = [(before, tokens[c]) for (_, before, tokens), c in zip(self.fields, chosen, strict=True)]
+                found = self._text([t for before, its in parts for t in (*before, *its)] + after)
+                expected = "".join(before + written[c] for (before, written), c in zip(texts, chosen, strict=True))
+                if found != expected + ('"}' if named else ""):
+                    raise AnswerError(f"{_place(name)}label {label!r}: the tokenizer writes the answer as {found!r}")
         node = chain([*after, *self.end_ids], Node())
         for name, before_tokens, tokens in reversed(self.fields):
             try:
@@ -108,6 +116,11 @@ class Choices:
                 raise AnswerError(f"{_place(name)}labels cannot be told apart: {error}") from error
         self.start = node
         self.longest = sum(len(b) + max(map(len, t.values())) for _, b, t in self.fields) + len(after) + 1
+
+    def __reduce__(self) -> Any:
+        # By what it was made of: a trie is as deep as an answer is long, deeper than a pickle may be.
+        fields, spaces = self.given
+        return Choices, (self.tokenizer, fields, self.columns, spaces)
 
     def constraint(self) -> Automaton:
         return Automaton(self.start)
@@ -199,6 +212,9 @@ class Json:
             return from_tokenizer(self.tokenizer, eos_token=self.end)  # type: ignore[arg-type]
         except Exception as error:  # the library's own, of no common kind
             raise AnswerError(f"json_schema: the tokenizer cannot be held to a grammar: {error}") from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_vocabulary"}  # it does not pickle
 
     def constraint(self) -> "Grammar":
         return Grammar(LLMatcher(self._vocabulary, self.grammar, log_level=0), self._vocabulary.vocab_size, self.end)

@@ -8,7 +8,7 @@ bfloat16 may differ by rounding, and the audit tells by how little.
 import json
 import random
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from exspec.pipeline.job import Job
 from exspec.pipeline.output import AUDIT, JOB, read_job, settings
 from exspec.pipeline.prompts import Prompts, RowError
 from exspec.pipeline.report import rebuild, write_report
-from exspec.pipeline.shards import Chunk, Plan, read_chunk
+from exspec.pipeline.shards import Chunk, Plan, read_chunk, vanished
 from exspec.pipeline.storage import Folder
 from exspec.pipeline.weights import local_model
 
@@ -86,7 +86,10 @@ def audit(output: str, options: dict[str, Any], count: int, share: float | None,
     target = local_model(job.target, options)
     pair = load_pair(target, None, getattr(torch, job.dtype), device, job.target_revision)
     contents = Contents(folder)
-    rows = list(_read(job, contents, pair, choose(plan, contents, count, share, seed)))
+    gone = vanished(plan.shards, options)
+    if gone:
+        print(f"{len(gone)} of {len(plan.shards)} shards are no longer in the input and are left out: {min(gone)}, ...")
+    rows = list(_read(job, contents, pair, choose(plan, contents, count, share, seed, gone)))
     shaped = EngineConfig(**description["shape"]).plain()
     answers = job.answers(pair.tokenizer)
     found = [compare("plain decoding in the job's shape", rows, decode(pair.target, shaped, rows), pair, answers)]
@@ -105,15 +108,20 @@ def audit(output: str, options: dict[str, Any], count: int, share: float | None,
     return int(found[0].equal < found[0].rows)
 
 
-def choose(plan: Plan, contents: Contents, count: int, share: float | None, seed: int) -> dict[Chunk, list[int]]:
-    """Rows of finished chunks: of every shard its share of `count`, or `share` of its rows, but one at least."""
+def choose(
+    plan: Plan, contents: Contents, count: int, share: float | None, seed: int, gone: Set[str] = frozenset()
+) -> dict[Chunk, list[int]]:
+    """Rows of finished chunks: of every shard its share of `count`, or `share` of its rows, but one at least.
+
+    gone: shards that cannot be read any more.
+    """
     by_shard = defaultdict(list)
     for chunk in plan.chunks():
-        if chunk in contents:
+        if chunk in contents and chunk.shard.name not in gone:
             by_shard[chunk.shard.name].append(chunk)
     total = sum(chunk.rows for chunks in by_shard.values() for chunk in chunks)
     if total == 0:
-        raise JobError(f"{contents.folder.url}: holds no finished part")
+        raise JobError(f"{contents.folder.url}: holds no finished part whose shard is there")
     part = share if share is not None else min(1.0, count / total)
     chosen: dict[Chunk, list[int]] = defaultdict(list)
     for name, chunks in sorted(by_shard.items()):
@@ -194,8 +202,14 @@ def _first_other(pair: Pair, row: Row, completion: Completion, text: str) -> tup
         place += 1
     assert row.request is not None
     ids = torch.tensor([[*row.request.prompt, *completion.tokens[:place]]], device=pair.target.device)
-    best = pair.target(input_ids=ids).logits[0, -1].float().topk(2).values
-    return place, float(best[0] - best[1])
+    logits = pair.target(input_ids=ids).logits[0, -1].float()
+    if row.request.constraint:
+        walk = row.request.constraint()
+        for token in completion.tokens[:place]:
+            walk.advance(token)
+        logits = logits[tokens_of(walk.allowed())]
+    best = logits.topk(min(2, len(logits))).values
+    return place, float(best[0] - best[1]) if len(best) > 1 else None
 
 
 def _is_greedy(request: Request) -> bool:

@@ -53,7 +53,7 @@ def compact(folder: Folder, target: int) -> Compacted:
     after = written = 0
     while first := ahead.take():
         after += 1
-        if (following := ahead.peek()) and first.weight + following.weight <= target:
+        if (following := ahead.peek()) and _fits(first.weight, len(first.summaries), following, target):
             _merge(folder, first, ahead, target)
             written += 1
     # Only now, for a run may have extended the plan meanwhile.
@@ -180,16 +180,17 @@ class _Ahead:
         return taken
 
 
+def _fits(weight: int, chunks: int, source: _Source, target: int) -> bool:
+    """Whether a source may join a file of this weight and so many chunks."""
+    return weight + source.weight <= target and chunks + len(source.summaries) <= MOST_CHUNKS
+
+
 def _merge(folder: Folder, first: _Source, ahead: _Ahead, target: int) -> None:
     """Merge a file with as many of the next as fit, and put the result in their place."""
     name, taken, chunks = merged_name(first.summaries[0].part), [first.name], list(first.summaries)
     with folder.staged(f"_{name}") as path, _Writer(path, folder, target // 8) as out:
         out.add(first)
-        while (
-            (source := ahead.peek())
-            and out.weight + source.weight <= target
-            and len(chunks) + len(source.summaries) <= MOST_CHUNKS
-        ):
+        while (source := ahead.peek()) and (len(taken) == 1 or _fits(out.weight, len(chunks), source, target)):
             out.add(source)
             taken.append(source.name)
             chunks += source.summaries

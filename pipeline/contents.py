@@ -100,8 +100,26 @@ class Contents:
         return [known[c.part] for c in chunks]
 
     def columns(self, chunks: list[Chunk]) -> Callable[[list[str] | None], Iterator[pa.Table]]:
-        """Reads columns, or all, of the chunks, one table after the other, in order."""
-        return lambda columns: (self.rows(chunk, columns) for chunk in chunks)
+        """Reads columns, or all, of the files that hold these chunks, each once, always in the same order."""
+        files: dict[str, list[Chunk]] = {}
+        for chunk in chunks:
+            files.setdefault(self.file(chunk.part), []).append(chunk)
+        parts = [name for name in files if name in self.parts]
+        merged = {name: self.merged.get(name) or self.waiting[name] for name in files if name not in self.parts}
+
+        def read(columns: list[str] | None) -> Iterator[pa.Table]:
+            for name, file in merged.items():
+                rows = sum(s.rows for s in file.summaries)
+                if sum(chunk.rows for chunk in files[name]) == rows:
+                    yield from read_range(self.folder, name, 0, rows, columns)
+                else:  # it waits to take the place of parts, some of which are still there
+                    yield from (self.rows(chunk, columns) for chunk in files[name])
+            with ThreadPoolExecutor(READERS) as pool:
+                for first in range(0, len(parts), 4 * READERS):
+                    batch = [files[name][0] for name in parts[first : first + 4 * READERS]]
+                    yield from pool.map(lambda chunk: self.rows(chunk, columns), batch)
+
+        return read
 
     def rows(self, chunk: Chunk, columns: list[str] | None) -> pa.Table:
         """Columns of a chunk's rows, or all."""

@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
@@ -157,9 +157,10 @@ class Job(BaseModel):
     def _absolute_folder(cls, value: Any) -> Any:
         return _absolute(value) if value is not None and Path(value).is_dir() else value
 
-    @field_validator("since")
+    @field_validator("since", mode="before")
     @classmethod
-    def _since(cls, value: str | None) -> str | None:
+    def _since(cls, value: Any) -> Any:
+        value = value.isoformat() if isinstance(value, date) else value  # as YAML reads one
         if value not in (None, "last"):
             try:
                 datetime.fromisoformat(str(value))

@@ -60,7 +60,10 @@ class LabelJob(Job):
         pairs = [str(text).partition("=") for text in value]
         if bad := [name for name, _, labels in pairs if not (name and labels)]:
             raise ValueError(f"expected NAME=LABEL,LABEL, not {bad[0]!r}")
-        return {name: labels.split(",") for name, _, labels in pairs}
+        names = [name for name, _, _ in pairs]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"{twice[0]} is given twice; expected all its labels in one NAME=LABEL,LABEL")
+        return {name: [label.strip() for label in labels.split(",")] for name, _, labels in pairs}
 
     @field_validator("json_schema", mode="before")
     @classmethod
@@ -176,10 +179,20 @@ def _as_texts(labels: Any) -> Any:
 
 
 NONE = "(none)"  # the label of an error row; the gold label of a row that has none
+OTHER = "(other)"  # a gold label that is none of the job's
 
 
 def _texts(column: pa.ChunkedArray) -> list[str]:
-    return [NONE if value is None else str(value) for value in column.to_pylist()]
+    return [_text(value) for value in column.to_pylist()]
+
+
+def _text(value: Any) -> str:
+    """A known label as text. Numbers may have become fractions on their way, as tables with gaps make them."""
+    if value is None or value != value:
+        return NONE
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 def _evaluation(counts: Counter[tuple[str, ...]], labels: list[str]) -> dict[str, Any]:
@@ -193,8 +206,12 @@ def _evaluation(counts: Counter[tuple[str, ...]], labels: list[str]) -> dict[str
     known = {key: count for key, count in counts.items() if len(key) == 2 and key[1] != NONE}
     if not known:
         return found
-    classes = list(dict.fromkeys([*labels, *sorted(gold for _, gold in known), *sorted(label for label, _ in known)]))
-    matrix = [[known.get((label, gold), 0) for label in classes] for gold in classes]
+    cells: Counter[tuple[str, str]] = Counter()
+    for (label, gold), count in known.items():
+        cells[label, gold if gold in labels else OTHER] += count
+    seen = {name for cell in cells for name in cell}
+    classes = [*labels, *(name for name in (OTHER, NONE) if name in seen)]
+    matrix = [[cells[label, gold] for label in classes] for gold in classes]
     right, total = [matrix[i][i] for i in range(len(classes))], sum(known.values())
     by_label = [sum(row[i] for row in matrix) for i in range(len(classes))]
     return found | {

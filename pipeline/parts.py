@@ -45,6 +45,8 @@ SUMMARY = b"exspec.summary"
 
 def carried_columns(job: Job, schema: pa.Schema) -> list[str]:
     """Names of the input columns to carry. Raises JobError where one is missing or its name is taken."""
+    if own := [n for n in job.answer_columns().names if n in GENERATED.names or n in WORK]:
+        raise JobError(f"label_column: {own[0]!r} is the name of a column that every output has; take another")
     names = [n for n in schema.names if n != job.id_column] if job.carry is None else job.carry
     for name in names:
         if name not in schema.names:

@@ -287,10 +287,10 @@ def _confusion(field: str, answer: dict[str, Any]) -> str:
         for x, count in enumerate(row):
             if count:
                 axes.text(x, y, str(count), ha="center", va="center", color="white" if shares[y][x] > 0.5 else "black")
-    axes.set_xticks(range(len(labels)), labels, rotation=45, ha="right")
-    axes.set_yticks(range(len(labels)), labels)
-    axes.set_xlabel(f"{field}, as labeled")
-    axes.set_ylabel(f"{field}, as known")
+    axes.set_xticks(range(len(labels)), labels, rotation=45, ha="right", parse_math=False)
+    axes.set_yticks(range(len(labels)), labels, parse_math=False)
+    axes.set_xlabel(f"{field}, as labeled", parse_math=False)
+    axes.set_ylabel(f"{field}, as known", parse_math=False)
     return _svg(figure)
 
 

@@ -47,9 +47,9 @@ def _certainty(table: pa.Table, confidences: list[str]) -> np.ndarray:
 
 
 def _flat(table: pa.Table) -> pa.Table:
-    """Columns that a CSV file can hold: lists and records become JSON."""
+    """Columns that a CSV file can hold: lists, records, bytes and the like become JSON."""
     for i, field in enumerate(table.schema):
-        if pa.types.is_nested(field.type) or pa.types.is_binary(field.type):
+        if not (pa.types.is_primitive(field.type) or pa.types.is_string(field.type) or pa.types.is_null(field.type)):
             texts = [None if v is None else json.dumps(v, default=str) for v in table[i].to_pylist()]
             table = table.set_column(i, field.name, pa.array(texts, pa.string()))
     return table.replace_schema_metadata()

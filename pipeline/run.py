@@ -220,6 +220,10 @@ def execute(prepared: Prepared, retry_errors: bool = False, load: Any = None, qu
     """
     job, folder, plan = prepared.job, prepared.folder, prepared.plan
     chunks, again = prepared.missing, []
+    if retry_errors and job.since:
+        raise JobError(
+            "since: leaves out shards that are done, and --retry-errors reads them again; give one of the two"
+        )
     if retry_errors:
         present = [c for c in plan.chunks() if c in prepared.contents]
         again = [c for c, s in zip(present, prepared.contents.summaries(present), strict=True) if s.errors]
@@ -232,8 +236,10 @@ def execute(prepared: Prepared, retry_errors: bool = False, load: Any = None, qu
     split(folder, contents, {c.part for c in again})  # a part of its own can be replaced
     connect(job)
     where = device(job)
+    # Decided once: a node with a GPU that joins later must not change what actors ask for.
+    job = job.model_copy(update={"device": where})
     check_cluster(job)
-    settled = _settled(prepared, where) if load is None else Settled(prepared.shape.config, [])
+    settled = _settled(replace(prepared, job=job), where) if load is None else Settled(prepared.shape.config, [])
     description = {
         "kind": job.kind,
         "job": job.published(),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 import fsspec
@@ -115,12 +116,16 @@ class Since:
     settled: Set[str]
     newer_than: datetime | None
 
+    @cached_property
+    def planned(self) -> dict[str, Shard]:
+        return {shard.name: shard for shard in self.before.shards} if self.before else {}
+
     def wants(self, name: str, url: str, fs: Any) -> bool:
-        planned = {shard.name: shard for shard in self.before.shards} if self.before else {}
         if name in self.settled:
-            # Its footer is not read again, but rows that were added to it must not be lost.
-            return int(attempt(lambda: fs.info(url))["size"]) != planned[name].size
-        return name in planned or self.newer_than is None or attempt(lambda: fs.modified(url)) > self.newer_than
+            # Its footer is not read again, but what was written to it since must not be passed over.
+            info, shard = attempt(lambda: fs.info(url)), self.planned[name]
+            return (int(info["size"]), etag(info)) != (shard.size, shard.etag)
+        return name in self.planned or self.newer_than is None or attempt(lambda: fs.modified(url)) > self.newer_than
 
 
 def find_shards(
@@ -146,9 +151,10 @@ def find_shards(
     known = decode_schema(before.schema) if before and before.schema else None
     if not places and not (since and known):
         raise JobError(f"input: no Parquet files in {', '.join(urls)}")
-    if since:
-        places = [place for place in places if since.wants(*place)]
     with ThreadPoolExecutor(READERS) as pool:
+        if since:
+            wanted = list(pool.map(lambda place: since.wants(*place), places))
+            places = [place for place, new in zip(places, wanted, strict=True) if new]
         footers = list(pool.map(lambda place: _footer(*place), places))
     if not footers and not known:
         raise JobError(f"input: no Parquet files in {', '.join(urls)} are newer than since tells")
@@ -226,6 +232,17 @@ def _refuse_difference(first: str, schema: pa.Schema, shard: Shard, other: pa.Sc
     extra = [name for name in other.names if name not in schema.names]
     if extra:
         raise JobError(f"{shard.url}: column {extra[0]!r} is not in {first}; expected one schema for all shards")
+
+
+def vanished(shards: list[Shard], options: dict[str, Any]) -> set[str]:
+    """Names of the shards whose files are no longer there."""
+
+    def gone(shard: Shard) -> bool:
+        fs, path = fsspec.url_to_fs(shard.url, **options)
+        return not attempt(lambda: fs.exists(path))
+
+    with ThreadPoolExecutor(READERS) as pool:
+        return {shard.name for shard, is_gone in zip(shards, pool.map(gone, shards), strict=True) if is_gone}
 
 
 def read_chunk(chunk: Chunk, options: dict[str, Any]) -> pa.Table:

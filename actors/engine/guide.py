@@ -87,7 +87,7 @@ class Guide:
 
 def candidate_ids(candidates: Candidates, rows: int, width: int, device: torch.device) -> Tensor:
     """Candidates as [R, width, M], filled up with -1; M is a power of two, so that shapes are few."""
-    most = 1 << max(map(len, candidates.values()), default=1).bit_length()
+    most = 1 << (max(map(len, candidates.values())) - 1).bit_length()
     ids = torch.full((rows, width, most), -1)
     for (row, place), tokens in candidates.items():
         ids[row, place, : len(tokens)] = torch.tensor(tokens)

@@ -2,12 +2,15 @@
 
 import json
 import math
+import pickle
 from typing import Any
 
 import jsonschema
 import pyarrow as pa
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from exspec.actors.answers import AnswerError, Choices, FreeText, Json, asked
 from exspec.actors.engine import Completion, Engine, EngineConfig, Request, SequenceStatistics
@@ -140,7 +143,7 @@ def test_what_cannot_be_asked_for_is_refused_by_name(pair: Pair) -> None:
         def decode(self, *args: Any, **kwargs: Any) -> Any:
             return pair.tokenizer.decode(*args, **kwargs)
 
-    assert "label 'a': the tokenizer writes it as 'A'" in refusal(
+    assert "label 'a': the tokenizer writes the answer as 'A'" in refusal(
         lambda: Choices(Upper(), {"": ["a", "b"]}, {"": "label"})  # type: ignore[arg-type]
     )
 
@@ -155,3 +158,33 @@ def test_a_number_that_no_column_holds_is_an_error_of_its_row(pair: Pair) -> Non
     with pytest.raises(AnswerError, match="does not meet the schema"):
         answers.read(completion, '{"n": "five"}')
     assert FreeText().read(completion, "x") == {}
+
+
+def test_answers_go_to_other_processes_however_long_they_are(pair: Pair) -> None:
+    """Ray pickles the requests of a sample; what makes their constraints goes along."""
+    fields = {f"field {i}": ["yes", "no", "perhaps"] for i in range(60)}
+    answers = Choices(pair.tokenizer, fields, {name: name for name in fields})
+    copied = pickle.loads(pickle.dumps(answers.constraint))()
+    assert copied.allowed().tolist() == answers.constraint().allowed().tolist()
+    schema = Json(pair.tokenizer, SCHEMA, COLUMNS)
+    first = schema.constraint().allowed().tolist()
+    assert pickle.loads(pickle.dumps(schema.constraint))().allowed().tolist() == first
+
+
+def test_a_tokenizer_that_begins_every_text_with_a_space_writes_none_between() -> None:
+    """As those of Llama 2 and Mistral do: a text behind another one gets no space of its own."""
+    letters = sorted(set('▁{}":, abcdefghilmnorstuvwy_'))
+    vocabulary = {letter: i for i, letter in enumerate(["<s>", "</s>", *letters])}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<s>"))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>")
+    fields = {"a": ["high", "low"], "b": ["yes", "no"]}
+    answers = Choices(tokenizer, fields, {name: name for name in fields})
+    walk, tokens = answers.constraint(), []
+    while (allowed := tokens_of(walk.allowed())) != [tokenizer.eos_token_id]:
+        tokens.append(allowed[0])
+        walk.advance(allowed[0])
+    text = tokenizer.decode(tokens)
+    values = answers.read(Completion(0, [*tokens, 1], "stop", 1, SequenceStatistics()), text)
+    assert text == json.dumps({name: values[name] for name in fields})

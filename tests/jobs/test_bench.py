@@ -117,7 +117,7 @@ def test_a_columns_item_and_what_is_wrong_with_it(tmp_path: Path) -> None:
             "--methods: 'magic' is unknown, expected some of plain, eqspec, exspec, auto, generate, assisted",
         ),
         (["--target", "somewhere"], "--target and --draft: expected both or neither"),
-        (["--prompts", "missing.jsonl"], "No such file or directory: 'missing.jsonl'"),
+        (["--prompts", "missing.jsonl"], "missing.jsonl: No such file or directory"),
         (["--max-new-tokens", "1024"], "no prompt is left that fits the model's context with 1024 new tokens"),
     ],
 )

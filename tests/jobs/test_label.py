@@ -2,6 +2,7 @@
 
 import csv
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from exspec.jobs import cli, submit
 from exspec.jobs.demo.messages import CATEGORIES
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job import load_job
-from exspec.pipeline.labels import LabelJob
+from exspec.pipeline.labels import NONE, LabelJob, _evaluation
+from exspec.pipeline.report import _confusion
 
 FIELDS = ["--fields", f"category={','.join(CATEGORIES)}", "--fields", "urgency=high,low,normal", "--no-json-spaces"]
 GOLD = ["--gold-column", "category=category", "--gold-column", "urgency=urgency"]
@@ -42,8 +44,12 @@ def rows_of(out: Path) -> list[dict[str, Any]]:
 def test_labels_with_gold_review_report_and_audit(messages: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     source = ["label", "--input", str(messages), "--output", str(out)]
-    result = call(*source, *FIELDS, *GOLD, *SMALL, "--review-share", "0.25")
+    result = call(*source, *FIELDS, *SMALL)
     assert result.exit_code == 0, result.output
+    assert "accuracy" not in result.output
+    result = call(*source, *FIELDS, *GOLD, *SMALL, "--review-share", "0.25")  # known labels that turn up later
+    assert result.exit_code == 0, result.output
+    assert "nothing to do" in result.output
     rows = rows_of(out)
     assert len(rows) == 24
     for row in rows:
@@ -84,6 +90,33 @@ def test_labels_with_gold_review_report_and_audit(messages: Path, tmp_path: Path
     (difference,) = json.loads((out / "_audit.json").read_text())["comparisons"][0]["differences"]
     assert difference["id"] == table["id"][3].as_py()
     assert json.loads(difference["stored"]) == {"label_urgency": labels[3]}
+
+    before = json.loads((out / "_report.json").read_text())["answers"]
+    assert call("compact", str(out)).exit_code == 0
+    assert len(list(out.glob("part-*"))) == 1
+    assert call("report", str(out)).exit_code == 0
+    assert json.loads((out / "_report.json").read_text())["answers"] == before
+
+
+@pytest.mark.usefixtures("ray_session")
+@pytest.mark.parametrize("form", [["--json-schema", '{"enum": ["red", "green", "blue"]}'], FIELDS])
+def test_the_shape_of_a_labeling_job_is_measured(form: list[str], messages: Path, tmp_path: Path) -> None:
+    """On requests with their constraints, in another process."""
+    tuned = ["--tune-from", "1", "--tune-seconds", "2", "--quiet"]
+    result = call("label", "--input", str(messages), "--output", str(tmp_path / "out"), *form, *tuned)
+    assert result.exit_code == 0, result.output
+    assert "(measured in" in result.output
+    assert len(rows_of(tmp_path / "out")) == 24
+
+
+def test_a_matrix_of_odd_labels_is_drawn() -> None:
+    labels = ["$5_$", "a$ ^$b", "<b>"]
+    counts = Counter({("$5_$", "a$ ^$b"): 2, ("<b>", "<b>"): 1, ("$5_$", "another"): 1, ("$5_$", NONE): 4})
+    found = _evaluation(counts, labels)
+    assert found["matrix"] == [[0, 0, 0, 0], [2, 0, 0, 0], [0, 0, 1, 0], [1, 0, 0, 0]]
+    assert [c["label"] for c in found["classes"]] == [*labels, "(other)"]
+    assert (found["accuracy"], found["rows_with_gold"]) == (0.25, 4)
+    assert _confusion("$x^$", found).startswith("<svg")
 
 
 @pytest.mark.usefixtures("ray_session")
@@ -146,12 +179,19 @@ def test_plan_of_a_labeling_job_runs_nothing(messages: Path, tmp_path: Path) -> 
         ({"json_schema": "no-such-file.json"}, "json_schema: cannot be read: .*no-such-file.json"),
         ({"json_schema": "{]"}, "json_schema: not JSON"),
         ({"json_schema": "{}", "review_share": 0.1}, "review_share need labels or fields"),
+        ({"fields": ["x=a,b", "x=c,d"]}, "fields: x is given twice"),
         ({"labels": ["a", "b"], "since": "yesterday"}, "since: expected last, or a date"),
     ],
 )
 def test_settings_that_cannot_work_are_one_sentence(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(JobError, match=message):
         load_job(LabelJob, None, {"target": "x", "input": "in", "output": "out", **settings})
+
+
+def test_a_label_column_is_no_column_of_every_output(messages: Path, tmp_path: Path) -> None:
+    options = ["--labels", "a", "--labels", "b", "--label-column", "accepted"]
+    with pytest.raises(JobError, match="label_column: 'accepted' is the name of a column that every output has"):
+        call("label", "--plan", "--input", str(messages), "--output", str(tmp_path / "out"), *options)
 
 
 def test_numbers_are_labels_as_they_are_written() -> None:
