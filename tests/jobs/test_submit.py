@@ -79,6 +79,8 @@ def test_a_job_is_followed_left_followed_again_and_cancelled(head: Head, message
 
     follow = [EXSPEC, "logs", "long", "--follow"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # As in a terminal: what is started in the background by a script ignores the interrupt, and so do its children.
+    pipes["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(follow, env=head.environment(), **pipes) as first:
         assert first.stdout is not None
         assert any("Running entrypoint" in line for line in first.stdout)

@@ -8,6 +8,7 @@ import functools
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,11 +47,32 @@ SEEN = ("/usr",)  # of the machine, besides Python and this repository
 
 @functools.cache
 def obstacle() -> str | None:
-    """Why containers cannot be imitated here, if they cannot."""
+    """Why containers cannot be imitated here, if they cannot: one that does nothing is tried."""
     if sys.platform != "linux" or os.getuid() != 0:
         return "imitating a container takes root on Linux"
-    done = subprocess.run(["unshare", "--mount", "--pid", "--fork", "true"], capture_output=True, text=True)
-    return f"imitating a container takes namespaces: {done.stderr.strip()}" if done.returncode else None
+    with tempfile.TemporaryDirectory(prefix="exspec-") as made:
+        root, home = Path(made, "root"), Path(made, "home")
+        root.mkdir()
+        home.mkdir()
+        trial = _inside(str(root), "10001:10001", [*_machine(), (str(home), "/tmp", "rw")], {}, "/tmp")
+        done = subprocess.run([*trial, "python", "-c", "import exspec.jobs"], capture_output=True, text=True)
+    return f"a container cannot be imitated: {done.stderr.strip()[-200:]}" if done.returncode else None
+
+
+def _machine() -> list[tuple[str, str, str]]:
+    """What a container sees of the machine."""
+    prefixes = {str(ROOT), sys.prefix, sys.base_prefix}
+    return [(path, path, "ro") for path in (*SEEN, *sorted(prefixes)) if Path(path).is_dir()]
+
+
+def _inside(root: str, user: str, mounts: list[tuple[str, str, str]], env: dict[str, str], home: str) -> list[str]:
+    """The beginning of a command line that runs inside a container."""
+    variables = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "LANG": "C.UTF-8", **env}
+    return [
+        *("unshare", "--mount", "--propagation", "private", "--pid", "--fork"),
+        *("sh", "-c", SETUP, "setup", root, user, str(len(mounts)), *(word for m in mounts for word in m)),
+        *("env", "-i", f"--chdir={home}", *(f"{k}={v}" for k, v in variables.items())),
+    ]
 
 
 def command(
@@ -63,8 +85,7 @@ def command(
     spec = template["spec"]
     (container,) = (c for c in spec["containers"] if c["name"] == name)
     security = spec["securityContext"]
-    prefixes = {str(ROOT), sys.prefix, sys.base_prefix}
-    mounts = [(path, path, "ro") for path in (*SEEN, *sorted(prefixes)) if Path(path).is_dir()]
+    mounts = _machine()
     for mount in sorted(container["volumeMounts"], key=lambda m: str(m["mountPath"])):
         (volume,) = (v for v in spec["volumes"] if v["name"] == mount["name"])
         if volume.get("emptyDir", {}).get("medium") == "Memory":
@@ -82,12 +103,7 @@ def command(
     root = volumes / "root"
     root.mkdir(parents=True, exist_ok=True)
     user = f"{security['runAsUser']}:{security['runAsGroup']}"
-    variables = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "LANG": "C.UTF-8", **env}
-    return [
-        *("unshare", "--mount", "--propagation", "private", "--pid", "--fork"),
-        *("sh", "-c", SETUP, "setup", str(root), user, str(len(mounts)), *(word for m in mounts for word in m)),
-        *("env", "-i", f"--chdir={env['HOME']}", *(f"{k}={v}" for k, v in variables.items()), *argv),
-    ]
+    return [*_inside(str(root), user, mounts, env, env["HOME"]), *argv]
 
 
 class Running:
