@@ -271,7 +271,7 @@ def report(
 ) -> None:
     """Build the report of a job again from its parts, and compare jobs side by side.
 
-    The last line is one JSON object.
+    The last line is JSON: a list with an object for each output.
     """
     from exspec.jobs import report as job
 

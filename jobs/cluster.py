@@ -42,6 +42,8 @@ class Cluster:
         for talkative in TALKATIVE:
             logging.getLogger(talkative).setLevel(logging.WARNING)
         self.address = address or find_address()
+        if not self.address.startswith(("http://", "https://")):
+            raise JobError(f"address {self.address}: expected the URL of the cluster's dashboard, as http://HOST:8265")
         self.token = token or find_token()
         os.environ["RAY_API_SERVER_ADDRESS"] = self.address  # Ray's client puts its variables above what it is given
         headers = {"Authorization": f"Bearer {self.token}"} if self.token else None

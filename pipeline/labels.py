@@ -102,7 +102,8 @@ class LabelJob(Job):
             raise ValueError("gold_column and review_share need labels or fields")
         if unknown := [name for name in self.gold if name not in self.choices]:
             expected = f"FIELD=COLUMN with one of {', '.join(self.fields)}" if self.fields else "a column"
-            raise ValueError(f"gold_column: expected {expected}, not {unknown[0]!r}")
+            wrong = next(text for text in self.gold_column if text.rpartition("=")[0] == unknown[0])
+            raise ValueError(f"gold_column: expected {expected}, not {wrong!r}")
         return self
 
     @property

@@ -174,7 +174,7 @@ def test_plan_of_a_labeling_job_runs_nothing(messages: Path, tmp_path: Path) -> 
             "two answers would fill the column 'label_x_confidence'",
         ),
         ({"fields": ["x"]}, "fields: expected NAME=LABEL,LABEL, not 'x'"),
-        ({"labels": ["a", "b"], "gold_column": "x=gold"}, "gold_column: expected a column, not 'x'"),
+        ({"labels": ["a", "b"], "gold_column": "x=gold"}, "gold_column: expected a column, not 'x=gold'"),
         ({"labels": ["a", "b"], "stop": ["."]}, "an answer ends where it is complete"),
         ({"json_schema": "no-such-file.json"}, "json_schema: cannot be read: .*no-such-file.json"),
         ({"json_schema": "{]"}, "json_schema: not JSON"),

@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 from exspec.jobs import cli
 from exspec.jobs.cluster import Cluster, exit_code, outcome
 from exspec.jobs.wheel import build_wheel
+from exspec.pipeline.errors import JobError
 from tests.jobs.cluster import Head, ray_head
 
 ROOT = Path(__file__).parents[2]
@@ -286,3 +287,9 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     assert not [name for name in names if "__pycache__" in name]
     content = wheel.read_bytes()
     assert (build_wheel(tmp_path) == wheel, wheel.read_bytes() == content) == (True, True), "it is named by its content"
+
+
+@pytest.mark.parametrize("address", ["localhost:8265", "ray://localhost:10001"])
+def test_an_address_is_that_of_a_dashboard(address: str) -> None:
+    with pytest.raises(JobError, match=f"address {address}: expected the URL of the cluster's dashboard"):
+        Cluster(address)
