@@ -20,6 +20,8 @@ from transformers import PreTrainedTokenizerBase
 from exspec.actors.engine.constraint import BITS, Automaton, MakeConstraint, Node, chain, choice, mask_of
 from exspec.actors.engine.request import Completion, Scores
 
+SEPARATORS = {True: (", ", ": "), False: (",", ":")}  # of JSON's items and of its keys, with spaces or without
+
 
 class AnswerError(ValueError):
     """Answers that cannot be asked for, or a completion that is none; the message says why."""
@@ -86,7 +88,7 @@ class Choices:
         self.tokenizer, self.columns, self.given = tokenizer, columns, (fields, spaces)
         self.end_ids = frozenset({end_token(tokenizer)})
         named = list(fields) != [""]
-        comma, colon = (", ", ": ") if spaces else (",", ":")
+        comma, colon = SEPARATORS[spaces]
         self.fields: list[tuple[str, list[int], dict[str, list[int]]]] = []  # name, tokens before, tokens by label
         texts, last = [], ""  # what stands before the labels of a field, and their own texts; a label of the last field
         for name, labels in fields.items():
@@ -199,7 +201,7 @@ class Json:
             jsonschema.Draft202012Validator.check_schema(schema)
         except jsonschema.SchemaError as error:
             raise AnswerError(f"json_schema: {error.json_path}: {error.message}") from error
-        comma, colon = (", ", ": ") if spaces else (",", ":")
+        comma, colon = SEPARATORS[spaces]
         form = {"whitespace_flexible": False, "item_separator": comma, "key_separator": colon}
         self.grammar = LLMatcher.grammar_from_json_schema(dict(schema), defaults=form)  # type: ignore[arg-type]
         wrong, messages = LLMatcher.validate_grammar_with_warnings(self.grammar)

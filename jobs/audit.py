@@ -29,7 +29,7 @@ from exspec.pipeline.errors import JobError
 from exspec.pipeline.job import Job
 from exspec.pipeline.output import AUDIT, JOB, read_job, settings
 from exspec.pipeline.prompts import Prompts, RowError
-from exspec.pipeline.report import rebuild, write_report
+from exspec.pipeline.report import rewrite
 from exspec.pipeline.shards import Chunk, Plan, read_chunk, vanished
 from exspec.pipeline.storage import Folder
 from exspec.pipeline.weights import local_model
@@ -102,8 +102,7 @@ def audit(output: str, options: dict[str, Any], count: int, share: float | None,
         )
     report = {"sample": len(rows), "seed": seed, "comparisons": [asdict(c) for c in found]}
     folder.write(AUDIT, json.dumps(report, indent=1).encode())
-    rebuilt = rebuild(folder)
-    write_report(rebuilt, rebuilt.figures(), folder)
+    rewrite(folder)
     _show(found, folder)
     return int(found[0].equal < found[0].rows)
 

@@ -144,6 +144,11 @@ def bench(
     job.run(settings)
 
 
+Restart = Annotated[bool, typer.Option(help="Move the output aside and start over.")]
+RetryErrors = Annotated[bool, typer.Option(help="Run rows again that have an error.")]
+Quiet = Annotated[bool, typer.Option(help="Show no progress.")]
+
+
 @command(
     "exspec run --input messages/ --output out/",
     "exspec run --job job.yaml --limit 100",
@@ -153,9 +158,9 @@ def bench(
 def run(
     job: Path | None,
     flags: dict[str, Any],
-    restart: Annotated[bool, typer.Option(help="Move the output aside and start over.")] = False,
-    retry_errors: Annotated[bool, typer.Option(help="Run rows again that have an error.")] = False,
-    quiet: Annotated[bool, typer.Option(help="Show no progress.")] = False,
+    restart: Restart = False,
+    retry_errors: RetryErrors = False,
+    quiet: Quiet = False,
 ) -> None:
     """Generate completions for Parquet shards. Run it again to resume: only what is missing runs.
 
@@ -189,9 +194,9 @@ def label(
     job: Path | None,
     flags: dict[str, Any],
     plan: Annotated[bool, typer.Option("--plan", help="Show what the job would do, and run nothing.")] = False,
-    restart: Annotated[bool, typer.Option(help="Move the output aside and start over.")] = False,
-    retry_errors: Annotated[bool, typer.Option(help="Run rows again that have an error.")] = False,
-    quiet: Annotated[bool, typer.Option(help="Show no progress.")] = False,
+    restart: Restart = False,
+    retry_errors: RetryErrors = False,
+    quiet: Quiet = False,
 ) -> None:
     """Label the rows of Parquet shards: one label of a list, one of each of several fields, or JSON of a schema.
 

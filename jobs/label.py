@@ -8,7 +8,7 @@ from exspec.jobs import run as jobs
 from exspec.pipeline.contents import Contents
 from exspec.pipeline.labels import LabelJob
 from exspec.pipeline.output import JOB, read_job
-from exspec.pipeline.report import rebuild, write_report
+from exspec.pipeline.report import rewrite
 from exspec.pipeline.review import REVIEW, write_review
 from exspec.pipeline.run import execute, prepare
 from exspec.pipeline.storage import Folder
@@ -35,8 +35,6 @@ def _compare(job: LabelJob, folder: Folder) -> None:
         return
     description["job"]["gold_column"] = job.gold_column
     folder.write(JOB, json.dumps(description, indent=1).encode())
-    report = rebuild(folder)
-    figures = report.figures()
-    write_report(report, figures, folder)
+    report, figures = rewrite(folder)
     for line in report.closing_lines(figures, folder.url):
         print(line)

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from exspec.pipeline.report import price, rebuild, write_report
+from exspec.pipeline.report import price, rewrite
 from exspec.pipeline.storage import Folder
 
 COMPARED = ("rows", "errors", "completion_tokens", "seconds", "tokens_per_second", "acceptance_rate",
@@ -14,13 +14,11 @@ COMPARED = ("rows", "errors", "completion_tokens", "seconds", "tokens_per_second
 
 
 def report(outputs: list[str], options: dict[str, Any], price_per_gpu_hour: float | None) -> None:
-    """Write every output's report anew, and print the figures of all in one table. The last line is one JSON object."""
+    """Write every output's report anew, and print the figures of all in one table. The last line is a JSON list."""
     jobs = []
     for output in outputs:
         folder = Folder(output, options)
-        rebuilt = rebuild(folder)
-        figures = rebuilt.figures()
-        write_report(rebuilt, figures, folder)
+        rebuilt, figures = rewrite(folder)
         jobs.append(_figures(output, rebuilt.description, figures, price_per_gpu_hour))
     table = Table(title="jobs")
     table.add_column("")

@@ -128,8 +128,6 @@ def rebuild(folder: Folder) -> Report:
     missing = [str(c) for c in chunks if c not in contents]
     job = settings(description, folder.options)
     report.complete(contents.summaries(present), missing, job.evaluate(contents.columns(present)))
-    if AUDIT in names:
-        report.audit = json.loads(folder.read(AUDIT))
     if REPORT in names:
         report.occupancy = json.loads(folder.read(REPORT))["occupancy"]
     return report
@@ -168,7 +166,18 @@ def _busy_seconds(spans: list[tuple[float, float]]) -> float:
     return busy
 
 
+def rewrite(folder: Folder) -> tuple[Report, dict[str, Any]]:
+    """Write the report of a job anew from its parts; returns it with its figures."""
+    report = rebuild(folder)
+    figures = report.figures()
+    write_report(report, figures, folder)
+    return report, figures
+
+
 def write_report(report: Report, figures: dict[str, Any], folder: Folder) -> None:
+    """Write both forms of the report, with the audit that lies in the folder."""
+    if folder.exists(AUDIT):
+        report.audit = json.loads(folder.read(AUDIT))
     folder.write(REPORT, json.dumps(figures | {"job": report.description, "audit": report.audit}, indent=1).encode())
     folder.write("_report.html", render(report, figures).encode())
 

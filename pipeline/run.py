@@ -22,7 +22,7 @@ from exspec.pipeline.contents import Contents
 from exspec.pipeline.errors import BrokenOffError, JobError
 from exspec.pipeline.graph import PairLoader, check_cluster, connect, device, on_a_device, summaries
 from exspec.pipeline.job import Job, fingerprint
-from exspec.pipeline.output import AUDIT, JOB, PLAN, SUCCESS, read_job
+from exspec.pipeline.output import JOB, PLAN, SUCCESS, read_job
 from exspec.pipeline.parts import PartSink, carried_columns
 from exspec.pipeline.progress import Progress
 from exspec.pipeline.prompts import Prompts, prompt_column
@@ -298,8 +298,6 @@ def finish(prepared: Prepared, report: Report) -> int:
     parts = contents.summaries(present)
     wrong = [c for c, s in zip(present, parts, strict=True) if s.rows != c.rows]
     report.complete(parts, [str(c) for c in (*missing, *wrong)], prepared.job.evaluate(contents.columns(present)))
-    if folder.exists(AUDIT):  # of rows that are still there
-        report.audit = json.loads(folder.read(AUDIT))
     figures = report.figures()
     for line in report.closing_lines(figures, folder.url):
         print(line)
