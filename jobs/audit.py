@@ -28,9 +28,10 @@ from exspec.pipeline.contents import Contents
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job import Job
 from exspec.pipeline.output import AUDIT, JOB, read_job, settings
+from exspec.pipeline.plan import Chunk, Plan
 from exspec.pipeline.prompts import Prompts, RowError
 from exspec.pipeline.report import rewrite
-from exspec.pipeline.shards import Chunk, Plan, read_chunk, vanished
+from exspec.pipeline.shards import read_chunk, vanished
 from exspec.pipeline.storage import Folder
 from exspec.pipeline.weights import local_model
 

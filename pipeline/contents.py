@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.parts import SUMMARY, Summary
-from exspec.pipeline.shards import Chunk
+from exspec.pipeline.plan import Chunk
 from exspec.pipeline.storage import Folder, attempt
 
 MERGED = b"exspec.merged"

@@ -23,8 +23,9 @@ from exspec.pipeline.job import Job
 from exspec.pipeline.ledger import RayLedger
 from exspec.pipeline.metrics import RayMeter
 from exspec.pipeline.parts import PartSink, carried_columns
+from exspec.pipeline.plan import Chunk
 from exspec.pipeline.prompts import Prompts, RowError
-from exspec.pipeline.shards import Chunk, read_chunk
+from exspec.pipeline.shards import read_chunk
 from exspec.pipeline.storage import Folder
 from exspec.pipeline.weights import local_model
 

@@ -6,7 +6,7 @@ from typing import Any
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job import Job
 from exspec.pipeline.labels import LabelJob
-from exspec.pipeline.shards import Plan
+from exspec.pipeline.plan import Plan
 from exspec.pipeline.storage import Folder
 
 JOB, PLAN, SUCCESS = "_job.json", "_plan.json", "_SUCCESS"

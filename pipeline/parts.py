@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from exspec.actors.generator import WORK, RowResult
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job import Job
-from exspec.pipeline.shards import Chunk
+from exspec.pipeline.plan import Chunk
 from exspec.pipeline.storage import Folder
 
 _COLUMNS: dict[str, tuple[pa.DataType, str]] = {

@@ -14,7 +14,7 @@ from exspec.actors.engine import Request, Sampling
 from exspec.actors.models import StopStrings
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job import Job
-from exspec.pipeline.shards import Shard
+from exspec.pipeline.plan import Shard
 
 DEFAULT_COLUMNS = ("messages", "prompt", "message", "text")
 

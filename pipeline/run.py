@@ -24,11 +24,12 @@ from exspec.pipeline.graph import PairLoader, check_cluster, connect, device, on
 from exspec.pipeline.job import Job, fingerprint
 from exspec.pipeline.output import JOB, PLAN, SUCCESS, read_job
 from exspec.pipeline.parts import PartSink, carried_columns
+from exspec.pipeline.plan import Chunk, Plan, encode_schema
 from exspec.pipeline.progress import Progress
 from exspec.pipeline.prompts import Prompts, prompt_column
 from exspec.pipeline.report import Report, write_report
 from exspec.pipeline.shape import LONGEST, Settled, Shape, sample, settle, shape_of, stored_shape
-from exspec.pipeline.shards import Chunk, Plan, Since, encode_schema, find_shards
+from exspec.pipeline.shards import Since, find_shards
 from exspec.pipeline.storage import Folder
 from exspec.pipeline.weights import local_model, model_digest
 

@@ -14,8 +14,9 @@ from exspec.actors.engine.twin import packs
 from exspec.actors.models import load_pair
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job import AUTO, Job
+from exspec.pipeline.plan import Plan
 from exspec.pipeline.prompts import Prompts, RowError
-from exspec.pipeline.shards import Plan, read_chunk
+from exspec.pipeline.shards import read_chunk
 from exspec.pipeline.weights import local_model
 
 LONGEST = 4096  # tokens of a slot unless the job says otherwise

@@ -1,11 +1,8 @@
-"""The input: Parquet shards, found and measured by their footers, and the plan of chunks over them."""
+"""The input: Parquet shards, found and measured by their footers, and read."""
 
-import base64
-import hashlib
-import json
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from typing import Any
@@ -15,97 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from exspec.pipeline.errors import JobError
+from exspec.pipeline.plan import Chunk, Plan, Shard, decode_schema
 from exspec.pipeline.storage import attempt, etag
 
 READERS = 16  # footers read at once
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One input Parquet file. name: its path below the input folder; etag: what tells a changed file."""
-
-    name: str
-    url: str
-    rows: int
-    size: int
-    etag: str
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A range of a shard's rows: the unit of dispatch, commit and resume."""
-
-    shard: Shard
-    first: int
-    rows: int
-
-    @property
-    def part(self) -> str:
-        """Name of the output file that holds this chunk and nothing else."""
-        digest = hashlib.sha256(self.shard.name.encode()).hexdigest()[:8]
-        stem = self.shard.name.rsplit("/", 1)[-1].removesuffix(".parquet")
-        return f"part-{stem}-{digest}-{self.first:010d}-{self.rows}.parquet"
-
-    def __str__(self) -> str:
-        return f"{self.shard.url}, rows {self.first} to {self.first + self.rows - 1}"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The shards of a job in a fixed order, and how they are cut. `limit` takes the first rows only."""
-
-    shards: list[Shard]
-    rows_per_chunk: int
-    limit: int | None = None
-    schema: str = ""  # that the shards share, as Arrow serializes it, in base64
-
-    @property
-    def rows(self) -> int:
-        total = sum(shard.rows for shard in self.shards)
-        return total if self.limit is None else min(total, self.limit)
-
-    def chunks(self) -> Iterator[Chunk]:
-        left = self.rows
-        for shard in self.shards:
-            for first in range(0, shard.rows, self.rows_per_chunk):
-                rows = min(self.rows_per_chunk, shard.rows - first, left)
-                if rows <= 0:
-                    return
-                left -= rows
-                yield Chunk(shard, first, rows)
-
-    def to_json(self) -> bytes:
-        return json.dumps(asdict(self), indent=1).encode()
-
-    @classmethod
-    def from_json(cls, content: bytes) -> "Plan":
-        loaded = json.loads(content)
-        return cls(**loaded | {"shards": [Shard(**s) for s in loaded["shards"]]})
-
-    def settled(self, done: Callable[[Chunk], bool]) -> set[str]:
-        """Names of the shards all of whose chunks are done."""
-        missing = {chunk.shard.name for chunk in self.chunks() if not done(chunk)}
-        return {shard.name for shard in self.shards} - missing
-
-    def extended(self, found: list[Shard], settled: Set[str] = frozenset()) -> "Plan":
-        """This plan with the shards that have arrived since appended. Those that are settled need not be found.
-
-        Raises JobError naming a planned shard that has changed or vanished.
-        """
-        now = {shard.name: shard for shard in found}
-        for shard in self.shards:
-            other = now.pop(shard.name, shard if shard.name in settled else None)
-            if other is None:
-                raise JobError(f"{shard.url}: planned shard has vanished; put it back, or start over with --restart")
-            if (other.rows, other.size, other.etag) != (shard.rows, shard.size, shard.etag):
-                raise JobError(
-                    f"{shard.url}: planned shard has changed ({shard.rows} rows and {shard.size} bytes then, "
-                    f"{other.rows} and {other.size} now); put it back, or start over with --restart"
-                )
-        # As found now: an input that was moved as a whole is read from where it is.
-        current = {shard.name: shard for shard in found}
-        kept = [current.get(shard.name, shard) for shard in self.shards]
-        return replace(self, shards=[*kept, *(s for s in found if s.name in now)])
 
 
 @dataclass(frozen=True)
@@ -211,14 +121,6 @@ def _footer(name: str, url: str, fs: Any) -> tuple[Shard, pa.Schema]:
         raise JobError(f"{url}: cannot be read: {error}") from error
     shard = Shard(name, url, metadata.num_rows, int(info["size"]), etag(info))
     return shard, metadata.schema.to_arrow_schema().remove_metadata()
-
-
-def encode_schema(schema: pa.Schema) -> str:
-    return base64.b64encode(schema.serialize()).decode()
-
-
-def decode_schema(text: str) -> pa.Schema:
-    return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text)))
 
 
 def _refuse_difference(first: str, schema: pa.Schema, shard: Shard, other: pa.Schema) -> None:

@@ -19,8 +19,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from exspec.actors.engine import Completion, EngineConfig, EngineStatistics, Request, SequenceStatistics
+from exspec.pipeline.plan import Plan, Shard
 from exspec.pipeline.run import execute, prepare
-from exspec.pipeline.shards import Plan, Shard, find_shards
+from exspec.pipeline.shards import find_shards
 from exspec.pipeline.storage import Folder
 from tests.pipeline import jobs
 

@@ -22,9 +22,9 @@ from exspec.pipeline.contents import Contents
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.output import read_job
 from exspec.pipeline.parts import GENERATED, SUMMARY, summarize
+from exspec.pipeline.plan import Plan, Shard
 from exspec.pipeline.report import rebuild
 from exspec.pipeline.run import execute, prepare
-from exspec.pipeline.shards import Plan, Shard
 from exspec.pipeline.storage import Folder
 from tests.pipeline import jobs
 

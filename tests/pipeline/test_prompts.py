@@ -9,8 +9,8 @@ from transformers import AutoTokenizer
 from exspec.jobs.demo import TARGET
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job import Job
+from exspec.pipeline.plan import Shard
 from exspec.pipeline.prompts import Prompts, RowError, row_seed
-from exspec.pipeline.shards import Shard
 
 SHARD = Shard("a.parquet", "a.parquet", 9, 9, "")
 USER = {"role": "user", "content": "Hi"}

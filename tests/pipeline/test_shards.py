@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.shards import Chunk, Plan, Shard, find_shards, read_chunk
+from exspec.pipeline.plan import Chunk, Plan, Shard
+from exspec.pipeline.shards import find_shards, read_chunk
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 20), st.none() | st.integers(1, 100))
