@@ -1,5 +1,6 @@
 """The output: one Parquet part a chunk, all with one schema, and what its footer tells of it."""
 
+import hashlib
 import io
 import json
 import time
@@ -13,9 +14,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from exspec.actors.generator import WORK, RowResult
+from exspec.pipeline.contents import read_range
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job import Job
 from exspec.pipeline.plan import Chunk
+from exspec.pipeline.state import File, Summary
 from exspec.pipeline.storage import Folder
 
 _COLUMNS: dict[str, tuple[pa.DataType, str]] = {
@@ -40,7 +43,7 @@ _COLUMNS: dict[str, tuple[pa.DataType, str]] = {
     "seconds_decode": (pa.float32(), "seconds from the first round to the end"),
 }
 GENERATED = pa.schema([pa.field(n, t, metadata={"description": d}) for n, (t, d) in _COLUMNS.items()])
-SUMMARY = b"exspec.summary"
+FOOTER = b"exspec"
 
 
 def carried_columns(job: Job, schema: pa.Schema) -> list[str]:
@@ -60,77 +63,119 @@ def carried_columns(job: Job, schema: pa.Schema) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Summary:
-    """What a part's footer tells of its chunk, and the driver folds into progress and report.
-
-    lengths: rows by completion length in tokens; JSON makes its keys strings.
+class Task:
+    """A chunk to be worked on. file: where its rows lie already, from row `start` on, of which those with an error are
+    to be decoded again.
     """
 
-    part: str
-    rows: int
-    errors: int
-    prompt_tokens: int
-    completion_tokens: int
-    drafted_by_position: list[int]
-    accepted_by_position: list[int]
-    rounds: int
-    forced: int
-    lengths: dict[str, int]
-    actor: str
-    started: float
-    ended: float
-    attempt: int
+    chunk: Chunk
+    file: str | None = None
+    start: int = 0
+
+    @property
+    def key(self) -> str:
+        return f"{self.chunk.number}:{self.chunk.first}"
+
+    def __str__(self) -> str:
+        return str(self.chunk)
 
 
 class PartSink:
-    """Where an actor commits chunks: one atomic write each; a part that is there is never written again.
+    """Where an actor leaves the rows of a chunk: one file, staged whole under a name of its own, that says whose it is.
 
-    So two runs of one job cannot double or spoil a part: the first writer wins, and the other's work is dropped.
-    With `retry` the part is replaced: rows without a result stay as they are in it.
+    It is shown when the driver has committed it. job: the identity that the file carries. prefix: of its staged name.
     """
 
     def __init__(
-        self, folder: Folder, carried: pa.Schema, answers: pa.Schema, id_column: str | None, retry: bool = False
+        self, folder: Folder, job: str, prefix: str, carried: pa.Schema, answers: pa.Schema, id_column: str | None
     ) -> None:
-        self.folder, self.id_column, self.retry = folder, id_column, retry
+        self.folder, self.job, self.prefix, self.id_column = folder, job, prefix, id_column
         self.generated = pa.schema([*answers, *GENERATED])
         self.schema = pa.schema([*carried, *self.generated])
 
     def commit(
-        self, chunk: Chunk, block: pa.Table, results: list[RowResult | None], actor: str, started: float, number: int
+        self,
+        task: Task,
+        block: pa.Table,
+        results: list[RowResult | None],
+        actor: str,
+        hardware: dict[str, str],
+        started: float,
+        number: int,
     ) -> dict[str, Any]:
-        """Write the chunk's part: carried columns and generated ones, in the chunk's order. Returns its summary."""
-        kept = self._kept(chunk) if None in results else []
+        """Stage the chunk's rows: carried columns and generated ones, in the chunk's order. Returns the file, as JSON
+        has it."""
+        chunk = task.chunk
+        kept = self._kept(task) if None in results else []
         rows = []
         for i, (name, result) in enumerate(zip(self._ids(chunk, block), results, strict=True)):
             place = {"shard": chunk.shard.name, "row": chunk.first + i, "id": name}
             rows.append(kept[i] if result is None else place | _generated(result))
         generated = pa.Table.from_pylist(rows, schema=self.generated)
-        table = block.select([n for n in self.schema.names if n not in self.generated.names])
-        for field in self.generated:
-            table = table.append_column(field, generated[field.name])
-        summary = summarize(chunk.part, table, actor, started, number)
-        table = table.cast(self.schema).replace_schema_metadata({SUMMARY: json.dumps(vars(summary)).encode()})
-        buffer = io.BytesIO()
-        pq.write_table(table, buffer)
-        self.folder.write(chunk.part, buffer.getvalue(), replace=self.retry)
-        return vars(summary)
+        columns = [(generated if name in self.generated.names else block)[name] for name in self.schema.names]
+        table = pa.Table.from_arrays(columns, schema=self.schema)
+        counted = summarize(chunk, table, actor, hardware, started, number)
+        content = encode(table, self.job, [counted])
+        staged = self.folder.stage(content, self.prefix)
+        return vars(described(content, staged, [counted])) | {"chunks": [vars(counted)]}
 
     def _ids(self, chunk: Chunk, block: pa.Table) -> list[str]:
         own = [f"{chunk.shard.name}:{chunk.first + i}" for i in range(block.num_rows)]
         if self.id_column is None:
             return own
         given = block[self.id_column].to_pylist()
-        return [name if value is None else str(value) for name, value in zip(own, given, strict=True)]
+        return [name if value is None else _id(value) for name, value in zip(own, given, strict=True)]
 
-    def _kept(self, chunk: Chunk) -> list[dict[str, Any]]:
-        table = pq.read_table(io.BytesIO(self.folder.read(chunk.part)), columns=self.generated.names)
-        return list(table.to_pylist())
+    def _kept(self, task: Task) -> list[dict[str, Any]]:
+        assert task.file is not None
+        tables = read_range(self.folder, task.file, task.start, task.chunk.rows, self.generated.names)
+        return [row for table in tables for row in table.to_pylist()]
+
+
+def _id(value: Any) -> str:
+    return value.hex() if isinstance(value, bytes) else str(value)
+
+
+def encode(table: pa.Table, job: str, chunks: list[Summary]) -> bytes:
+    """A Parquet file with the rows of chunks, whose footer says of which job and which chunks they are."""
+    buffer = io.BytesIO()
+    pq.write_table(table.replace_schema_metadata(footer(job, chunks)), buffer, write_page_checksum=True)
+    return buffer.getvalue()
+
+
+def footer(job: str, chunks: list[Summary]) -> dict[bytes, bytes]:
+    return {FOOTER: json.dumps({"job": job, "chunks": [vars(s) for s in chunks]}).encode()}
+
+
+def described(content: bytes, staged: str, chunks: list[Summary]) -> File:
+    """A part's bytes as the log tells of them. Its weight: bytes of its columns as stored, and of the footer."""
+    metadata = pq.read_metadata(io.BytesIO(content))
+    groups = [metadata.row_group(g) for g in range(metadata.num_row_groups)]
+    columns = sum(group.column(c).total_compressed_size for group in groups for c in range(group.num_columns))
+    weight = int(columns) + len(metadata.metadata[FOOTER])
+    return File("", staged, len(content), md5(content), weight, chunks)
+
+
+def md5(content: bytes) -> str:
+    return hashlib.md5(content, usedforsecurity=False).hexdigest()
+
+
+def read_staged(folder: Folder, name: str) -> tuple[str, File] | None:
+    """The job of a staged file and what the log would tell of it; None where it is none, or not whole."""
+    try:
+        content = folder.read(name)
+        parquet = pq.ParquetFile(io.BytesIO(content), page_checksum_verification=True)
+        told = json.loads(parquet.metadata.metadata[FOOTER])
+        chunks = [Summary(**s) for s in told["chunks"]]
+        whole = parquet.read().num_rows == sum(s.rows for s in chunks)
+    except (FileNotFoundError, pa.ArrowException, OSError, KeyError, ValueError, TypeError):
+        return None
+    return (told["job"], described(content, name, chunks)) if whole else None
 
 
 def _generated(result: RowResult) -> dict[str, Any]:
     if result.completion is None:
-        return {"finish_reason": "error", "error": result.error}
+        return {"finish_reason": "error", "error": result.error, "prompt_tokens": result.prompt_tokens}
     counted = result.completion.statistics
     return result.values | {
         "completion": result.text,
@@ -151,8 +196,10 @@ def _generated(result: RowResult) -> dict[str, Any]:
     }
 
 
-def summarize(part: str, table: pa.Table, actor: str, started: float, attempt: int) -> Summary:
-    """The summary of a part's rows."""
+def summarize(
+    chunk: Chunk, table: pa.Table, actor: str, hardware: dict[str, str], started: float, attempt: int
+) -> Summary:
+    """The summary of a chunk's rows."""
 
     def total(name: str) -> int:
         return int(pc.sum(table[name]).as_py() or 0)
@@ -162,7 +209,8 @@ def summarize(part: str, table: pa.Table, actor: str, started: float, attempt: i
         return [sum(counts) for counts in zip_longest(*rows, fillvalue=0)]
 
     return Summary(
-        part=part,
+        shard=chunk.number,
+        first=chunk.first,
         rows=table.num_rows,
         errors=table.num_rows - table["error"].null_count,
         prompt_tokens=total("prompt_tokens"),
@@ -173,6 +221,7 @@ def summarize(part: str, table: pa.Table, actor: str, started: float, attempt: i
         accepted_by_position=by_position("accepted_by_position"),
         lengths=Counter(str(n) for n in table["completion_tokens"].to_pylist() if n is not None),
         actor=actor,
+        hardware=hardware,
         started=started,
         ended=time.time(),
         attempt=attempt,

@@ -1,10 +1,8 @@
 """What a job is to do: the shards in a fixed order, and the chunks that they are cut into."""
 
 import base64
-import hashlib
-import json
-from collections.abc import Callable, Iterator, Set
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Set
+from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
@@ -24,18 +22,12 @@ class Shard:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A range of a shard's rows: the unit of dispatch, commit and resume."""
+    """A range of a shard's rows: the unit of dispatch, commit and resume. number: the shard's place in the plan."""
 
     shard: Shard
+    number: int
     first: int
     rows: int
-
-    @property
-    def part(self) -> str:
-        """Name of the output file that holds this chunk and nothing else."""
-        digest = hashlib.sha256(self.shard.name.encode()).hexdigest()[:8]
-        stem = self.shard.name.rsplit("/", 1)[-1].removesuffix(".parquet")
-        return f"part-{stem}-{digest}-{self.first:010d}-{self.rows}.parquet"
 
     def __str__(self) -> str:
         return f"{self.shard.url}, rows {self.first} to {self.first + self.rows - 1}"
@@ -55,28 +47,22 @@ class Plan:
         total = sum(shard.rows for shard in self.shards)
         return total if self.limit is None else min(total, self.limit)
 
-    def chunks(self) -> Iterator[Chunk]:
-        left = self.rows
-        for shard in self.shards:
-            for first in range(0, shard.rows, self.rows_per_chunk):
-                rows = min(self.rows_per_chunk, shard.rows - first, left)
-                if rows <= 0:
-                    return
-                left -= rows
-                yield Chunk(shard, first, rows)
-
-    def to_json(self) -> bytes:
-        return json.dumps(asdict(self), indent=1).encode()
-
-    @classmethod
-    def from_json(cls, content: bytes) -> "Plan":
-        loaded = json.loads(content)
-        return cls(**loaded | {"shards": [Shard(**s) for s in loaded["shards"]]})
-
-    def settled(self, done: Callable[[Chunk], bool]) -> set[str]:
-        """Names of the shards all of whose chunks are done."""
-        missing = {chunk.shard.name for chunk in self.chunks() if not done(chunk)}
-        return {shard.name for shard in self.shards} - missing
+    def chunks(self, done: Iterable[tuple[int, int, int]] = ()) -> Iterator[Chunk]:
+        """The chunks in order, but for those that are done: (number of the shard, first row, rows), in order."""
+        held = iter(done)
+        ready, left = next(held, None), self.rows
+        for number, shard in enumerate(self.shards):
+            end, first = min(shard.rows, left), 0
+            left -= end
+            while first < end:
+                if ready is not None and ready[:2] == (number, first):
+                    first, ready = first + ready[2], next(held, None)
+                    continue
+                last = min(end, first - first % self.rows_per_chunk + self.rows_per_chunk)
+                if ready is not None and ready[0] == number:
+                    last = min(last, ready[1])
+                yield Chunk(shard, number, first, last - first)
+                first = last
 
     def extended(self, found: list[Shard], settled: Set[str] = frozenset()) -> "Plan":
         """This plan with the shards that have arrived since appended. Those that are settled need not be found.

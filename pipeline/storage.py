@@ -2,9 +2,11 @@
 
 import errno
 import os
+import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +19,9 @@ from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
 from exspec.pipeline.errors import JobError
 
 T = TypeVar("T")
+STREAMS = 16  # files worked on at once
+STAGED, PROBES = "_staged", "_staged/probes"  # below a folder; readers of Parquet folders pass over such names
+OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"}
 PATIENCE = 180  # seconds of trying again
 PERMANENT = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 HOPELESS = {errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.ENAMETOOLONG}
@@ -54,103 +59,176 @@ class Folder:
     def local(self) -> bool:
         return isinstance(self.fs, LocalFileSystem)
 
-    def names(self) -> set[str]:
-        """Names of the files directly in the folder; empty where there is no folder."""
+    def names(self, below: str = "") -> set[str]:
+        """Names of the files directly in the folder, or in one below it; empty where there is none."""
+        return set(self.sizes(below))
 
-        def listing() -> list[str]:
-            if self.local:  # one system call for many names, where fsspec asks for each file's details
-                return [e.name for e in os.scandir(self.path)]
-            self.fs.invalidate_cache()
-            return [str(p) for p in self.fs.ls(self.path, detail=False)]
-
+    def sizes(self, below: str = "") -> dict[str, int]:
+        """Bytes of the files directly in the folder, or in one below it, by name."""
         try:
-            found = attempt(listing)
+            return attempt(lambda: self._listed(f"{self.path}/{below}".rstrip("/")))
         except FileNotFoundError:
-            return set()
-        return {name.rstrip("/").rsplit("/", 1)[-1] for name in found}
+            return {}
 
-    def sizes(self) -> dict[str, int]:
-        """Bytes of the files directly in the folder, by name."""
-        if self.local:
-            return {e.name: e.stat().st_size for e in os.scandir(self.path) if e.is_file()}
+    def _listed(self, path: str) -> dict[str, int]:
+        if self.local:  # one system call for many names, where fsspec asks for each file's details
+            found = {}
+            for entry in os.scandir(path):
+                with suppress(FileNotFoundError):  # removed meanwhile
+                    if entry.is_file():
+                        found[entry.name] = entry.stat().st_size
+            return found
         self.fs.invalidate_cache()
-        found = attempt(lambda: self.fs.ls(self.path, detail=True))
-        return {str(f["name"]).rsplit("/", 1)[-1]: int(f["size"] or 0) for f in found}
+        files = (f for f in self.fs.ls(path, detail=True) if f["type"] != "directory")
+        return {str(f["name"]).rsplit("/", 1)[-1]: int(f["size"] or 0) for f in files}
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None where it is not there."""
+        self.fs.invalidate_cache()
+        try:
+            return int(attempt(lambda: self.fs.info(f"{self.path}/{name}"))["size"] or 0)
+        except FileNotFoundError:
+            return None
 
     def read(self, name: str) -> bytes:
         return attempt(lambda: bytes(self.fs.cat_file(f"{self.path}/{name}")))
 
     def exists(self, name: str) -> bool:
+        self.fs.invalidate_cache()
         return bool(attempt(lambda: self.fs.exists(f"{self.path}/{name}")))
 
-    def write(self, name: str, content: bytes, replace: bool = True) -> bool:
-        """Write the file whole. Without `replace` the first writer wins: returns False where the file was there."""
-        return attempt(lambda: self._write(f"{self.path}/{name}", content, replace))
+    def modified(self, name: str) -> float | None:
+        """When the file was written, in seconds of its store's clock; None where the store does not tell."""
+        self.fs.invalidate_cache()
+        try:
+            return float(attempt(lambda: self.fs.modified(f"{self.path}/{name}")).timestamp())
+        except (NotImplementedError, AttributeError, KeyError):
+            return None
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write the file whole, in the place of one that is there."""
+        path = f"{self.path}/{name}"
+        if self.local:
+            attempt(lambda: _write_local(Path(path), content, Path.replace))
+        else:
+            attempt(lambda: self.fs.pipe_file(path, content))
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Write the file whole if there is none; of several who try, one succeeds. Returns whether it was this one.
+
+        The content must be one that nobody else writes: where the answer of a store got lost, it tells who was first.
+        """
+        path = f"{self.path}/{name}"
+        try:
+            attempt(lambda: self._create(path, content))
+        except FileExistsError:
+            return self.read(name) == content
+        return True
+
+    def _create(self, path: str, content: bytes) -> None:
+        if self.local:
+            _write_local(Path(path), content, lambda temporary, place: place.hardlink_to(temporary))
+        elif self.whole_puts:
+            try:
+                self.fs.pipe_file(path, content, mode="create")
+            except OSError as error:
+                raise FileExistsError(path) if _was_there(error) else error from error
+        else:
+            temporary = f"{path}.{uuid.uuid4().hex}"
+            self.fs.pipe_file(temporary, content)
+            try:
+                self.fs.mv(temporary, path)
+            except Exception as error:
+                self.fs.rm_file(temporary)
+                raise FileExistsError(path) if self.fs.exists(path) else error from error
+
+    @property
+    def whole_puts(self) -> bool:
+        """Whether the store writes a file in one step, as object stores do; others may leave half of one."""
+        kinds = {self.fs.protocol} if isinstance(self.fs.protocol, str) else set(self.fs.protocol)
+        return bool(kinds & OBJECT_STORES)
+
+    def check_create(self) -> None:
+        """Raises JobError where the store lets two writers create one file: then nothing keeps two runs apart."""
+        name = f"{PROBES}/{uuid.uuid4().hex}"
+        try:
+            if not self.create(name, b"first") or self.create(name, b"second") or self.read(name) != b"first":
+                raise JobError(
+                    f"{self.url}: the store lets a second writer replace a file that the first one created, so nothing "
+                    "can keep two runs apart there; expected a local disk with hard links, S3, GCS, Azure, or a store "
+                    "that creates or renames a file only where there is none"
+                )
+        finally:
+            self.remove(name)
+
+    def stage(self, content: bytes, prefix: str) -> str:
+        """Write a file that nobody reads yet; returns its name, which is new for every try and never used again."""
+
+        def put() -> str:
+            name = f"{STAGED}/{prefix}-{uuid.uuid4().hex}"
+            if self.local:
+                _write_local(Path(f"{self.path}/{name}"), content, Path.replace)
+            else:
+                self.fs.pipe_file(f"{self.path}/{name}", content)
+            return name
+
+        return attempt(put)
+
+    @contextmanager
+    def staging(self, prefix: str) -> Iterator[tuple[Path, str]]:
+        """A local file to be written, and the name of the staged file that it is when the block has ended."""
+        name = f"{STAGED}/{prefix}-{uuid.uuid4().hex}"
+        if self.local:
+            place = Path(f"{self.path}/{name}")
+            place.parent.mkdir(parents=True, exist_ok=True)
+            yield place, name
+        else:
+            with tempfile.TemporaryDirectory(prefix="exspec-") as here:
+                yield (place := Path(here) / "staged"), name
+                attempt(lambda: self.fs.put_file(str(place), f"{self.path}/{name}"))
+
+    def move(self, name: str, new: str) -> None:
+        """Give a file another name. Raises FileNotFoundError where it is not there: it may have been moved before."""
+        here, there = f"{self.path}/{name}", f"{self.path}/{new}"
+        if self.local:
+            Path(here).replace(there)
+        elif self.whole_puts:
+            self.fs.invalidate_cache()
+            attempt(lambda: self.fs.cp_file(here, there))
+            self.remove(name)
+        else:
+            attempt(lambda: self.fs.mv(here, there))
+
+    def copy(self, name: str, other: "Folder") -> None:
+        """Put a file into another folder of the same file system, under its name."""
+        here, there = f"{self.path}/{name}", f"{other.path}/{name}"
+        if self.local:
+            Path(there).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(here, there)
+        else:
+            attempt(lambda: self.fs.cp_file(here, there))
 
     def remove(self, name: str) -> None:
         """Remove the file if it is there."""
         with suppress(FileNotFoundError):
             attempt(lambda: self.fs.rm_file(f"{self.path}/{name}"))
 
-    def rename(self, name: str, new: str) -> None:
-        """Give the file another name: in one step on a local disk, by a copy elsewhere."""
-        if self.local:
-            Path(f"{self.path}/{name}").replace(f"{self.path}/{new}")
-            return
-        self.fs.invalidate_cache()
-        attempt(lambda: self.fs.cp_file(f"{self.path}/{name}", f"{self.path}/{new}"))
-        self.remove(name)
-
-    @contextmanager
-    def staged(self, name: str) -> Iterator[Path]:
-        """A local file to be written, which becomes the folder's file whole if the block ends without an error."""
-        if self.local:
-            temporary = Path(f"{self.path}/.{name}.{uuid.uuid4().hex}")
-            try:
-                yield temporary
-                temporary.replace(f"{self.path}/{name}")
-            finally:
-                temporary.unlink(missing_ok=True)
-        else:
-            with tempfile.TemporaryDirectory(prefix="exspec-") as here:
-                yield (temporary := Path(here) / "staged")
-                attempt(lambda: self.fs.put_file(str(temporary), f"{self.path}/{name}"))
-
-    def _write(self, path: str, content: bytes, replace: bool) -> bool:
-        if self.local:
-            return _write_local(Path(path), content, replace)
-        try:
-            self.fs.pipe_file(path, content, mode="overwrite" if replace else "create")
-        except OSError as error:
-            if not replace and _was_there(error):
-                return False
-            raise
-        return True
+    def each(self, action: Callable[[str], T], names: Iterable[str]) -> list[T]:
+        """What an action gives for every name, several at a time."""
+        with ThreadPoolExecutor(STREAMS) as pool:
+            return list(pool.map(action, names))
 
 
-def _write_local(path: Path, content: bytes, replace: bool) -> bool:
-    """A temporary file beside the place, made durable, then moved there in one step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+def _write_local(place: Path, content: bytes, name: Callable[[Path, Path], Any]) -> None:
+    """A temporary file beside the place, made durable, then named in one step."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    temporary = place.with_name(f".{place.name}.{uuid.uuid4().hex}")
     try:
         with temporary.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        if replace:
-            temporary.replace(path)
-            return True
-        try:
-            path.hardlink_to(temporary)
-        except FileExistsError:
-            return False
-        except OSError as error:
-            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP):
-                raise
-            if path.exists():  # no hard links here: the check and the move are two steps
-                return False
-            temporary.replace(path)
-        return True
+        name(temporary, place)
     finally:
         temporary.unlink(missing_ok=True)
 

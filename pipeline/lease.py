@@ -1,0 +1,108 @@
+"""Who is at work on an output, and whether he still lives: he writes a sign of life every few seconds.
+
+Being wrong about it costs work, not rows: an owner who was taken for dead and wakes up learns it from the log.
+"""
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from exspec.pipeline.log import LOG
+from exspec.pipeline.storage import PROBES, Folder
+
+BEAT = 5.0  # seconds between two signs of life
+PATIENCE = 60.0  # seconds without one, after which an owner is dead
+
+
+class Lease:
+    """The signs of life of one who takes an output; they begin before he does."""
+
+    def __init__(self, folder: Folder, nonce: str) -> None:
+        self.folder, self.name = folder, sign_name(nonce)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, daemon=True)
+        self._sign(0)
+        self._thread.start()
+
+    def _sign(self, count: int) -> None:
+        self.folder.write(self.name, str(count).encode())
+
+    def _beat(self) -> None:
+        count = 0
+        while not self._over.wait(BEAT):
+            count += 1
+            try:
+                self._sign(count)
+            except Exception:  # a store that fails for a while; if for long, another may take the output, and may
+                continue
+
+    def end(self) -> None:
+        self._over.set()
+        self._thread.join()
+        self.folder.remove(self.name)
+
+
+def sign_name(nonce: str) -> str:
+    return f"{LOG}/alive-{nonce}"
+
+
+def owner(action: str) -> dict[str, Any]:
+    """Who this process is, for others to read and to find out whether it lives."""
+    process = psutil.Process()
+    return {
+        "action": action,
+        "host": os.uname().nodename,
+        "machine": _machine(),
+        "pid": process.pid,
+        "started": process.create_time(),
+    }
+
+
+def _machine() -> str:
+    """What two processes share that can see each other: the boot of a machine, and the process numbers of it."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return os.uname().nodename
+
+
+def dead(folder: Folder, taken: dict[str, Any]) -> bool:
+    """Whether the owner who took the output is dead. Waits for a sign of life until that is sure."""
+    if taken["machine"] == _machine():
+        try:
+            return psutil.Process(taken["pid"]).create_time() != taken["started"]
+        except psutil.NoSuchProcess:
+            return True
+    name = sign_name(taken["lease"])
+    first, since = _sign(folder, name), time.monotonic()
+    if first is None or _silent(folder, name) > PATIENCE:
+        return True
+    while time.monotonic() - since < PATIENCE:
+        time.sleep(min(BEAT, 1))
+        if _sign(folder, name) != first:
+            return False
+    return True
+
+
+def _sign(folder: Folder, name: str) -> bytes | None:
+    try:
+        return folder.read(name)
+    except FileNotFoundError:
+        return None
+
+
+def _silent(folder: Folder, name: str) -> float:
+    """Seconds since the last sign, by the store's own clock; 0 where it has none."""
+    probe = f"{PROBES}/clock-{os.getpid()}"
+    folder.write(probe, b"")
+    try:
+        now, then = folder.modified(probe), folder.modified(name)
+    except FileNotFoundError:
+        return PATIENCE
+    finally:
+        folder.remove(probe)
+    return 0.0 if now is None or then is None else now - then

@@ -1,0 +1,63 @@
+"""A job's log: numbered entries below the output folder, each created where there is none, and never changed.
+
+Whoever makes an entry has read all before it, and one number is given once. So of two who work on an output one finds
+its number taken, reads on, and learns that it is no longer the owner: nothing else is needed to keep them apart.
+"""
+
+import gzip
+import json
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+from exspec.pipeline.errors import JobError
+from exspec.pipeline.storage import STREAMS, Folder
+
+LOG = "_log"
+Entry = dict[str, Any]
+
+
+class Log:
+    """The entries of a folder's log, as far as they have been read. length: how many those are."""
+
+    def __init__(self, folder: Folder) -> None:
+        self.folder, self.length = folder, 0
+
+    def read(self) -> Iterator[Entry]:
+        """The entries that have come since the last call, in order. Raises JobError where one is damaged."""
+        known = sum(name.endswith(SUFFIX) for name in self.folder.names(LOG)) if self.length == 0 else 0
+        for first in range(1, known + 1, 4 * STREAMS):
+            names = [entry_name(n) for n in range(first, min(first + 4 * STREAMS, known + 1))]
+            for content in self.folder.each(self.folder.read, names):
+                yield self._next(content)
+        while True:
+            try:
+                content = self.folder.read(entry_name(self.length + 1))
+            except FileNotFoundError:
+                return
+            yield self._next(content)
+
+    def append(self, entry: Entry) -> bool:
+        """Add an entry; False where another has been added since the last read."""
+        content = json.dumps(entry | {"nonce": uuid.uuid4().hex}, separators=(",", ":")).encode()
+        if not self.folder.create(entry_name(self.length + 1), gzip.compress(content, 5, mtime=0)):
+            return False
+        self.length += 1
+        return True
+
+    def _next(self, content: bytes) -> Entry:
+        name = entry_name(self.length + 1)
+        try:
+            entry: Entry = json.loads(gzip.decompress(content))
+        except (OSError, EOFError, ValueError) as error:
+            raise JobError(f"{self.folder.url}/{name}: damaged ({error}); expected an entry of the log") from error
+        self.length += 1
+        return entry
+
+
+SUFFIX = ".json.gz"
+
+
+def entry_name(number: int) -> str:
+    """Name of an entry of the log. The first has the number 1."""
+    return f"{LOG}/{number:010d}{SUFFIX}"

@@ -1,0 +1,207 @@
+"""What the log of a job tells, entry by entry: the job, its plan, and the files that hold its rows.
+
+The files are kept in a table on disk, for a job may have millions; nothing here reads or writes the output folder.
+"""
+
+import json
+import re
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+from exspec.pipeline.log import Entry
+from exspec.pipeline.plan import Chunk, Plan, Shard
+
+PART = re.compile(r"part-\d{7,}-\d{12}-\d+-(\d{6,})\.parquet")
+TABLES = """
+CREATE TABLE file (name TEXT PRIMARY KEY, staged TEXT, size INT, digest TEXT, weight INT) WITHOUT ROWID;
+CREATE TABLE chunk (shard INT, first INT, rows INT, errors INT, start INT, file TEXT, summary TEXT,
+                    PRIMARY KEY (shard, first)) WITHOUT ROWID;
+CREATE INDEX of_file ON chunk (file, start);
+"""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a file tells of one chunk in it, and the driver folds into progress and report.
+
+    shard: its number in the plan. lengths: rows by completion length in tokens; JSON makes its keys strings.
+    """
+
+    shard: int
+    first: int
+    rows: int
+    errors: int
+    prompt_tokens: int
+    completion_tokens: int
+    drafted_by_position: list[int]
+    accepted_by_position: list[int]
+    rounds: int
+    forced: int
+    lengths: dict[str, int]
+    actor: str
+    hardware: dict[str, str]
+    started: float
+    ended: float
+    attempt: int
+
+
+@dataclass(frozen=True)
+class File:
+    """A Parquet file with the rows of some chunks, one after the other. staged: its name before it is shown.
+
+    digest: MD5 of its bytes, in hex. weight: bytes that it counts for when files are merged.
+    """
+
+    name: str
+    staged: str
+    size: int
+    digest: str
+    weight: int
+    chunks: list[Summary]
+
+    @classmethod
+    def from_json(cls, loaded: dict[str, Any]) -> "File":
+        return cls(**loaded | {"chunks": [Summary(**s) for s in loaded["chunks"]]})
+
+
+def file_name(chunks: list[Summary], entry: int) -> str:
+    """The name under which an entry of the log shows a file: in the plan's order, and given only once."""
+    first, rows = chunks[0], sum(s.rows for s in chunks)
+    return f"part-{first.shard:07d}-{first.first:012d}-{rows}-{entry:06d}.parquet"
+
+
+def given_by(name: str) -> int | None:
+    """The entry of the log that gave a file its name; None where it is no name of ours."""
+    match = PART.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+class State:
+    """The log folded. job: the identity that its parts carry, None before it began. began: when, in seconds.
+
+    taken: the entry with which the present owner took the output, None where it is free. done: staged name of the
+    marker of a finished job.
+    """
+
+    def __init__(self) -> None:
+        self.job: str | None = None
+        self.began = 0.0
+        self.description: dict[str, Any] = {}
+        self.plan = Plan([], 1)
+        self.taken: Entry | None = None
+        self.done: str | None = None
+        self._table = sqlite3.connect("", isolation_level=None, check_same_thread=False)
+        self._table.executescript(f"PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; {TABLES}")
+
+    def fold(self, entry: Entry) -> None:
+        """Take in the next entry."""
+        getattr(self, f"_{entry['kind']}")(entry)
+
+    def _take(self, entry: Entry) -> None:
+        self.taken = entry
+
+    def _end(self, _: Entry) -> None:
+        self.taken = None
+
+    def _begin(self, entry: Entry) -> None:
+        self.job, self.description, self.done = entry["job"], entry["description"], None
+        self.began = float(entry["at"])
+        plan = entry["plan"]
+        self.plan = Plan(**plan | {"shards": [Shard(**s) for s in plan["shards"]]})
+        self._table.executescript("DELETE FROM file; DELETE FROM chunk;")
+
+    def _extend(self, entry: Entry) -> None:
+        shards = dict(enumerate(self.plan.shards)) | {number: Shard(**shard) for number, shard in entry["shards"]}
+        self.plan = replace(self.plan, shards=[shards[n] for n in sorted(shards)], limit=entry["limit"])
+        self.done = None
+
+    def _describe(self, entry: Entry) -> None:
+        self.description |= entry["description"]
+
+    def _done(self, entry: Entry) -> None:
+        self.done = entry["staged"]
+
+    def _swap(self, entry: Entry) -> None:
+        self.done = None
+        with self._table:
+            self._table.execute("BEGIN")
+            for name in entry["old"]:
+                self._table.execute("DELETE FROM file WHERE name = ?", (name,))
+                self._table.execute("DELETE FROM chunk WHERE file = ?", (name,))
+            for new in entry["new"]:
+                self._add(new)
+
+    def _add(self, file: dict[str, Any]) -> None:
+        row = [file[key] for key in ("name", "staged", "size", "digest", "weight")]
+        self._table.execute("INSERT INTO file VALUES (?, ?, ?, ?, ?)", row)
+        starts = accumulate((s["rows"] for s in file["chunks"]), initial=0)
+        chunks = (
+            (s["shard"], s["first"], s["rows"], s["errors"], start, file["name"], json.dumps(s))
+            for s, start in zip(file["chunks"], starts, strict=False)
+        )
+        self._table.executemany("INSERT INTO chunk VALUES (?, ?, ?, ?, ?, ?, ?)", chunks)
+
+    @property
+    def rows(self) -> int:
+        """Rows that files hold."""
+        return int(self._one("SELECT coalesce(sum(rows), 0) FROM chunk"))
+
+    @property
+    def complete(self) -> bool:
+        return self.job is not None and next(self.missing(), None) is None
+
+    def missing(self) -> Iterator[Chunk]:
+        """The chunks that no file holds, in order."""
+        return self.plan.chunks(self._table.execute("SELECT shard, first, rows FROM chunk ORDER BY shard, first"))
+
+    def holders(self, shard: int, first: int, rows: int) -> set[str]:
+        """Names of the files that hold some of these rows."""
+        asked = "SELECT file FROM chunk WHERE shard = ? AND first < ? AND first + rows > ?"
+        return {name for (name,) in self._table.execute(asked, (shard, first + rows, first))}
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of the files by name."""
+        return dict(self._table.execute("SELECT name, size FROM file"))
+
+    def names(self) -> list[str]:
+        """Names of the files, in the order of their rows."""
+        return [name for (name,) in self._table.execute("SELECT name FROM file ORDER BY name")]
+
+    def staged(self, name: str) -> str:
+        return str(self._one("SELECT staged FROM file WHERE name = ?", name))
+
+    def file(self, name: str) -> File:
+        asked = "SELECT name, staged, size, digest, weight FROM file WHERE name = ?"
+        row = self._table.execute(asked, (name,)).fetchone()
+        return File(*row, list(self.summaries(name)))
+
+    def summaries(self, file: str | None = None) -> Iterator[Summary]:
+        """The summaries of all chunks, or of a file's, in order."""
+        where, values = ("", ()) if file is None else (" WHERE file = ?", (file,))
+        order = "shard, first" if file is None else "start"
+        for (summary,) in self._table.execute(f"SELECT summary FROM chunk{where} ORDER BY {order}", values):
+            yield Summary(**json.loads(summary))
+
+    def chunks(self, errors: bool = False) -> Iterator[tuple[Chunk, str, int]]:
+        """The chunks that files hold, each with its file and its first row there; those with errors alone, or all."""
+        where = " WHERE errors > 0" if errors else ""
+        asked = f"SELECT shard, first, rows, file, start FROM chunk{where} ORDER BY shard, first"
+        for number, first, rows, file, start in self._table.execute(asked):
+            yield Chunk(self.plan.shards[number], number, first, rows), file, start
+
+    def done_shards(self) -> set[str]:
+        """Names of the shards all of whose rows files hold."""
+        held = dict(self._table.execute("SELECT shard, sum(rows) FROM chunk GROUP BY shard"))
+        return {shard.name for i, shard in enumerate(self.plan.shards) if held.get(i) == shard.rows}
+
+    def _one(self, asked: str, *values: Any) -> Any:
+        return self._table.execute(asked, values).fetchone()[0]
+
+
+def plan_to_json(plan: Plan) -> dict[str, Any]:
+    return {name: value for name, value in vars(plan).items() if name != "shards"} | {
+        "shards": [asdict(shard) for shard in plan.shards]
+    }
