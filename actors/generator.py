@@ -20,13 +20,14 @@ import torch
 
 from exspec.actors.answers import AnswerError, Answers, asked
 from exspec.actors.engine import Completion, Engine, EngineStatistics, EngineThread, Request, RequestError, Sampling
+from exspec.actors.hardware import hardware
 from exspec.actors.ledger import Attempt, Ledger
 from exspec.actors.models import StopStrings, completion_text
 
 KILLER = "the row ended the process that decoded it"  # the error of such a row
 WIDEST = 64  # slots from which an actor goes down that cannot even be built
 GROUPS = 8  # how many parts a suspect chunk is cut into to find the row that kills the process
-WORK = ("_chunk", "_prompt", "_error", "_skip", "_max_new_tokens", "_temperature", "_seed", "_stop")
+WORK = ("_prompt", "_error", "_skip", "_max_new_tokens", "_temperature", "_seed", "_stop")
 
 
 @dataclass(frozen=True)
@@ -36,27 +37,35 @@ class RowResult:
     completion: Completion | None
     text: str | None
     error: str | None
+    prompt_tokens: int | None = None
     values: dict[str, Any] = field(default_factory=dict)  # by column, what the text was read as
 
 
 class Sink(Protocol):
     def commit(
-        self, chunk: Any, block: pa.Table, results: list[RowResult | None], actor: str, started: float, number: int
+        self,
+        task: Any,
+        block: pa.Table,
+        results: list[RowResult | None],
+        actor: str,
+        hardware: dict[str, str],
+        started: float,
+        number: int,
     ) -> dict[str, Any]:
-        """Write the chunk's part and return its summary; a result of None leaves the row as it was."""
+        """Stage the chunk's rows and return the file that they are; a result of None leaves the row as it was."""
         ...
 
 
 class Meter(Protocol):
-    def report(self, actor: str, summary: dict[str, Any], engine: EngineStatistics) -> None: ...
+    def report(self, actor: str, result: dict[str, Any], engine: EngineStatistics) -> None: ...
 
 
 class Generator:
     """Calls run at once, from several threads, each with one chunk; all of them feed one engine.
 
     load: gives the engine, with at most so many slots, and the tokenizer. attempts: after so many that ended in the
-    process's death a chunk is set aside. answers: what completions are to be, from the tokenizer. A call's block has
-    the carried columns and WORK: prompt ids or an error for every row, and its settings.
+    process's death a chunk is set aside. answers: what completions are to be, from the tokenizer. A chunk's rows
+    have the carried columns and WORK: prompt ids or an error for every row, and its settings.
     """
 
     def __init__(
@@ -79,55 +88,63 @@ class Generator:
         self.engine = EngineThread(engine)
         self.sampling, self.sink, self.ledger, self.meter, self.attempts = sampling, sink, ledger, meter, attempts
         self.name = f"{os.uname().nodename}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+        self.hardware = hardware(getattr(engine, "device", torch.device("cpu")))
         self.turns = Turns()
 
     def __call__(self, block: pa.Table) -> pa.Table:
-        chunk = pickle.loads(block["_chunk"][0].as_py())
-        summary: dict[str, Any] = {"part": chunk.part, "set_aside": ""}
+        """One chunk in, one row out. block: the task, its rows as an Arrow stream, or why they cannot be read."""
+        task = pickle.loads(block["task"][0].as_py())
+        result = self._set_aside(task, block["unreadable"][0].as_py() or "", "input")
+        if block["rows"][0].is_valid:
+            result = self._work(task, pa.ipc.open_stream(block["rows"][0].as_buffer()).read_all())
+        statistics = self.engine.statistics
+        self.meter.report(self.name, result, statistics)
+        return pa.table({"result": [pickle.dumps(result | {"engine": statistics, "actor": self.name})]})
+
+    def _work(self, task: Any, block: pa.Table) -> dict[str, Any]:
         # An attempt begins when its turn has come: one who waits is not blamed for another's death.
-        with self.turns.alone() if self.ledger.begun(chunk.part) else self.turns.shared():
-            started, attempt = time.time(), self.ledger.begin(chunk.part)
+        with self.turns.alone() if self.ledger.begun(task.key) else self.turns.shared():
+            started, attempt = time.time(), self.ledger.begin(task.key)
             # An attempt that finds a row that kills is free; many such rows mean that something else is wrong.
             if attempt.number > self.attempts or len(attempt.bad) > self.attempts:
                 died = f"its process died in each of {self.attempts} attempts {attempt.last_error}"
-                summary["set_aside"] = f"{chunk}: {died}"
-            else:
-                results = self._survive(chunk, block, attempt)
-        if not summary["set_aside"]:
-            try:
-                summary |= self.sink.commit(chunk, block, results, self.name, started, attempt.number)
-            except Exception as error:  # storage that refuses for good would refuse a second decoding too
-                summary["set_aside"] = f"{chunk}: cannot be written: {type(error).__name__}: {error}"
-        statistics = self.engine.statistics
-        self.meter.report(self.name, summary, statistics)
-        return pa.Table.from_pylist([{**summary, "engine": pickle.dumps(statistics), "actor": self.name}])
+                return self._set_aside(task, died, "decoding")
+            results = self._survive(task, block, attempt)
+        try:
+            file = self.sink.commit(task, block, results, self.name, self.hardware, started, attempt.number)
+        except Exception as error:  # storage that refuses for good would refuse a second decoding too
+            return self._set_aside(task, f"cannot be written: {type(error).__name__}: {error}", "output")
+        return {"set_aside": "", "task": task, "file": file}
 
-    def _survive(self, chunk: Any, block: pa.Table, attempt: Attempt) -> list[RowResult | None]:
+    def _set_aside(self, task: Any, reason: str, fault: str) -> dict[str, Any]:
+        return {"set_aside": f"{task}: {reason}", "task": task, "fault": fault}
+
+    def _survive(self, task: Any, block: pa.Table, attempt: Attempt) -> list[RowResult | None]:
         """The results, or the end of this process: an engine that failed serves nobody, and a new one tries again."""
         try:
-            return self._generate(chunk, block.select(WORK).to_pylist(), attempt)
+            return self._generate(task, block.select(WORK).to_pylist(), attempt)
         except Exception as error:
-            logging.getLogger(__name__).exception("%s: attempt %d failed", chunk, attempt.number)
-            self.ledger.note(chunk.part, f"({type(error).__name__}: {error})")
+            logging.getLogger(__name__).exception("%s: attempt %d failed", task, attempt.number)
+            self.ledger.note(task.key, f"({type(error).__name__}: {error})")
             if isinstance(error, torch.OutOfMemoryError) and self.shape.slots > self.shape.batch_size:
                 self.ledger.shrink(self.shape.slots // 2)
-                self.ledger.mark(chunk.part, [])  # the window is to blame before any row is
+                self.ledger.mark(task.key, [])  # the window is to blame before any row is
             os._exit(1)
 
-    def _generate(self, chunk: Any, rows: list[dict[str, Any]], attempt: Attempt) -> list[RowResult | None]:
+    def _generate(self, task: Any, rows: list[dict[str, Any]], attempt: Attempt) -> list[RowResult | None]:
         """The results of all rows. A repeated chunk runs in groups that the ledger knows of, the suspects last."""
-        results: dict[int, RowResult | None] = {i: RowResult(None, None, KILLER) for i in attempt.bad}
+        results: dict[int, RowResult | None] = {i: RowResult(None, None, KILLER, _tokens(rows[i])) for i in attempt.bad}
         results |= {i: None for i, row in enumerate(rows) if row["_skip"]}
         rest = [i for i in range(len(rows)) if i not in results]
         if attempt.number == 1:
-            results |= dict(zip(rest, self._decode(chunk.part, rows, rest), strict=True))
+            results |= dict(zip(rest, self._decode(task.key, rows, rest), strict=True))
             return [results[i] for i in range(len(rows))]
         innocent = [i for i in rest if i not in attempt.suspects]
         suspects = [i for i in rest if i in attempt.suspects]
         for group in (*_parts(innocent), *_parts(suspects)):
-            self.ledger.mark(chunk.part, group)
-            results |= dict(zip(group, self._decode(chunk.part, rows, group), strict=True))
-            self.ledger.mark(chunk.part, [])
+            self.ledger.mark(task.key, group)
+            results |= dict(zip(group, self._decode(task.key, rows, group), strict=True))
+            self.ledger.mark(task.key, [])
         return [results[i] for i in range(len(rows))]
 
     def _decode(self, part: str, rows: list[dict[str, Any]], numbers: list[int]) -> list[RowResult]:
@@ -136,8 +153,9 @@ class Generator:
 
     def _submit(self, name: tuple[str, int], row: dict[str, Any]) -> Callable[[], RowResult]:
         """Hand a row to the engine; what is returned waits for its result."""
+        prompt = _tokens(row)
         if row["_error"]:
-            return lambda: RowResult(None, None, row["_error"])
+            return lambda: RowResult(None, None, row["_error"], prompt)
         stop = StopStrings(self.tokenizer, row["_stop"]) if row["_stop"] else None
         sampling = Sampling(temperature=row["_temperature"], seed=row["_seed"], **self.sampling)
         request = Request(name, row["_prompt"], row["_max_new_tokens"], sampling, stop=stop)
@@ -146,15 +164,19 @@ class Generator:
         def result() -> RowResult:
             error = future.exception()
             if isinstance(error, RequestError):
-                return RowResult(None, None, str(error).split(": ", 1)[-1])
+                return RowResult(None, None, str(error).split(": ", 1)[-1], prompt)
             completion = future.result()
             text = completion_text(self.tokenizer, completion, stop)
             try:
-                return RowResult(completion, text, None, self.answers.read(completion, text))
+                return RowResult(completion, text, None, prompt, self.answers.read(completion, text))
             except AnswerError as refused:
-                return RowResult(None, None, str(refused))
+                return RowResult(None, None, str(refused), prompt)
 
         return result
+
+
+def _tokens(row: dict[str, Any]) -> int | None:
+    return None if row["_prompt"] is None else len(row["_prompt"])
 
 
 def _parts(rows: list[int]) -> Iterator[list[int]]:

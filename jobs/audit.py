@@ -7,9 +7,10 @@ bfloat16 may differ by rounding, and the audit tells by how little.
 
 import json
 import random
-from collections import defaultdict
-from collections.abc import Iterator, Set
+from collections import Counter
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -24,11 +25,11 @@ from exspec.actors.engine.constraint import tokens_of
 from exspec.actors.engine.engine import model_end_ids
 from exspec.actors.generator import KILLER
 from exspec.actors.models import Pair, StopStrings, completion_text, load_model, load_pair
-from exspec.pipeline.contents import Contents
+from exspec.pipeline.contents import read_range
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job import Job
-from exspec.pipeline.output import AUDIT, JOB, read_job, settings
-from exspec.pipeline.plan import Chunk, Plan
+from exspec.pipeline.output import AUDIT, Output, read_output, settings
+from exspec.pipeline.plan import Chunk
 from exspec.pipeline.prompts import Prompts, RowError
 from exspec.pipeline.report import rewrite
 from exspec.pipeline.shards import read_chunk, vanished
@@ -75,9 +76,8 @@ class Comparison:
 def audit(output: str, options: dict[str, Any], count: int, share: float | None, seed: int, generate: bool) -> int:
     """Audit a job; returns the exit code: 1 where plain decoding in the job's shape gives anything else."""
     folder = Folder(output, options)
-    description, plan = read_job(folder)
-    if "shape" not in description:
-        raise JobError(f"{output}: {JOB} holds no shape; it was not written by this version")
+    done = read_output(folder)
+    description, plan = done.state.description, done.state.plan
     job = settings(description, options)
     device = str(description["device"])
     if device == "cuda" and not torch.cuda.is_available():
@@ -86,11 +86,10 @@ def audit(output: str, options: dict[str, Any], count: int, share: float | None,
     disable_progress_bar()
     target = local_model(job.target, options)
     pair = load_pair(target, None, getattr(torch, job.dtype), device, job.target_revision)
-    contents = Contents(folder)
     gone = vanished(plan.shards, options)
     if gone:
         print(f"{len(gone)} of {len(plan.shards)} shards are no longer in the input and are left out: {min(gone)}, ...")
-    rows = list(_read(job, contents, pair, choose(plan, contents, count, share, seed, gone)))
+    rows = list(_read(job, done, pair, choose(done, count, share, seed, gone)))
     shaped = EngineConfig(**description["shape"]).plain()
     answers = job.answers(pair.tokenizer)
     found = [compare("plain decoding in the job's shape", rows, decode(pair.target, shaped, rows), pair, answers)]
@@ -103,44 +102,62 @@ def audit(output: str, options: dict[str, Any], count: int, share: float | None,
         )
     report = {"sample": len(rows), "seed": seed, "comparisons": [asdict(c) for c in found]}
     folder.write(AUDIT, json.dumps(report, indent=1).encode())
-    rewrite(folder)
+    rewrite(done)
     _show(found, folder)
     return int(found[0].equal < found[0].rows)
 
 
+@dataclass(frozen=True)
+class Sample:
+    """Rows of a finished chunk, by their numbers in it, and where they lie: in a file, from row `start` on."""
+
+    chunk: Chunk
+    file: str
+    start: int
+    numbers: list[int]
+
+
 def choose(
-    plan: Plan, contents: Contents, count: int, share: float | None, seed: int, gone: Set[str] = frozenset()
-) -> dict[Chunk, list[int]]:
+    output: Output, count: int, share: float | None, seed: int, gone: Set[str] = frozenset()
+) -> Iterator[Sample]:
     """Rows of finished chunks: of every shard its share of `count`, or `share` of its rows, but one at least.
 
     gone: shards that cannot be read any more.
     """
-    by_shard = defaultdict(list)
-    for chunk in plan.chunks():
-        if chunk in contents and chunk.shard.name not in gone:
-            by_shard[chunk.shard.name].append(chunk)
-    total = sum(chunk.rows for chunks in by_shard.values() for chunk in chunks)
-    if total == 0:
-        raise JobError(f"{contents.folder.url}: holds no finished part whose shard is there")
+    rows: Counter[str] = Counter()
+    for chunk, _, _ in output.state.chunks():
+        rows[chunk.shard.name] += chunk.rows * (chunk.shard.name not in gone)
+    if not (total := rows.total()):
+        raise JobError(f"{output.folder.url}: holds no finished rows whose shard is there")
     part = share if share is not None else min(1.0, count / total)
-    chosen: dict[Chunk, list[int]] = defaultdict(list)
-    for name, chunks in sorted(by_shard.items()):
-        places = [(chunk, i) for chunk in chunks for i in range(chunk.rows)]
-        taken = random.Random(f"{seed} {name}").sample(places, max(1, round(part * len(places))))
-        for chunk, i in taken:
-            chosen[chunk].append(i)
-    return {chunk: sorted(numbers) for chunk, numbers in chosen.items()}
+    for name, found in groupby(output.state.chunks(), key=lambda held: held[0].shard.name):
+        if rows[name]:
+            taken = random.Random(f"{seed} {name}").sample(range(rows[name]), max(1, round(part * rows[name])))
+            yield from _samples(found, sorted(taken))
 
 
-def _read(job: Job, contents: Contents, pair: Pair, chosen: dict[Chunk, list[int]]) -> Iterator[Row]:
+def _samples(chunks: Iterable[tuple[Chunk, str, int]], taken: list[int]) -> Iterator[Sample]:
+    """The taken ones of the rows of some chunks, counted through all of them."""
+    first = 0
+    for chunk, file, start in chunks:
+        numbers = [n - first for n in taken if first <= n < first + chunk.rows]
+        first += chunk.rows
+        if numbers:
+            yield Sample(chunk, file, start, numbers)
+
+
+def _read(job: Job, output: Output, pair: Pair, samples: Iterable[Sample]) -> Iterator[Row]:
     prompts = None
-    for chunk, numbers in chosen.items():
+    for sample in samples:
+        chunk = sample.chunk
         source = read_chunk(chunk, job.storage_options)
         prompts = prompts or Prompts(job, pair.tokenizer, source.schema)
         columns = ["id", "completion", "completion_tokens", "error", *job.value_columns]
-        stored = contents.rows(chunk, columns).to_pylist()
-        given = source.take(numbers).to_pylist()
-        for i, row in zip(numbers, given, strict=True):
+        place = output.place(sample.file)
+        found = read_range(output.folder, place, sample.start, chunk.rows, columns)
+        stored = [row for table in found for row in table.to_pylist()]
+        given = source.take(sample.numbers).to_pylist()
+        for i, row in zip(sample.numbers, given, strict=True):
             out = stored[i]
             if out["error"] == KILLER:
                 continue  # it would end this process too
@@ -149,8 +166,15 @@ def _read(job: Job, contents: Contents, pair: Pair, chosen: dict[Chunk, list[int
             except RowError:
                 request = None
             values = {name: out[name] for name in job.value_columns}
-            place = chunk.shard.name, chunk.first + i
-            yield Row(*place, out["id"], out["completion"], out["completion_tokens"], values, request)
+            yield Row(
+                chunk.shard.name,
+                chunk.first + i,
+                out["id"],
+                out["completion"],
+                out["completion_tokens"],
+                values,
+                request,
+            )
 
 
 def decode(target: PreTrainedModel, config: EngineConfig, rows: list[Row]) -> dict[tuple[str, int], Completion]:

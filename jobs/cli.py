@@ -415,19 +415,20 @@ def compact(
     target_size: Annotated[
         int, typer.Option(parser=_size, metavar="SIZE", help="Size of a file, at most, about: 256MiB, 1GB.")
     ] = "256MiB",  # type: ignore[assignment]
+    wait: Annotated[bool, typer.Option("--wait", help="Wait for the end of who is at work on the output.")] = False,
     storage_options: Options = None,
 ) -> None:
     """Merge the small parts of a finished job into larger files.
 
     The rows and their order stay, and so does what works on an output: run, report and audit. A killed compaction
     loses nothing: run it, or the job, again. A reader of the folder never sees a row twice; the rows of one file at
-    a time may be missing for a moment while _SUCCESS is away. Let no job run on the output meanwhile.
+    a time may be missing for a moment while _SUCCESS is away. Where a job is at work on the output, it leaves.
 
     Exit codes: 0 done, 2 refused.
     """
     from exspec.jobs import compact as job
 
-    job.compact(output, _options(storage_options), target_size)
+    job.compact(output, _options(storage_options), target_size, wait)
 
 
 @command(

@@ -6,9 +6,9 @@ from exspec.pipeline.compact import compact as merge
 from exspec.pipeline.storage import Folder
 
 
-def compact(output: str, options: dict[str, Any], target_size: int) -> None:
+def compact(output: str, options: dict[str, Any], target_size: int, wait: bool) -> None:
     """Compact an output and print what came of it."""
-    done = merge(Folder(output, options), target_size)
+    done = merge(Folder(output, options), target_size, wait)
     if not done.written:
         print(f"nothing to do: {output} holds {done.before} files, and no two neighbours fit into one")
         return

@@ -1,17 +1,17 @@
 """`exspec label`: a job whose completions are labels."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from exspec.jobs import run as jobs
-from exspec.pipeline.contents import Contents
+from exspec.pipeline.contents import tables
 from exspec.pipeline.labels import LabelJob
-from exspec.pipeline.output import JOB, read_job
+from exspec.pipeline.output import DESCRIPTION, REVIEW, Output, read_output, take
 from exspec.pipeline.report import rewrite
-from exspec.pipeline.review import REVIEW, write_review
+from exspec.pipeline.review import write_review
 from exspec.pipeline.run import execute, prepare
-from exspec.pipeline.storage import Folder
 
 
 def label(file: Path | None, flags: dict[str, Any], restart: bool, retry_errors: bool, quiet: bool) -> int:
@@ -19,22 +19,22 @@ def label(file: Path | None, flags: dict[str, Any], restart: bool, retry_errors:
     job = jobs.load(LabelJob, file, flags)
     prepared = prepare(job, restart)
     code = execute(prepared, retry_errors, quiet=quiet)
-    _compare(job, prepared.folder)
+    output = read_output(prepared.folder)
+    _compare(job, output)
     if job.review_share:
-        contents = Contents(prepared.folder)
-        present = [chunk for chunk in prepared.plan.chunks() if chunk in contents]
-        count = write_review(job, prepared.folder, contents.columns(present))
+        count = write_review(job, prepared.folder, partial(tables, output))
         print(f"{count} rows to look at: {prepared.folder.url}/{REVIEW}" if count else "no labeled rows to look at")
     return code
 
 
-def _compare(job: LabelJob, folder: Folder) -> None:
+def _compare(job: LabelJob, output: Output) -> None:
     """Report on known labels that a finished job did not name when it ran."""
-    description, _ = read_job(folder)
-    if description["job"]["gold_column"] == job.gold_column:
+    before = output.state.description["job"]
+    if before["gold_column"] == job.gold_column:
         return
-    description["job"]["gold_column"] = job.gold_column
-    folder.write(JOB, json.dumps(description, indent=1).encode())
-    report, figures = rewrite(folder)
-    for line in report.closing_lines(figures, folder.url):
+    with take(output, "label", job.wait) as writer:
+        writer.describe({"job": before | {"gold_column": job.gold_column}})
+        output.folder.write(DESCRIPTION, json.dumps(writer.state.description, indent=1).encode())
+        report, figures = rewrite(writer)
+    for line in report.closing_lines(figures, output.folder.url):
         print(line)

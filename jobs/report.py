@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from exspec.pipeline.output import read_output
 from exspec.pipeline.report import price, rewrite
 from exspec.pipeline.storage import Folder
 
@@ -17,8 +18,7 @@ def report(outputs: list[str], options: dict[str, Any], price_per_gpu_hour: floa
     """Write every output's report anew, and print the figures of all in one table. The last line is a JSON list."""
     jobs = []
     for output in outputs:
-        folder = Folder(output, options)
-        rebuilt, figures = rewrite(folder)
+        rebuilt, figures = rewrite(read_output(Folder(output, options)))
         jobs.append(_figures(output, rebuilt.description, figures, price_per_gpu_hour))
     table = Table(title="jobs")
     table.add_column("")

@@ -33,13 +33,13 @@ def plan(kind: type[Job], file: Path | None, flags: dict[str, Any]) -> None:
     """Print what a job of this kind would do."""
     job = load(kind, file, flags)
     prepared = prepare(job)
-    chunks = list(prepared.plan.chunks())
-    missing = prepared.missing
+    chunks = sum(1 for _ in prepared.plan.chunks())
+    missing = sum(chunk.rows for chunk in prepared.missing)
     console = Console()
     table = Table(show_header=False, title="plan")
     table.add_row("shards", f"{len(prepared.plan.shards)}")
     table.add_row("rows", f"{prepared.plan.rows}")
-    table.add_row("chunks", f"{len(chunks)} of at most {job.rows_per_chunk} rows, {len(chunks) - len(missing)} done")
+    table.add_row("chunks", f"{chunks} of at most {job.rows_per_chunk} rows; {prepared.plan.rows - missing} rows done")
     table.add_row("actors", f"{job.actors}, each {job.chunks_in_flight} chunks at once or more")
     config, free = prepared.shape.config, prepared.shape.free
     table.add_row("shape", f"{Settled(config, [])}, {config.capacity} tokens a slot")

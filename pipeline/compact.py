@@ -127,11 +127,6 @@ class _Ahead:
 
 def _fits(weight: int, chunks: int, source: _Source, target: int) -> bool:
     """Whether a source may join a file of this weight and so many chunks."""
-    return weight + source.weight <= target and chunks + len(source.summaries) <= MOST_CHUNKS
-
-
-def _fits(weight: int, chunks: int, source: _Source, target: int) -> bool:
-    """Whether a source may join a file of this weight and so many chunks."""
     return weight + source.file.weight <= target and chunks + len(source.file.chunks) <= MOST_CHUNKS
 
 
@@ -154,7 +149,7 @@ class _Writer:
 
     weight: bytes so far, those of tables that are not yet written as they were in their sources. At least that of every
     source: so files that did not fit together once never will, and a second compaction has nothing to do.
-    Of the footer it has the summaries, not the schema.
+    Of the footer it has what tells of the chunks, not the schema.
     """
 
     def __init__(self, path: Path, owner: Writer, group: int) -> None:

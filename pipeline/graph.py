@@ -1,6 +1,5 @@
 """The Ray Data graph: chunks are read and rendered on CPUs, generated and committed by actors, one summary row each."""
 
-import io
 import logging
 import os
 import pickle
@@ -10,27 +9,30 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
+from itertools import groupby
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from exspec.actors.engine import Engine, EngineConfig
 from exspec.actors.generator import WORK, Generator
 from exspec.actors.models import load_pair
+from exspec.pipeline.contents import read_range
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job import Job
 from exspec.pipeline.ledger import RayLedger
 from exspec.pipeline.metrics import RayMeter
-from exspec.pipeline.parts import PartSink, carried_columns
+from exspec.pipeline.parts import PartSink, Task, carried_columns
 from exspec.pipeline.plan import Chunk
-from exspec.pipeline.prompts import Prompts, RowError
-from exspec.pipeline.shards import read_chunk
+from exspec.pipeline.prompts import Prompts
+from exspec.pipeline.rows import RowError
+from exspec.pipeline.shards import Unreadable, read_ranges
 from exspec.pipeline.storage import Folder
 from exspec.pipeline.weights import local_model
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 ROWS_PER_SLOT = 3  # rows in flight in an actor for each of its slots, or the ends of chunks would leave slots empty
+MOST_ROWS, ENOUGH_ROWS = 1 << 20, 1 << 14  # that one reader goes through: of one shard, and of several
 JOINING = 300  # seconds that nodes of a cluster may take to join: a head that was lost comes back before its workers
 FOREVER = 7 * 24 * 3600  # seconds; a chunk of long completions may well take an hour
 
@@ -58,20 +60,20 @@ def connect(job: Job) -> None:
         raise JobError(f"ray_address {address}: no cluster can be joined there: {error}") from error
 
 
-def summaries(
+def results(
     job: Job,
     slots: int,
-    chunks: list[Chunk],
+    tasks: Iterator[Task],
     schema: pa.Schema,
     sink: PartSink,
     load: Callable[[int | None], tuple[Engine, Any]],
 ) -> Iterator[dict[str, Any]]:
-    """Run the chunks; yields one summary a chunk as they are committed or set aside."""
+    """Run the tasks; yields for each what became of it, as its file is staged or it is set aside."""
     import ray
     from ray.data import ActorPoolStrategy, DataContext, TaskPoolStrategy
 
     context = DataContext.get_current()
-    context.target_max_block_size = None  # a chunk stays one block, whatever its bytes
+    context.target_max_block_size = 1  # every row, which is a whole chunk, is a block of its own as soon as it is made
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     context.execution_options.verbose_progress = False
@@ -85,11 +87,11 @@ def summaries(
     waiting = calls + 1 if low == high else 2 * calls
     pool = {"size": high} if low == high else {"min_size": low, "max_size": high}
     sampling = {"top_k": job.top_k, "top_p": job.top_p, "repetition_penalty": job.repetition_penalty}
-    read = Reader(job, schema, retry=sink.retry)
-    descriptors = [{"chunk": pickle.dumps(chunk)} for chunk in chunks]
-    rows: ray.data.Dataset = ray.data.from_items(descriptors, override_num_blocks=len(chunks))
+    passes = [{"tasks": pickle.dumps(together)} for together in read_together(tasks)]
+    rows: ray.data.Dataset = ray.data.from_items(passes, override_num_blocks=len(passes))
     # Few readers: each is a process that first imports what a tokenizer needs, and one can feed several engines.
-    readers = TaskPoolStrategy(size=min(high + 1, len(chunks)))
+    readers = TaskPoolStrategy(size=min(high + 1, len(passes)))
+    read = Reader(job, schema)
     rows = rows.map_batches(read, batch_size=None, batch_format="pyarrow", num_cpus=0.5, compute=readers)
     rows = rows.map_batches(
         Generator,
@@ -107,7 +109,24 @@ def summaries(
     )
     batches: Iterator[Any] = iter(rows.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0))
     for batch in batches:
-        yield from batch.to_pylist()
+        yield from (pickle.loads(result) for result in batch["result"].to_pylist())
+
+
+def read_together(tasks: Iterator[Task]) -> Iterator[list[Task]]:
+    """Tasks that one reader works through: a whole shard if it is not too large, for what its row groups hold is then
+    decoded once, and several small shards. One that is lost is read again from its first row.
+    """
+    together: list[Task] = []
+    rows = 0
+    for task in tasks:
+        other = together and task.chunk.number != together[-1].chunk.number
+        if together and (rows >= MOST_ROWS or (other and rows >= ENOUGH_ROWS)):
+            yield together
+            together, rows = [], 0
+        together.append(task)
+        rows += task.chunk.rows
+    if together:
+        yield together
 
 
 def on_a_device(job: Job, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -173,38 +192,57 @@ def device(job: Job) -> str:
 
 
 class Reader:
-    """A chunk's descriptor in, its rows out, with prompt ids or an error for each."""
+    """Tasks in; for each a row with the rows of its chunk, as an Arrow stream, with prompt ids or an error for each."""
 
-    def __init__(self, job: Job, schema: pa.Schema, retry: bool) -> None:
-        self.job, self.schema, self.retry = job, schema, retry
+    def __init__(self, job: Job, schema: pa.Schema) -> None:
+        self.job, self.schema = job, schema
 
-    def __call__(self, block: pa.Table) -> pa.Table:
-        descriptor = block["chunk"][0].as_py()
-        chunk: Chunk = pickle.loads(descriptor)
-        rows = read_chunk(chunk, self.job.storage_options)
+    def __call__(self, block: pa.Table) -> Iterator[pa.Table]:
+        tasks: list[Task] = pickle.loads(block["tasks"][0].as_py())
+        for _, group in groupby(tasks, key=lambda task: task.chunk.number):
+            yield from self._shard(list(group))
+
+    def _shard(self, tasks: list[Task]) -> Iterator[pa.Table]:
+        """The tasks of one shard, which is read in one pass."""
         prompts = _prompts(type(self.job), self.job.model_dump_json(), self.schema)
-        skip = self._fine(chunk) if self.retry else [False] * chunk.rows
-        work = [_work(prompts, chunk, i, row, descriptor, skip[i]) for i, row in enumerate(rows.to_pylist())]
         kept = [*carried_columns(self.job, self.schema), *([self.job.id_column] if self.job.id_column else [])]
-        table = rows.select(list(dict.fromkeys(kept)))
-        generated = pa.Table.from_pylist(work, schema=WORK_SCHEMA)
-        for name in WORK:
-            table = table.append_column(name, generated[name])
-        return table
+        columns = list(dict.fromkeys([*kept, *prompts.columns(self.schema)]))
+        ranges = [(task.chunk.first, task.chunk.rows) for task in tasks]
+        found = read_ranges(tasks[0].chunk.shard, ranges, columns, self.job.storage_options)
+        for task, rows in zip(tasks, found, strict=True):
+            if isinstance(rows, Unreadable):
+                yield _block(task, None, rows.reason)
+                continue
+            skip = self._fine(task) if task.file else [False] * task.chunk.rows
+            table = rows.select(list(dict.fromkeys(kept)))
+            work = [_work(prompts, task.chunk, i, row, skip[i]) for i, row in enumerate(prompts.rows(rows))]
+            generated = pa.Table.from_pylist(work, schema=WORK_SCHEMA)
+            for name in WORK:
+                table = table.append_column(name, generated[name])
+            yield _block(task, table, None)
 
-    def _fine(self, chunk: Chunk) -> list[bool]:
+    def _fine(self, task: Task) -> list[bool]:
+        """Rows that have no error, and stay as they are."""
         folder = Folder(self.job.output, self.job.storage_options)
-        try:
-            content = folder.read(chunk.part)
-        except FileNotFoundError:  # a chunk that is missing altogether runs whole
-            return [False] * chunk.rows
-        errors = pq.read_table(io.BytesIO(content), columns=["error"])["error"]
-        return [error is None for error in errors.to_pylist()]
+        tables = read_range(folder, str(task.file), task.start, task.chunk.rows, ["error"])
+        return [error is None for table in tables for error in table["error"].to_pylist()]
 
 
+def _block(task: Task, rows: pa.Table | None, unreadable: str | None) -> pa.Table:
+    """A chunk as one row: Ray looks at none of the columns that a user's input may have."""
+    stream = None
+    if rows is not None:
+        buffer = pa.BufferOutputStream()
+        with pa.ipc.new_stream(buffer, rows.schema) as writer:
+            writer.write_table(rows)
+        stream = buffer.getvalue().to_pybytes()
+    values = {"task": [pickle.dumps(task)], "rows": [stream], "unreadable": [unreadable]}
+    return pa.table(values, schema=BLOCK)
+
+
+BLOCK = pa.schema({"task": pa.binary(), "rows": pa.large_binary(), "unreadable": pa.string()})
 WORK_SCHEMA = pa.schema(
     {
-        "_chunk": pa.binary(),
         "_prompt": pa.list_(pa.int32()),
         "_error": pa.string(),
         "_skip": pa.bool_(),
@@ -216,8 +254,10 @@ WORK_SCHEMA = pa.schema(
 )
 
 
-def _work(prompts: Prompts, chunk: Chunk, i: int, row: dict[str, Any], descriptor: bytes, skip: bool) -> dict[str, Any]:
-    work: dict[str, Any] = {"_chunk": descriptor if i == 0 else b"", "_skip": skip}
+def _work(prompts: Prompts, chunk: Chunk, i: int, row: dict[str, Any] | RowError, skip: bool) -> dict[str, Any]:
+    work: dict[str, Any] = {"_skip": skip}
+    if isinstance(row, RowError):
+        return work | {"_error": str(row)}
     try:
         settings = prompts.settings(row, chunk.shard, chunk.first + i)
         work |= {f"_{name}": value for name, value in vars(settings).items()}

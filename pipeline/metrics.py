@@ -20,7 +20,7 @@ class RayMeter:
     def __init__(self) -> None:
         self._made: dict[str, Any] = {}
 
-    def report(self, actor: str, summary: dict[str, Any], engine: EngineStatistics) -> None:
+    def report(self, actor: str, result: dict[str, Any], engine: EngineStatistics) -> None:
         """Count a committed chunk, or one that was set aside, and show how the engine stands."""
         from ray.util.metrics import Counter, Gauge
 
@@ -30,9 +30,10 @@ class RayMeter:
             made["occupancy"] = Gauge("exspec_occupancy", "busy rows / B since the actor began", ("actor",))
             self._made = made
         tags = {"actor": actor}
-        if summary["set_aside"]:
+        if result["set_aside"]:
             self._made["set_aside"].inc(1, tags)
         else:
+            (summary,) = result["file"]["chunks"]
             counts = {name: summary[name] for name in COUNTED if name in summary}
             counts |= {name: sum(summary[f"{name}_by_position"]) for name in ("drafted", "accepted")}
             for name, count in counts.items():

@@ -7,6 +7,7 @@ harm it either: his entry finds its number taken, what he removes is dead for go
 """
 
 import json
+import sqlite3
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +25,8 @@ from exspec.pipeline.state import File, State, file_name, given_by, plan_to_json
 from exspec.pipeline.storage import STAGED, Folder
 
 SUCCESS, DESCRIPTION = "_SUCCESS", "_job.json"
-REPORT, PAGE, AUDIT, REVIEW = "_report.json", "_report.html", "_audit.json", "_review.csv"
-BESIDE = (DESCRIPTION, REPORT, PAGE, AUDIT, REVIEW)  # what lies beside the parts
+REPORT, REPORT_PAGE, AUDIT, REVIEW = "_report.json", "_report.html", "_audit.json", "_review.csv"
+BESIDE = (DESCRIPTION, REPORT, REPORT_PAGE, AUDIT, REVIEW)  # what lies beside the parts
 
 
 class BusyError(JobError):
@@ -45,7 +46,11 @@ class Output:
     def read(self) -> "Output":
         """Catch up with the log."""
         for entry in self.log.read():
-            self.state.fold(entry)
+            try:
+                self.state.fold(entry)
+            except (LookupError, AttributeError, TypeError, ValueError, sqlite3.Error) as error:
+                name, reason = entry_name(self.log.length), f"{type(error).__name__}: {error}"
+                raise JobError(f"{self.folder.url}/{name}: not as exspec run writes it ({reason})") from error
         return self
 
     def place(self, name: str) -> str:
@@ -218,13 +223,14 @@ def take(
     output: Output,
     action: str,
     wait: bool = False,
-    lease: Callable[[Folder, str], Any] = leases.Lease,
-    dead: Callable[[Folder, Entry], bool] = leases.dead,
+    lease: Callable[[Folder, str], Any] | None = None,
+    dead: Callable[[Folder, Entry], bool] | None = None,
 ) -> Iterator[Writer]:
     """Take the output, alone, and give it back. Raises BusyError where another owner lives, unless told to wait.
 
-    lease, dead: what shows that one lives, and tells it.
+    lease, dead: what shows that one lives, and tells it; those of `lease` unless given.
     """
+    lease, dead = lease or leases.Lease, dead or leases.dead
     nonce = uuid.uuid4().hex
     life = lease(output.folder, nonce)
     try:

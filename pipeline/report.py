@@ -1,50 +1,61 @@
 """The report of a job: figures derived from the parts' summaries, as JSON and as a page that needs no network."""
 
+import bisect
+import heapq
 import io
 import json
-import pickle
 import time
 from collections import Counter, defaultdict
-from itertools import zip_longest
+from functools import partial
+from itertools import islice, zip_longest
 from typing import Any
 
 import jinja2
 
 from exspec.actors.engine import EngineStatistics
-from exspec.pipeline.contents import Contents
-from exspec.pipeline.output import AUDIT, REPORT, read_job, settings
-from exspec.pipeline.parts import Summary
+from exspec.pipeline.contents import tables
+from exspec.pipeline.output import AUDIT, REPORT, REPORT_PAGE, Output, settings
+from exspec.pipeline.state import State, Summary
 from exspec.pipeline.storage import Folder
+
+SUMMED = ("rows", "errors", "prompt_tokens", "completion_tokens", "rounds", "forced")
+SHOWN_MISSING = 1000  # chunks that a report names
+MOST_BINS = 400  # of the plot of tokens by time
 
 
 class Report:
-    """Summaries folded together: those of this run as they come, those of all parts at the end."""
+    """Summaries folded together: those of this run as they come, those of all files at the end."""
 
     def __init__(self, description: dict[str, Any], planned: int) -> None:
         self.description, self.planned = description, planned
         self.started = time.time()
-        self.now: Counter[str] = Counter()  # this run's sums alone: a long job must not fill the driver's memory
+        self.now: Counter[str] = Counter()  # this run's sums
         self.engines: dict[str, EngineStatistics] = {}
         self.set_aside: list[str] = []
-        self.parts: list[Summary] = []
+        self.totals = Totals()
         self.missing: list[str] = []
         self.answers: dict[str, Any] = {}
         self.audit: dict[str, Any] | None = None
         self.occupancy: float | None = None  # as an earlier report has it, where no engine runs now
 
-    def fold(self, row: dict[str, Any]) -> None:
-        """Take in one summary row of the graph."""
-        self.engines[row["actor"]] = pickle.loads(row["engine"])
-        if row["set_aside"]:
-            self.set_aside.append(row["set_aside"])
+    def fold(self, result: dict[str, Any]) -> None:
+        """Take in what became of one chunk."""
+        self.engines[result["actor"]] = result["engine"]
+        if result["set_aside"]:
+            self.set_aside.append(result["set_aside"])
         else:
-            counts = {name: row[name] for name in ("rows", "errors", "completion_tokens")}
-            counts |= {name: sum(row[f"{name}_by_position"]) for name in ("drafted", "accepted")}
+            (summary,) = result["file"]["chunks"]
+            counts = {name: summary[name] for name in ("rows", "errors", "completion_tokens")}
+            counts |= {name: sum(summary[f"{name}_by_position"]) for name in ("drafted", "accepted")}
             self.now.update(counts)
 
-    def complete(self, parts: list[Summary], missing: list[str], answers: dict[str, Any]) -> None:
-        """The parts that are there in the end, the chunks that are not, and figures of the answers by field."""
-        self.parts, self.missing, self.answers = parts, missing, answers
+    def complete(self, state: State, answers: dict[str, Any]) -> None:
+        """Take in what the job's files hold in the end, which chunks they do not, and figures of the answers."""
+        self.totals = Totals()
+        for summary in state.summaries():
+            self.totals.add(summary, state.plan.shards[summary.shard].name)
+        self.missing = [str(chunk) for chunk in islice(state.missing(), SHOWN_MISSING)]
+        self.answers = answers
 
     @property
     def rows_now(self) -> int:
@@ -62,39 +73,32 @@ class Report:
         return f"{speed}, {rate}occupancy {self.engine.occupancy:.2f}, {now['errors']} errors"
 
     def figures(self) -> dict[str, Any]:
-        """The numbers, all derived from the parts, but for those of this run's engines."""
-        parts = self.parts
-        lengths = _lengths(parts)
-        drafted, accepted = (
-            [sum(c) for c in zip_longest(*(getattr(s, name) for s in parts), fillvalue=0)]
-            for name in ("drafted_by_position", "accepted_by_position")
-        )
-        tokens, rounds = sum(s.completion_tokens for s in parts), sum(s.rounds for s in parts)
-        spans = _busy_seconds([(s.started, s.ended) for s in parts])
-        actors: Counter[str] = Counter()
-        for s in parts:
-            actors[s.actor] += s.rows
+        """The numbers, all derived from the job's files, but for those of this run's engines."""
+        totals, sums = self.totals, self.totals.sums
+        drafted, accepted = totals.drafted, totals.accepted
+        tokens, spans = sums["completion_tokens"], sum(end - start for start, end in totals.spans)
         return {
             "planned_rows": self.planned,
-            "rows": sum(s.rows for s in parts),
-            "errors": sum(s.errors for s in parts),
-            "prompt_tokens": sum(s.prompt_tokens for s in parts),
+            "rows": sums["rows"],
+            "errors": sums["errors"],
+            "prompt_tokens": sums["prompt_tokens"],
             "completion_tokens": tokens,
             "seconds": round(spans, 3),
             "tokens_per_second": round(tokens / spans, 1) if spans else None,
             "acceptance_rate": round(sum(accepted) / sum(drafted), 4) if sum(drafted) else None,
-            "mean_accepted_length": round(tokens / rounds, 3) if rounds else None,
+            "mean_accepted_length": round(tokens / sums["rounds"], 3) if sums["rounds"] else None,
             "acceptance_by_position": [
                 round(a / d, 4) if d else None for a, d in zip_longest(accepted, drafted, fillvalue=0)
             ],
-            "forced_share": round(sum(s.forced for s in parts) / tokens, 4) if tokens else None,
+            "forced_share": round(sums["forced"] / tokens, 4) if tokens else None,
             "occupancy": round(self.engine.occupancy, 4) if self.engine.rounds else self.occupancy,
-            "completion_length": {"median": _median(lengths), "longest": max(lengths)} if lengths else None,
-            "rows_by_actor": dict(actors),
-            "repeated_chunks": sum(s.attempt > 1 for s in parts),
+            "completion_length": _length_figures(totals.lengths),
+            "rows_by_actor": dict(totals.actors),
+            "rows_by_hardware": {", ".join(kind): rows for kind, rows in totals.hardware.items()},
+            "repeated_chunks": sums["repeated"],
             "slowest_chunks": [
-                {"part": s.part, "seconds": round(s.ended - s.started, 2), "tokens": s.completion_tokens}
-                for s in sorted(parts, key=lambda s: s.started - s.ended)[:5]
+                {"chunk": chunk, "seconds": round(seconds, 2), "tokens": count}
+                for seconds, chunk, count in sorted(totals.slowest, reverse=True)
             ],
             "answers": self.answers,
             "set_aside": self.set_aside,
@@ -114,21 +118,75 @@ class Report:
             for field, a in self.answers.items()
             if "accuracy" in a
         ]
+        if len(f["rows_by_hardware"]) > 1:
+            lines.append(f"mixed hardware or versions: {f['rows_by_hardware']}; see rows_by_hardware in the report")
         lines += [f"set aside: {chunk}" for chunk in self.set_aside or self.missing]
         return [*lines, f"report: {url}/_report.html"]
 
 
-def rebuild(folder: Folder) -> Report:
-    """The report of a job from its parts. Only the occupancy is not in them: it stays as an earlier report has it."""
-    description, plan = read_job(folder)
-    names, chunks = folder.names(), list(plan.chunks())
-    report = Report(description, plan.rows)
-    contents = Contents(folder, names)
-    present = [c for c in chunks if c in contents]
-    missing = [str(c) for c in chunks if c not in contents]
-    job = settings(description, folder.options)
-    report.complete(contents.summaries(present), missing, job.evaluate(contents.columns(present)))
-    if REPORT in names:
+class Totals:
+    """What the summaries of a job's chunks come to, however many there are.
+
+    spans: times in which any chunk was at work, as seconds from start to end. bins: tokens by time, of `width` seconds.
+    """
+
+    def __init__(self) -> None:
+        self.sums: Counter[str] = Counter()
+        self.lengths: Counter[int] = Counter()
+        self.actors: Counter[str] = Counter()
+        self.hardware: Counter[tuple[str, ...]] = Counter()
+        self.drafted: list[int] = []
+        self.accepted: list[int] = []
+        self.slowest: list[tuple[float, str, int]] = []
+        self.spans: list[tuple[float, float]] = []
+        self.bins: Counter[int] = Counter()
+        self.width = 1 / 16
+
+    def add(self, s: Summary, shard: str) -> None:
+        self.sums.update({name: getattr(s, name) for name in SUMMED})
+        self.sums["repeated"] += s.attempt > 1
+        self.lengths.update({int(n): count for n, count in s.lengths.items()})
+        self.actors[s.actor] += s.rows
+        self.hardware[tuple(sorted(s.hardware.values()))] += s.rows
+        self.drafted = _added(self.drafted, s.drafted_by_position)
+        self.accepted = _added(self.accepted, s.accepted_by_position)
+        chunk = f"{shard}, rows {s.first} to {s.first + s.rows - 1}"
+        self.slowest = heapq.nlargest(5, [*self.slowest, (s.ended - s.started, chunk, s.completion_tokens)])
+        _cover(self.spans, s.started, s.ended)
+        self._spread(s)
+
+    def _spread(self, s: Summary) -> None:
+        """A chunk's tokens, over the time that it took."""
+        first, last = (int(t / self.width) for t in (s.started, s.ended))
+        for i in range(first, last + 1):
+            self.bins[i] += s.completion_tokens / (last - first + 1)  # type: ignore[assignment]
+        while len(self.bins) > MOST_BINS:
+            wider: Counter[int] = Counter()
+            for i, tokens in self.bins.items():
+                wider[i // 2] += tokens
+            self.bins, self.width = wider, 2 * self.width
+
+
+def _added(one: list[int], other: list[int]) -> list[int]:
+    return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
+
+
+def _cover(spans: list[tuple[float, float]], start: float, end: float) -> None:
+    """Add a span to disjoint ones in order: a job that rested between two runs was not slow."""
+    low = bisect.bisect_left(spans, start, key=lambda span: span[1])
+    high = bisect.bisect_right(spans, end, key=lambda span: span[0])
+    if low < high:
+        start, end = min(start, spans[low][0]), max(end, spans[high - 1][1])
+    spans[low:high] = [(start, end)]
+
+
+def rebuild(output: Output) -> Report:
+    """The report of a job from its files. Only the occupancy is not in them: it stays as an earlier report has it."""
+    folder, state = output.folder, output.state
+    report = Report(state.description, state.plan.rows)
+    job = settings(state.description, folder.options)
+    report.complete(state, job.evaluate(partial(tables, output)))
+    if folder.exists(REPORT):
         report.occupancy = json.loads(folder.read(REPORT))["occupancy"]
     return report
 
@@ -139,12 +197,8 @@ def price(figures: dict[str, Any], gpus: float, per_gpu_hour: float) -> float | 
     return len(figures["rows_by_actor"]) * gpus * hours * per_gpu_hour / tokens * 1e6 if tokens else None
 
 
-def _lengths(parts: list[Summary]) -> Counter[int]:
-    """Rows by completion length."""
-    lengths: Counter[int] = Counter()
-    for s in parts:
-        lengths.update({int(n): count for n, count in s.lengths.items()})
-    return lengths
+def _length_figures(lengths: Counter[int]) -> dict[str, int] | None:
+    return {"median": _median(lengths), "longest": max(lengths)} if lengths else None
 
 
 def _median(counts: Counter[int]) -> int:
@@ -157,20 +211,11 @@ def _median(counts: Counter[int]) -> int:
     raise ValueError("the median of nothing")
 
 
-def _busy_seconds(spans: list[tuple[float, float]]) -> float:
-    """Seconds in which any chunk was being worked on: a job that rested between two runs was not slow."""
-    busy, until = 0.0, 0.0
-    for start, end in sorted(spans):
-        busy += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return busy
-
-
-def rewrite(folder: Folder) -> tuple[Report, dict[str, Any]]:
-    """Write the report of a job anew from its parts; returns it with its figures."""
-    report = rebuild(folder)
+def rewrite(output: Output) -> tuple[Report, dict[str, Any]]:
+    """Write the report of a job anew from its files; returns it with its figures."""
+    report = rebuild(output)
     figures = report.figures()
-    write_report(report, figures, folder)
+    write_report(report, figures, output.folder)
     return report, figures
 
 
@@ -179,7 +224,7 @@ def write_report(report: Report, figures: dict[str, Any], folder: Folder) -> Non
     if folder.exists(AUDIT):
         report.audit = json.loads(folder.read(AUDIT))
     folder.write(REPORT, json.dumps(figures | {"job": report.description, "audit": report.audit}, indent=1).encode())
-    folder.write("_report.html", render(report, figures).encode())
+    folder.write(REPORT_PAGE, render(report, figures).encode())
 
 
 PAGE = """\
@@ -212,8 +257,8 @@ figure{margin:1.5rem 0}svg{max-width:100%;height:auto}.bad{color:#b00}</style>
 <table><tr><th>stored</th><td>{{ d.stored }}</td></tr><tr><th>expected</th><td>{{ d.expected }}</td></tr></table>
 {% endfor %}{% endfor %}{% endif %}
 <h2>Slowest chunks</h2>
-<table><tr><th>part</th><th>seconds</th><th>tokens</th></tr>
-{% for c in figures.slowest_chunks %}<tr><td>{{ c.part }}</td><td>{{ c.seconds }}</td><td>{{ c.tokens }}</td></tr>
+<table><tr><th>chunk</th><th>seconds</th><th>tokens</th></tr>
+{% for c in figures.slowest_chunks %}<tr><td>{{ c.chunk }}</td><td>{{ c.seconds }}</td><td>{{ c.tokens }}</td></tr>
 {% endfor %}</table>
 <h2>Settings and versions</h2>
 <table>{% for name, value in settings %}<tr><th>{{ name }}</th><td>{{ value }}</td></tr>{% endfor %}</table>
@@ -231,14 +276,14 @@ def render(report: Report, figures: dict[str, Any]) -> str:
     return jinja2.Environment(autoescape=True).from_string(PAGE).render(
         figures=figures,
         numbers=[(name.replace("_", " "), figures[name]) for name in shown if figures[name] is not None],
-        plots=_plots(report.parts, figures) if report.parts else [],
+        plots=_plots(report.totals, figures) if figures["rows"] else [],
         settings=sorted(named.items()),
         matrices=[(field, _confusion(field, a)) for field, a in report.answers.items() if "matrix" in a],
         audit=report.audit,
     )  # fmt: skip
 
 
-def _plots(parts: list[Summary], figures: dict[str, Any]) -> list[tuple[str, str]]:
+def _plots(totals: Totals, figures: dict[str, Any]) -> list[tuple[str, str]]:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -252,19 +297,13 @@ def _plots(parts: list[Summary], figures: dict[str, Any]) -> list[tuple[str, str
         axes.spines[["top", "right"]].set_visible(False)
         return title, _svg(figure)
 
-    start = min(s.started for s in parts)
-    span = max(max(s.ended for s in parts) - start, 1e-3)
-    bins = [0.0] * 40
-    for s in parts:  # a chunk's tokens are spread over the time that it took
-        first, last = (min(39, int(40 * (t - start) / span)) for t in (s.started, s.ended))
-        for i in range(first, last + 1):
-            bins[i] += s.completion_tokens / (last - first + 1) / (span / 40)
-    lengths = _lengths(parts)
-    values, counts = list(lengths), list(lengths.values())
+    start, end = min(totals.bins, default=0), max(totals.bins, default=0)
+    seconds = [(i - start) * totals.width for i in range(start, end + 1)]
+    speeds = [totals.bins[i] / totals.width for i in range(start, end + 1)]
+    values, counts = list(totals.lengths), list(totals.lengths.values())
     rows: dict[str, int] = defaultdict(int, figures["rows_by_actor"])
-    seconds = [i * span / 40 for i in range(40)]
     plots = [
-        draw("Throughput", "seconds", "tokens/s", lambda a: a.step(seconds, bins, where="post")),
+        draw("Throughput", "seconds", "tokens/s", lambda a: a.step(seconds, speeds, where="post")),
         draw("Completion lengths", "tokens", "rows", lambda a: a.hist(values, bins=40, weights=counts)),
         draw("Rows by actor", "rows", "", lambda a: a.barh(list(rows), list(rows.values()))),
     ]

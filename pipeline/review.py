@@ -10,9 +10,8 @@ import pyarrow as pa
 import pyarrow.csv
 
 from exspec.pipeline.labels import LabelJob
+from exspec.pipeline.output import REVIEW
 from exspec.pipeline.storage import Folder
-
-REVIEW = "_review.csv"
 
 
 def write_review(job: LabelJob, folder: Folder, read: Callable[[list[str] | None], Iterator[pa.Table]]) -> int:

@@ -3,9 +3,13 @@
 import json
 import platform
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from functools import partial
 from importlib.metadata import version
+from itertools import chain
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -17,20 +21,21 @@ from exspec.actors.answers import AnswerError
 from exspec.actors.engine.cached_model import context_length
 from exspec.actors.engine.memory import fit
 from exspec.actors.models import ModelError, check_config, check_vocabularies, load_part
-from exspec.pipeline.compact import repair, split
-from exspec.pipeline.contents import Contents
+from exspec.pipeline.collect import Collector, collect
+from exspec.pipeline.contents import tables
 from exspec.pipeline.errors import BrokenOffError, JobError
-from exspec.pipeline.graph import PairLoader, check_cluster, connect, device, on_a_device, summaries
-from exspec.pipeline.job import Job, fingerprint
-from exspec.pipeline.output import JOB, PLAN, SUCCESS, read_job
-from exspec.pipeline.parts import PartSink, carried_columns
-from exspec.pipeline.plan import Chunk, Plan, encode_schema
+from exspec.pipeline.graph import PairLoader, check_cluster, connect, device, on_a_device, results
+from exspec.pipeline.job import Job, differences, fingerprint
+from exspec.pipeline.output import DESCRIPTION, SUCCESS, Output, Writer, take
+from exspec.pipeline.parts import PartSink, Task, carried_columns, read_staged
+from exspec.pipeline.plan import Chunk, Plan, Shard, encode_schema
 from exspec.pipeline.progress import Progress
 from exspec.pipeline.prompts import Prompts, prompt_column
 from exspec.pipeline.report import Report, write_report
 from exspec.pipeline.shape import LONGEST, Settled, Shape, sample, settle, shape_of, stored_shape
-from exspec.pipeline.shards import Since, find_shards
-from exspec.pipeline.storage import Folder
+from exspec.pipeline.shards import Since, changed, find_shards
+from exspec.pipeline.state import State
+from exspec.pipeline.storage import PROBES, Folder
 from exspec.pipeline.weights import local_model, model_digest
 
 COLUMNS = ("id_column", "max_new_tokens_column", "temperature_column", "seed_column", "stop_column")
@@ -40,22 +45,28 @@ T = TypeVar("T")
 
 @dataclass
 class Prepared:
-    """A job that may start: everything about it has been checked."""
+    """A job that may start: everything about it has been checked. found: the input's shards as they are now."""
 
     job: Job
-    folder: Folder
+    output: Output
+    restart: bool
     schema: pa.Schema
+    found: list[Shard]
+    settled: set[str]
     plan: Plan
-    contents: Contents
     shape: Shape
     prompts: Prompts
-    fingerprint: dict[str, Any]
     models: "Models"
-    calibration: list[dict[str, Any]]
 
     @property
-    def missing(self) -> list[Chunk]:
-        return [chunk for chunk in self.plan.chunks() if chunk not in self.contents]
+    def folder(self) -> Folder:
+        return self.output.folder
+
+    @property
+    def missing(self) -> Iterator[Chunk]:
+        """The chunks that are to run, as far as is known before the output is taken."""
+        state = self.output.state
+        return self.plan.chunks() if self.restart or state.job is None else _under(self.plan, state)
 
 
 def prepare(job: Job, restart: bool = False) -> Prepared:
@@ -71,14 +82,12 @@ def prepare(job: Job, restart: bool = False) -> Prepared:
 
     folder = Folder(job.output, job.storage_options)
     check(lambda: _refuse_overlap(job, folder))
-    names = check(lambda: _output_names(folder))
+    output = check(lambda: _open(folder))
     models = check(lambda: _check_models(job))
-    contents = check(lambda: Contents(folder, names or set()))
-    written = check(lambda: read_job(folder)) if names and JOB in names and not restart else None
-    earlier = written[1] if written else None
-    settled = earlier.settled(contents.__contains__) if earlier and contents and job.since else set()
-    since = Since(earlier, settled, job.newer_than) if job.since else None
-    found = check(lambda: find_shards(job.input, job.storage_options, earlier, since))
+    earlier = output.state if output and output.state.job and not restart else None
+    settled = earlier.done_shards() if earlier and job.since else set()
+    since = Since(earlier.plan if earlier else None, settled, job.newer_than) if job.since else None
+    found = check(lambda: find_shards(job.input, job.storage_options, earlier.plan if earlier else None, since))
     if found and job.id_column is None and "id" in found[1].names:
         job = job.model_copy(update={"id_column": "id"})
     columns = prompts = None
@@ -90,26 +99,49 @@ def prepare(job: Job, restart: bool = False) -> Prepared:
                 check(prompts.answers.constraint)
     if models:
         check(lambda: _check_memory(job, models))
-    if problems or not (found and models and prompts and contents) or names is None or columns is None:
+    if problems or not (found and models and prompts and output) or columns is None:
         raise JobError("; ".join(dict.fromkeys(problems)))
-
-    keys = fingerprint(job, models.digests)
-    if restart and JOB in names:
-        _move_aside(folder)
-        names, contents = set(), Contents(folder, set())
     plan = Plan(found[0], job.rows_per_chunk, job.limit, encode_schema(found[1]))
-    before: dict[str, Any] = {}
-    if written:
-        before, stored = written
-        _refuse_other(folder, before["fingerprint"], keys)
-        plan = replace(stored, schema=plan.schema).extended(found[0], settled)
-    elif parts := sorted(n for n in names if n.endswith(".parquet")):
-        raise JobError(
-            f"output {folder.url}: holds {parts[0]} but no {JOB}; expected an empty folder or that of this job"
-        )
-    shape = shape_of(job, models.context, plan.rows, before.get("shape"))
-    calibration = before.get("calibration", [])
-    return Prepared(job, folder, found[1], plan, contents, shape, prompts, keys, models, calibration)
+    stored = None
+    if earlier:
+        _refuse_other(folder, earlier.description, _keys(job, models, earlier.description["device"]))
+        plan, stored = _planned(earlier, plan, settled), earlier.description["shape"]
+    shape = shape_of(job, models.context, plan.rows, stored)
+    return Prepared(job, output, restart, found[1], found[0], settled, plan, shape, prompts, models)
+
+
+def _keys(job: Job, models: "Models", stored: str) -> dict[str, Any]:
+    """The job's fingerprint. Where it takes what device is there, which is not known yet, that is the stored one."""
+    return fingerprint(job, models.digests, stored if job.device == "auto" else job.device)
+
+
+def _planned(state: State, plan: Plan, settled: set[str]) -> Plan:
+    """The stored plan with what has come since; raises JobError where a planned shard is another now."""
+    return replace(state.plan, limit=plan.limit, schema=plan.schema).extended(plan.shards, settled)
+
+
+def _under(plan: Plan, state: State) -> Iterator[Chunk]:
+    return plan.chunks(state.held())
+
+
+def _open(folder: Folder) -> Output:
+    """The output, which must be one that can be written, and where two runs can be kept apart."""
+    try:
+        output = Output(folder).read()
+        output.check_foreign()
+        _probe(folder)
+    except JobError:
+        raise
+    except Exception as error:  # an unreachable or refusing store has many names
+        raise JobError(f"output {folder.url}: cannot be written: {type(error).__name__}: {error}") from error
+    return output
+
+
+def _probe(folder: Folder) -> None:
+    probe = f"{PROBES}/{time.time_ns()}"
+    folder.write(probe, bytes(PROBE))  # as large as a part may be
+    folder.remove(probe)
+    folder.check_create()
 
 
 @dataclass
@@ -174,139 +206,189 @@ def _check_columns(job: Job, schema: pa.Schema) -> list[str]:
     return carried
 
 
-def _output_names(folder: Folder) -> set[str]:
-    """The files in the output folder, which must be one that can be written."""
-    try:
-        names = folder.names()
-        probe = f"_probe-{time.time_ns()}"
-        folder.write(probe, bytes(PROBE), replace=False)  # as parts are written
-        folder.remove(probe)
-    except JobError:
-        raise
-    except Exception as error:  # an unreachable or refusing store has many names
-        raise JobError(f"output {folder.url}: cannot be written: {type(error).__name__}: {error}") from error
-    return names
-
-
 def _refuse_overlap(job: Job, folder: Folder) -> None:
     """Parts inside the input would be the next run's shards, and --restart would move an input inside the output."""
     own = f"{folder.path}/"
     for url in job.input:
         path = f"{Folder(url, job.storage_options).path}/"
-        if own.startswith(path) or path.startswith(own):
+        if own.startswith(path) or path.startswith(own) or fnmatch(f"{own}part-0.parquet", path.rstrip("/")):
             raise JobError(f"output {folder.url}: overlaps the input {url}; expected a folder of its own")
 
 
-def _refuse_other(folder: Folder, before: dict[str, Any], keys: dict[str, Any]) -> None:
+def _refuse_other(folder: Folder, description: dict[str, Any], keys: dict[str, Any]) -> None:
     """Raises JobError where the output's fingerprint is that of another job."""
-    differing = [k for k in sorted(before | keys) if before.get(k) != keys.get(k)]
-    if differing:
-        changes = ", ".join(f"{k} was {before.get(k)!r} and is {keys.get(k)!r}" for k in differing)
+    if changes := differences(description["fingerprint"], keys):
         raise JobError(
-            f"output {folder.url}: holds a job with other settings: {changes}; use another output or --restart"
+            f"output {folder.url}: holds a job with other settings: {', '.join(changes)}; use another output or "
+            "--restart"
         )
-
-
-def _move_aside(folder: Folder) -> str:
-    aside = f"{folder.path}-before-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder.fs.mv(folder.path, aside, recursive=True)
-    folder.fs.invalidate_cache()
-    return aside
 
 
 def execute(prepared: Prepared, retry_errors: bool = False, load: Any = None, quiet: bool = False) -> int:
     """Run what is missing, or the rows that failed, and finish the job. Returns the exit code.
 
-    load: gives engine and tokenizer in an actor; default: the job's pair.
+    load: gives engine and tokenizer in an actor; default: the job's pair. Raises BusyError where another is at work on
+    the output, BrokenOffError where the job did not come to its end.
     """
-    job, folder, plan = prepared.job, prepared.folder, prepared.plan
-    chunks, again = prepared.missing, []
-    if retry_errors and job.since:
+    if retry_errors and prepared.job.since:
         raise JobError(
             "since: leaves out shards that are done, and --retry-errors reads them again; give one of the two"
         )
-    if retry_errors:
-        present = [c for c in plan.chunks() if c in prepared.contents]
-        again = [c for c, s in zip(present, prepared.contents.summaries(present), strict=True) if s.errors]
-        chunks += again
-    if not chunks and folder.exists(SUCCESS):
-        print(f"nothing to do: all {plan.rows} rows are in {folder.url}")
+    output, plan = prepared.output, prepared.plan
+    if not (prepared.restart or retry_errors) and finished(output, plan):
+        print(f"nothing to do: all {plan.rows} rows are in {prepared.folder.url}")
         return 0
-    folder.remove(SUCCESS)
-    contents = repair(folder, discard=retry_errors)
-    split(folder, contents, {c.part for c in again})  # a part of its own can be replaced
-    connect(job)
-    where = device(job)
-    # Decided once: a node with a GPU that joins later must not change what actors ask for.
-    job = job.model_copy(update={"device": where})
-    check_cluster(job)
-    settled = _settled(replace(prepared, job=job), where) if load is None else Settled(prepared.shape.config, [])
-    description = {
-        "kind": job.kind,
-        "job": job.published(),
-        "fingerprint": prepared.fingerprint,
-        "shape": stored_shape(settled.config),
-        "calibration": settled.candidates or prepared.calibration,
-        "device": where,
-        "versions": {n: version(n) for n in ("exspec", "torch", "transformers", "ray", "pyarrow")}
-        | {"python": platform.python_version()},
-    }
-    # The plan first: an output with a job but no plan could not be resumed.
-    folder.write(PLAN, plan.to_json())
-    folder.write(JOB, json.dumps(description, indent=1).encode())
+    action = "restart" if prepared.restart else "retry" if retry_errors else "run"
+    with take(output, action, prepared.job.wait) as writer:
+        return _Run(prepared, writer, load, quiet).run(retry_errors)
 
-    carried = pa.schema([prepared.schema.field(name) for name in carried_columns(job, prepared.schema)])
-    sink = PartSink(folder, carried, job.answer_columns(), job.id_column, retry_errors)
-    report = Report(description, plan.rows)
-    finished = sum(c.rows for c in plan.chunks()) - sum(c.rows for c in chunks)
-    with Progress(plan.rows, finished, quiet) as progress:
-        make = load or PairLoader(job, settled.config, where)
-        run = summaries(job, settled.config.slots, chunks, prepared.schema, sink, make)
+
+def finished(output: Output, plan: Plan) -> bool:
+    """Whether the output holds the plan's rows, in files that are as they were written, and says that it is done."""
+    known = output.state.plan
+    if output.state.done is None or (known.shards, known.limit) != (plan.shards, plan.limit):
+        return False
+    sizes = output.folder.sizes()
+    return SUCCESS in sizes and all(sizes.get(name) == size for name, size in output.state.sizes().items())
+
+
+class _Run:
+    """One run on an output that was taken."""
+
+    def __init__(self, prepared: Prepared, writer: Writer, load: Any, quiet: bool) -> None:
+        self.prepared, self.writer, self.load, self.quiet = prepared, writer, load, quiet
+        self.job, self.folder, self.plan = prepared.job, prepared.folder, prepared.plan
+
+    def run(self, retry_errors: bool) -> int:
+        fresh = self.prepared.restart or self.writer.state.job is None
+        if not fresh:  # another may have begun or extended the job since this one was prepared
+            state, keys = self.writer.state, partial(_keys, self.job, self.prepared.models)
+            _refuse_other(self.folder, state.description, keys(state.description["device"]))
+            found = Plan(self.prepared.found, self.plan.rows_per_chunk, self.job.limit, self.plan.schema)
+            self.plan = _planned(state, found, self.prepared.settled)
+            self.writer.adopt(read_staged)
+        self.writer.sweep()
+        tasks, again = self._tasks(fresh, retry_errors)
+        first = next(tasks, None)
+        if first is not None:
+            self._connect()
+        else:
+            self.writer.extend(self.plan)
+        if self.writer.lost:
+            print(f"{self.writer.lost} rows were in files that are gone or damaged; they are decoded again")
+        config = self._begin(fresh) if first is not None else None
+        self.folder.write(DESCRIPTION, json.dumps(self.writer.state.description, indent=1).encode())
+        report = Report(self.writer.state.description, self.plan.rows)
+        stopped = None
+        if first is not None:
+            stopped = self._decode(chain([first], tasks), again, config, report)
+        return self._finish(report, stopped)
+
+    def _tasks(self, fresh: bool, retry_errors: bool) -> tuple[Iterator[Task], Counter[str]]:
+        """What is to be done: missing chunks, and with `retry_errors` those with errors; and the latter by file."""
+        if fresh:
+            return (Task(chunk) for chunk in self.plan.chunks()), Counter()
+        missing = (Task(chunk) for chunk in _under(self.plan, self.writer.state))
+        failed = [Task(*found) for found in self.writer.state.chunks(errors=True)] if retry_errors else []
+        return chain(missing, failed), Counter(str(task.file) for task in failed)
+
+    def _connect(self) -> None:
+        connect(self.job)
+        # Decided once: a node with a GPU that joins later must not change what actors ask for.
+        self.job = self.job.model_copy(update={"device": device(self.job)})
+        check_cluster(self.job)
+
+    def _begin(self, fresh: bool) -> Any:
+        """Begin the job, or take it up again, in the log; returns the shape that it decodes in."""
+        job, prepared = self.job, self.prepared
+        keys = fingerprint(job, prepared.models.digests, job.device)
+        if not fresh:
+            _refuse_other(self.folder, self.writer.state.description, keys)
+        stored = None if fresh else self.writer.state.description["shape"]
+        shape = shape_of(job, prepared.models.context, self.plan.rows, stored)
+        settled = self._settle(shape) if self.load is None else Settled(shape.config, [])
+        if not fresh:
+            self.writer.describe({"job": job.published()})
+            self.writer.extend(self.plan)
+            return settled.config
+        description = {
+            "kind": job.kind,
+            "job": job.published(),
+            "fingerprint": keys,
+            "shape": stored_shape(settled.config),
+            "calibration": settled.candidates,
+            "device": job.device,
+            "versions": {n: version(n) for n in ("exspec", "torch", "transformers", "ray", "pyarrow")}
+            | {"python": platform.python_version()},
+        }
+        if self.prepared.restart and self.writer.state.job is not None:
+            print(f"the output as it was is in {self.writer.set_aside().url}")
+        self.writer.begin(description, self.plan)
+        return settled.config
+
+    def _settle(self, shape: Shape) -> Settled:
+        """The shape to decode in, which a device has to tell where it is to be measured or memory may be short."""
+        job = self.job
+        if not shape.free and job.memory_gib is None and job.device == "cpu":
+            return Settled(shape.config, [])
+        requests = sample(job, self.plan, self.prepared.prompts) if shape.free else []
         try:
-            for summary in run if chunks else ():
-                report.fold(summary)
-                progress.show(report)
-        except RayError as error:
+            settled: Settled = on_a_device(job, settle, job, shape, requests, job.device)
+        except ValueError as error:
+            raise JobError(str(error)) from error
+        except (RayError, torch.OutOfMemoryError) as error:
             reason = str(error).strip().splitlines()[-1]
-            broken = f"the job broke off, run it again to resume: {type(error).__name__}: {reason}"
-            raise BrokenOffError(broken) from error
-    return finish(prepared, report)
+            raise JobError(
+                f"the shape could not be measured: {type(error).__name__}: {reason}; set memory_gib"
+            ) from error
+        print(f"shape: {settled}")
+        return settled
+
+    def _decode(self, tasks: Iterator[Task], again: Counter[str], config: Any, report: Report) -> str | None:
+        """Run the tasks and commit what they give; returns why it was stopped early, if it was."""
+        job, schema, writer = self.job, self.prepared.schema, self.writer
+        carried = pa.schema([schema.field(name) for name in carried_columns(job, schema)])
+        sink = PartSink(self.folder, str(writer.state.job), writer.prefix, carried, job.answer_columns(), job.id_column)
+        make = self.load or PairLoader(job, config, job.device)
+        collector = Collector(writer, again)
+        with Progress(self.plan.rows, writer.state.rows, self.quiet) as progress:
+            try:
+                for _ in collect(job, results(job, config.slots, tasks, schema, sink, make), report, collector):
+                    progress.show(report)
+            except RayError as error:
+                reason = str(error).strip().splitlines()[-1]
+                broken = f"the job broke off, run it again to resume: {type(error).__name__}: {reason}"
+                raise BrokenOffError(broken) from error
+            except BrokenOffError as error:
+                return str(error)
+        return None
+
+    def _finish(self, report: Report, stopped: str | None) -> int:
+        """Check that every planned row is in a file, write the report, and `_SUCCESS` where all is well."""
+        state = self.writer.state
+        report.set_aside += [f"{name}: {why}" for name, why in changed(self._read(), self.job.storage_options).items()]
+        if stopped:
+            report.set_aside.append(stopped)
+        report.complete(state, self.job.evaluate(partial(tables, self.writer)))
+        figures = report.figures()
+        for line in report.closing_lines(figures, self.folder.url):
+            print(line)
+        whole = state.complete and not report.set_aside and not _too_many(figures, self.job)
+        try:
+            write_report(report, figures, self.folder)
+            if whole and state.done is None:
+                self.writer.finish()
+        except OSError as error:  # what was generated is safe in its files
+            print(f"output {self.folder.url}: the report cannot be written: {error}")
+            return 1
+        return int(not whole)
+
+    def _read(self) -> list[Shard]:
+        """The shards that this run may have read: all but those that were done before and need not be there."""
+        return [shard for shard in self.plan.shards if shard.name not in self.prepared.settled]
 
 
-def _settled(prepared: Prepared, where: str) -> Settled:
-    """The shape to decode in, which a device has to tell where it is to be measured or memory may be short."""
-    job, shape = prepared.job, prepared.shape
-    if not shape.free and job.memory_gib is None and where == "cpu":
-        return Settled(shape.config, [])
-    requests = sample(job, prepared.plan, prepared.prompts) if shape.free else []
-    try:
-        settled: Settled = on_a_device(job, settle, job, shape, requests, where)
-    except ValueError as error:
-        raise JobError(str(error)) from error
-    except (RayError, torch.OutOfMemoryError) as error:
-        reason = str(error).strip().splitlines()[-1]
-        raise JobError(f"the shape could not be measured: {type(error).__name__}: {reason}; set memory_gib") from error
-    print(f"shape: {settled}")
-    return settled
-
-
-def finish(prepared: Prepared, report: Report) -> int:
-    """Check that every planned row is in a part, write the report, and `_SUCCESS` where all are."""
-    folder, chunks = prepared.folder, list(prepared.plan.chunks())
-    contents = repair(folder)
-    present = [c for c in chunks if c in contents]
-    missing = [c for c in chunks if c not in contents]
-    parts = contents.summaries(present)
-    wrong = [c for c, s in zip(present, parts, strict=True) if s.rows != c.rows]
-    report.complete(parts, [str(c) for c in (*missing, *wrong)], prepared.job.evaluate(contents.columns(present)))
-    figures = report.figures()
-    for line in report.closing_lines(figures, folder.url):
-        print(line)
-    try:
-        write_report(report, figures, folder)
-        if not (missing or wrong):
-            folder.write(SUCCESS, b"")
-            return 0
-    except OSError as error:  # what was generated is safe in its parts
-        print(f"output {folder.url}: the report cannot be written: {error}")
-    return 1
+def _too_many(figures: dict[str, Any], job: Job) -> bool:
+    """Whether so many rows have an error that the job is none."""
+    share = 1 - 1e-9 if job.max_error_share is None else job.max_error_share
+    return bool(figures["errors"] > share * figures["rows"])

@@ -155,7 +155,11 @@ class State:
 
     def missing(self) -> Iterator[Chunk]:
         """The chunks that no file holds, in order."""
-        return self.plan.chunks(self._table.execute("SELECT shard, first, rows FROM chunk ORDER BY shard, first"))
+        return self.plan.chunks(self.held())
+
+    def held(self) -> Iterator[tuple[int, int, int]]:
+        """The chunks that files hold, in order: number of the shard, first row, rows."""
+        return iter(self._table.execute("SELECT shard, first, rows FROM chunk ORDER BY shard, first"))
 
     def holders(self, shard: int, first: int, rows: int) -> set[str]:
         """Names of the files that hold some of these rows."""

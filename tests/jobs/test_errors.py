@@ -1,5 +1,6 @@
 """What a person gets wrong is told in one sentence that names it, with exit code 2; a fault of ours is not hidden."""
 
+import gzip
 import json
 import sys
 from pathlib import Path
@@ -21,10 +22,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "bytes.jsonl").write_bytes(b'{"prompt": "a"}\n\xff\xfe')
     (tmp_path / "list.jsonl").write_text("[1]")
-    for name, job, plan in (("cut", "{", "{}"), ("bare", "{}", "{}"), ("half", '{"fingerprint": {}}', "{}")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "_job.json").write_text(job)
-        (tmp_path / name / "_plan.json").write_text(plan)
+    for name, entry in (("cut", b"{"), ("bare", gzip.compress(b"{}")), ("half", gzip.compress(b'{"kind": "begin"}'))):
+        (tmp_path / name / "_log").mkdir(parents=True)
+        (tmp_path / name / "_log" / "0000000001.json.gz").write_bytes(entry)
     return tmp_path
 
 
@@ -37,11 +37,11 @@ def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> int | str | None:
 
 NO_STORE = json.dumps({"endpoint_url": "http://127.0.0.1:1", "key": "a", "secret": "b"})
 ON_OUTPUTS = [
-    (("nowhere",), "nowhere: holds no _job.json and _plan.json; expected the output of exspec run"),
-    (("text.parquet",), "text.parquet: holds no _job.json"),
-    (("cut",), "cut/_job.json: not as exspec run writes it"),
-    (("bare",), "bare/_job.json: not as exspec run writes it"),
-    (("half",), "half/_plan.json: not as exspec run writes it"),
+    (("nowhere",), "nowhere: holds no job; expected the output of exspec run"),
+    (("text.parquet",), "text.parquet: cannot be read: NotADirectoryError"),
+    (("cut",), "cut/_log/0000000001.json.gz: damaged (Not a gzipped file"),
+    (("bare",), "bare/_log/0000000001.json.gz: not as exspec run writes it (KeyError: 'kind')"),
+    (("half",), "half/_log/0000000001.json.gz: not as exspec run writes it (KeyError: 'job')"),
     (("nosuch://bucket/out",), "nosuch://bucket/out: Protocol not known: nosuch"),
     (("s3://bucket/out", "--storage-options", NO_STORE), "s3://bucket/out: cannot be read: EndpointConnectionError"),
     (("out", "--storage-options", "{"), "--storage-options: not JSON"),

@@ -17,11 +17,12 @@ from moto.server import ThreadedMotoServer
 from typer.testing import CliRunner
 
 from exspec.jobs import cli
-from exspec.pipeline.compact import Compacted, compact, repair
-from exspec.pipeline.contents import Contents
+from exspec.pipeline import lease
+from exspec.pipeline.compact import Compacted, compact, mend
+from exspec.pipeline.contents import read_range, tables
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.output import read_job
-from exspec.pipeline.parts import GENERATED, SUMMARY, summarize
+from exspec.pipeline.output import Output, read_output, take
+from exspec.pipeline.parts import GENERATED, described, encode, summarize
 from exspec.pipeline.plan import Plan, Shard
 from exspec.pipeline.report import rebuild
 from exspec.pipeline.run import execute, prepare
@@ -64,14 +65,12 @@ def files(out: Path) -> list[str]:
     return sorted(p.name for p in out.glob("part-*"))
 
 
+SEEN = ["shard", "row", "id", "completion", "error", "accepted_by_position"]
+
+
 def by_contents(folder: Folder) -> list[dict[str, Any]]:
     """What the job's own readers see, in the plan's order."""
-    contents, (_, plan) = Contents(folder), read_job(folder)
-    return [row for c in plan.chunks() for row in contents.rows(c, visible_columns(contents)).to_pylist()]
-
-
-def visible_columns(contents: Contents) -> list[str]:
-    return ["shard", "row", "id", "completion", "error", "accepted_by_position"] if contents else []
+    return [row for table in tables(read_output(folder), SEEN) for row in table.to_pylist()]
 
 
 def run(pair: Pair, place: Path, **options: Any) -> int:
@@ -100,19 +99,21 @@ def test_a_reader_finds_the_same_rows_in_the_same_order(place: Path, target: int
 def write_output(out: Path, chunks: int, text: int) -> None:
     """A finished output with one part a chunk of eight rows, each with so many characters that do not compress."""
     shard = Shard("s.parquet", "file:///in/s.parquet", 8 * chunks, 1, "")
-    plan = Plan([shard], 8)
-    out.mkdir()
-    (out / "_job.json").write_text('{"fingerprint": {}}')
-    (out / "_plan.json").write_bytes(plan.to_json())
-    (out / "_SUCCESS").touch()
-    for chunk in plan.chunks():
-        rows = [
-            {"shard": shard.name, "row": n, "id": str(n), "completion": random.Random(n).randbytes(text // 2).hex()}
-            for n in range(chunk.first, chunk.first + chunk.rows)
-        ]
-        table = pa.Table.from_pylist(rows, schema=GENERATED)
-        footer = {SUMMARY: json.dumps(vars(summarize(chunk.part, table, "a", 0, 1)))}
-        pq.write_table(table.replace_schema_metadata(footer), out / chunk.part)
+    folder = Folder(str(out))
+    with take(Output(folder), "run") as writer:
+        writer.begin({"fingerprint": {}}, Plan([shard], 8))
+        parts = []
+        for chunk in writer.state.missing():
+            rows = [
+                {"shard": shard.name, "row": n, "id": str(n), "completion": random.Random(n).randbytes(text // 2).hex()}
+                for n in range(chunk.first, chunk.first + chunk.rows)
+            ]
+            table = pa.Table.from_pylist(rows, schema=GENERATED)
+            told = [summarize(chunk, table, "a", {}, 0, 1)]
+            content = encode(table, str(writer.state.job), told)
+            parts.append(described(content, folder.stage(content, writer.prefix), told))
+        writer.commit(parts)
+        writer.finish()
 
 
 def test_files_come_close_to_the_target(tmp_path: Path) -> None:
@@ -173,28 +174,27 @@ def test_the_last_file_grows_with_the_output(pair: Pair, place: Path, capsys: An
 
 def test_the_report_is_that_of_the_parts(place: Path) -> None:
     folder = Folder(str(place / "out"))
-    before = rebuild(folder).figures()
+    before = rebuild(read_output(folder)).figures()
     compact(folder, SMALL)
-    assert rebuild(folder).figures() == before
+    assert rebuild(read_output(folder)).figures() == before
 
 
 def test_an_error_row_in_a_merged_file_is_decoded_again(pair: Pair, place: Path) -> None:
-    """Its chunk gets a part of its own, and its neighbours stay merged and in their order."""
+    """Its neighbours stay as they are, and all stay in one file."""
     out = place / "out"
     compact(Folder(str(out)), LARGE)
     before = visible(out).to_pylist()
     assert [r["id"] for r in before if r["error"]] == [str(REFUSED)]
     assert run(pair, place, retry_errors=True) == 0
     after = visible(out).to_pylist()
-    assert [name.count("merged") for name in files(out)] == [1, 0, 1]
+    assert len(files(out)) == 1
     assert [r for r in after if r["id"] != str(REFUSED)] == [r for r in before if r["id"] != str(REFUSED)]
     assert [r["id"] for r in after] == [r["id"] for r in before]
     (mended,) = [r for r in after if r["id"] == str(REFUSED)]
     assert mended["error"] is None
     assert mended["completion"] == jobs.expected(REFUSED)
     assert json.loads((out / "_report.json").read_text())["errors"] == 0
-    assert compact(Folder(str(out)), LARGE) == Compacted(3, 1, 1)
-    assert visible(out).to_pylist() == after
+    assert compact(Folder(str(out)), LARGE) == Compacted(1, 1, 0)
 
 
 class Killed(BaseException):
@@ -225,8 +225,9 @@ def killed_after(operations: int, folder: Folder, action: Callable[[Folder], Any
     """Run the action on the folder until so many changes of storage were made; whether it was killed."""
     reaper = Reaper(operations)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lease.Lease, "_beat", lambda _: None)
         if folder.local:
-            for name in ("replace", "unlink", "hardlink_to"):
+            for name in ("replace", "hardlink_to"):
                 patch.setattr(Path, name, reaper.wrap(getattr(Path, name)))
             patch.setattr(type(folder.fs), "rm_file", reaper.wrap(type(folder.fs).rm_file))
         else:
@@ -237,6 +238,12 @@ def killed_after(operations: int, folder: Folder, action: Callable[[Folder], Any
         except Killed:
             return True
     return False
+
+
+@pytest.fixture(autouse=True)
+def _the_killed_are_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is killed here is this very process, which lives on."""
+    monkeypatch.setattr(lease, "dead", lambda *_: True)
 
 
 def assert_no_row_twice(ids: list[str]) -> None:
@@ -253,55 +260,58 @@ def test_killed_after_any_operation_nothing_is_lost(pair: Pair, finished: Path, 
         folder = Folder(str(here / "out"))
         if not killed_after(operations, folder, lambda f: compact(f, SMALL)):
             break
-        found = visible(here / "out")
+        found = visible(here / "out") if files(here / "out") else before.slice(0, 0)
         assert_no_row_twice(found["id"].to_pylist())
         seen = max(seen, ROWS - found.num_rows)
         assert by_contents(folder) == rows
-        assert rebuild(folder).figures()["rows"] == ROWS
-        other = Path(shutil.copytree(here, tmp_path / f"{operations}-run"))
-        assert run(pair, other) == 0
-        assert visible(other / "out").equals(before)
+        assert rebuild(read_output(folder)).figures()["rows"] == ROWS
+        if operations % 4 == 0:
+            other = Path(shutil.copytree(here, tmp_path / f"{operations}-run"))
+            assert run(pair, other) == 0
+            assert visible(other / "out").equals(before)
+            assert (other / "out" / "_SUCCESS").exists()
         compact(folder, SMALL)
         assert visible(here / "out").equals(before)
-        for out in (here / "out", other / "out"):
-            assert (out / "_SUCCESS").exists()
-        assert not [p.name for p in (here / "out").iterdir() if p.name.startswith(("_part", "._part"))]
-        compact(Folder(str(other / "out")), SMALL)
-        assert visible(other / "out").equals(before)
+        assert (here / "out" / "_SUCCESS").exists()
+        assert not list((here / "out" / "_staged").glob("*-*"))
     else:
         pytest.fail("it never came to an end")
     assert operations > 15
     assert 0 < seen < ROWS, "of one file at a time"
 
 
-def test_killed_while_a_chunk_is_taken_out(pair: Pair, finished: Path, tmp_path: Path) -> None:
+def test_killed_while_an_error_is_mended(finished: Path, tmp_path: Path) -> None:
     """A retry of errors, killed at any point of its changes of files, and run again."""
     merged = Path(shutil.copytree(finished, tmp_path / "merged"))
     compact(Folder(str(merged / "out")), LARGE)
-    before = [r for r in visible(merged / "out").to_pylist() if r["id"] != str(REFUSED)]
+    before = by_contents(Folder(str(merged / "out")))
 
-    def take_out(folder: Folder) -> None:
-        from exspec.pipeline.compact import split
-
-        contents, (_, plan) = repair(folder, discard=True), read_job(folder)
-        split(folder, contents, {c.part for c in plan.chunks() if "shard-1" in c.part and c.first == 8})
+    def mended(folder: Folder) -> None:
+        with take(Output(folder), "retry") as writer:
+            (name,) = writer.state.names()
+            (found,) = writer.state.chunks(errors=True)
+            table = pa.concat_tables(read_range(folder, name, found[2], found[0].rows))
+            good = pa.array([None] * len(table), pa.string())
+            table = table.set_column(table.schema.get_field_index("error"), table.schema.field("error"), good)
+            told = [summarize(found[0], table, "a", {}, 0, 1)]
+            content = encode(table, str(writer.state.job), told)
+            mend(writer, name, [described(content, folder.stage(content, writer.prefix), told)])
 
     for operations in range(100):
         here = Path(shutil.copytree(merged, tmp_path / f"{operations}"))
         folder = Folder(str(here / "out"))
-        if not killed_after(operations, folder, take_out):
+        if not killed_after(operations, folder, mended):
             break
         assert_no_row_twice(visible_ids(here / "out"))
-        assert len(by_contents(folder)) == ROWS
-        (here / "out" / "_SUCCESS").unlink(missing_ok=True)  # a run removes it before it begins
-        if operations in (2, 5):
-            assert run(pair, here, retry_errors=True) == 0
-        else:
-            take_out(folder)
-        after = visible(here / "out").to_pylist()
-        assert [r for r in after if r["id"] != str(REFUSED)] == before
-        assert any(r["error"] for r in after) == (operations not in (2, 5))
-        assert len(files(here / "out")) == 3
+        rows = by_contents(folder)
+        assert [r["id"] for r in rows] == [r["id"] for r in before]
+        if any(r["error"] for r in rows):
+            mended(folder)
+        with take(Output(folder), "run") as writer:
+            writer.sweep()
+        assert not any(visible(here / "out")["error"].to_pylist())
+        assert len(visible_ids(here / "out")) == ROWS
+        assert not list((here / "out" / "_staged").glob("*-*"))
     else:
         pytest.fail("it never came to an end")
     assert operations > 5
@@ -313,65 +323,71 @@ def visible_ids(out: Path) -> list[str]:
     return list(visible(out)["id"].to_pylist())
 
 
-def test_a_part_replaced_after_the_kill_wins(pair: Pair, place: Path) -> None:
-    """What a killed compaction wrote is old once a retry has replaced a part, and must not come back."""
+def test_a_part_mended_after_the_kill_wins(pair: Pair, place: Path) -> None:
+    """What a killed compaction had staged is old once a retry has mended a part, and must not come back."""
     folder = Folder(str(place / "out"))
-    killed_after(1, folder, lambda f: compact(f, LARGE))
-    assert list((place / "out").glob("_part-*-merged-*"))
+    killed_after(3, folder, lambda f: compact(f, LARGE))
     assert run(pair, place, retry_errors=True) == 0
     compact(folder, LARGE)
     assert not any(visible(place / "out")["error"].to_pylist())
 
 
-def test_a_late_part_of_another_run_is_dropped(pair: Pair, place: Path) -> None:
-    """A run that was at work during a compaction writes a part whose rows are in a merged file by then."""
+def test_a_file_that_was_replaced_and_comes_back_is_removed(pair: Pair, place: Path) -> None:
+    """As when somebody restores a folder from a copy: the log says that its rows are in another file."""
     out = place / "out"
-    late = next(out.glob("part-shard-1-*"))
-    content = late.read_bytes()
+    late = files(out)[4]
+    content = (out / late).read_bytes()
     compact(Folder(str(out)), LARGE)
-    late.write_bytes(content)
+    (out / late).write_bytes(content)
     (out / "_SUCCESS").unlink()
     assert run(pair, place) == 0
     assert_no_row_twice(visible_ids(out))
-    assert not late.exists()
+    assert not (out / late).exists()
+
+
+def test_foreign_files_are_named_and_left_alone(pair: Pair, place: Path) -> None:
+    (place / "out" / "mine.parquet").write_bytes(b"")
+    with pytest.raises(JobError, match=r"out: holds mine.parquet, which no run of this job wrote"):
+        run(pair, place)
+    assert (place / "out" / "mine.parquet").exists()
 
 
 def test_an_unfinished_output_is_refused(place: Path) -> None:
     next((place / "out").glob("part-*")).unlink()
-    with pytest.raises(JobError, match=r"out: 1 of 9 chunks are missing; expected a finished output"):
+    with pytest.raises(JobError, match=r"out: 8 of 60 rows are missing; expected a finished output"):
         compact(Folder(str(place / "out")), LARGE)
 
 
-@pytest.mark.parametrize("damage", ["cut", "zeros", "empty", "text"])
-def test_a_damaged_file_is_named(pair: Pair, place: Path, damage: str) -> None:
+@pytest.mark.parametrize("damage", ["cut", "empty", "text", "gone"])
+def test_a_damaged_file_is_decoded_again(pair: Pair, place: Path, capsys: Any, damage: str) -> None:
+    """Its size tells: a run puts it right, whatever else says that all is done."""
     out = place / "out"
     compact(Folder(str(out)), LARGE)
+    before = visible(out)
     (merged,) = out.glob("part-*")
     content = merged.read_bytes()
-    merged.write_bytes({
-        "cut": content[: len(content) // 2], "empty": b"", "text": b"this is no Parquet",
-        "zeros": content[: len(content) - 2000] + bytes(1990) + content[-10:],
-    }[damage])  # fmt: skip
-    for action in (
-        lambda: compact(Folder(str(out)), LARGE),
-        lambda: rebuild(Folder(str(out))),
-        lambda: run(pair, place),
-    ):
-        with pytest.raises(JobError, match=rf"{merged.name}: .*remove it and run the job again") as error:
-            action()
+    damaged = {"cut": content[: len(content) // 2], "empty": b"", "text": b"this is no Parquet"}
+    if damage == "gone":
+        merged.unlink()
+    else:
+        merged.write_bytes(damaged[damage])
+        with pytest.raises(JobError, match=rf"{merged.name}: .*run the job again") as error:
+            list(tables(read_output(Folder(str(out))), None))
         assert "\n" not in str(error.value)
-    merged.unlink()
     assert run(pair, place) == 0
-    assert len(visible_ids(out)) == ROWS
+    assert f"{ROWS} rows were in files that are gone or damaged; they are decoded again" in capsys.readouterr().out
+    assert visible(out)["id"].equals(before["id"])
+    assert not merged.exists()
 
 
-def test_a_damaged_part_is_named_and_nothing_is_removed(place: Path) -> None:
+def test_flipped_bytes_are_named_and_nothing_is_removed(place: Path) -> None:
     part = sorted((place / "out").glob("part-*"))[4]
-    part.write_bytes(part.read_bytes()[:-100])
-    with pytest.raises(JobError, match=rf"{part.name}: cannot be read"):
+    content = bytearray(part.read_bytes())
+    content[len(content) // 3] ^= 255
+    part.write_bytes(content)
+    with pytest.raises(JobError, match=rf"{part.name}: is damaged; remove it and run the job again"):
         compact(Folder(str(place / "out")), LARGE)
     assert len(files(place / "out")) == 9
-    assert not list((place / "out").glob("*_part-*"))
 
 
 def test_an_audit_reads_merged_files(pair: Pair, tmp_path: Path) -> None:
@@ -390,7 +406,7 @@ def test_an_audit_reads_merged_files(pair: Pair, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("text", "bytes_"), [("256MiB", 256 << 20), ("1GB", 10**9), ("4096", 4096)])
 def test_a_size_has_a_unit(place: Path, monkeypatch: pytest.MonkeyPatch, text: str, bytes_: int) -> None:
     given = []
-    monkeypatch.setattr("exspec.jobs.compact.merge", lambda _, target: given.append(target) or Compacted(1, 1, 0))
+    monkeypatch.setattr("exspec.jobs.compact.merge", lambda _, target, __: given.append(target) or Compacted(1, 1, 0))
     assert CliRunner().invoke(cli.app, ["compact", str(place / "out"), "--target-size", text]).exit_code == 0
     assert given == [bytes_]
 
@@ -425,18 +441,16 @@ def test_killed_after_any_operation_on_object_storage(finished: Path, store: dic
 
     for operations in range(200):
         folder = Folder(f"s3://compact/{operations}", store)
-        for path in (finished / "out").iterdir():
-            folder.write(path.name, path.read_bytes())
+        for path in (p for p in (finished / "out").rglob("*") if p.is_file()):
+            folder.write(path.relative_to(finished / "out").as_posix(), path.read_bytes())
         if not killed_after(operations, folder, lambda f: compact(f, SMALL)):
             break
         assert_no_row_twice(read(folder)["id"].to_pylist())
         assert len(by_contents(folder)) == ROWS
-        if operations % 2:
-            repair(folder)
         compact(folder, SMALL)
         assert read(folder).equals(before.replace_schema_metadata())
         assert folder.exists("_SUCCESS")
-        assert not [n for n in folder.names() if n.startswith("_part")]
+        assert not folder.names("_staged")
     else:
         pytest.fail("it never came to an end")
     assert operations > 15

@@ -16,7 +16,9 @@ import pytest
 import s3fs
 from moto.server import ThreadedMotoServer
 
+from exspec.pipeline.contents import tables
 from exspec.pipeline.errors import JobError
+from exspec.pipeline.output import read_output
 from exspec.pipeline.run import execute, prepare
 from exspec.pipeline.storage import Folder
 from tests.pipeline import jobs
@@ -61,8 +63,9 @@ def fetch(endpoint: str, bucket: str, folder: Path) -> Path:
     """The output, copied to a local folder."""
     fs = s3fs.S3FileSystem(**options(endpoint), skip_instance_cache=True)
     folder.mkdir()
-    for key in fs.ls(f"{bucket}/out", detail=False, refresh=True):
-        fs.get_file(key, str(folder / key.rsplit("/", 1)[-1]))
+    for found in fs.ls(f"{bucket}/out", detail=True, refresh=True):
+        if found["type"] == "file":
+            fs.get_file(found["name"], str(folder / found["name"].rsplit("/", 1)[-1]))
     return folder
 
 
@@ -74,7 +77,6 @@ def test_a_job_from_bucket_to_bucket(pair: Pair, endpoint: str, bucket: str, tmp
     assert execute(prepare(job), load=jobs.ArithmeticLoader(), quiet=True) == 0
     assert "nothing to do" in capsys.readouterr().out
     fs = s3fs.S3FileSystem(**options(endpoint), skip_instance_cache=True)
-    fs.rm_file(f"{bucket}/out/_SUCCESS")
     for key in sorted(fs.glob(f"{bucket}/out/part-*"))[::2]:
         fs.rm_file(key)
     assert execute(prepare(job), load=jobs.ArithmeticLoader(), quiet=True) == 0
@@ -83,11 +85,31 @@ def test_a_job_from_bucket_to_bucket(pair: Pair, endpoint: str, bucket: str, tmp
 
 def test_the_first_writer_wins(endpoint: str, bucket: str) -> None:
     folder = Folder(f"s3://{bucket}/out", options(endpoint))
-    assert folder.write("part", b"first", replace=False)
-    folder.write("part", b"second", replace=False)
+    folder.check_create()
+    assert folder.create("part", b"first")
+    assert folder.create("part", b"first"), "the answer to the first try may have been lost"
+    assert not folder.create("part", b"second")
     assert folder.read("part") == b"first"
     folder.write("part", b"third")
     assert folder.read("part") == b"third"
+    assert folder.modified("part") is not None
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_a_restart_keeps_the_old_output_and_leaves_one_job(
+    pair: Pair, endpoint: str, bucket: str, tmp_path: Path, capsys: Any
+) -> None:
+    job = jobs.job(pair, f"s3://{bucket}/in", f"s3://{bucket}/out", storage_options=options(endpoint))
+    assert execute(prepare(job), load=jobs.ArithmeticLoader(), quiet=True) == 0
+    other = job.model_copy(update={"seed": 7})
+    assert execute(prepare(other, restart=True), load=jobs.ArithmeticLoader(), quiet=True) == 0
+    jobs.assert_complete(fetch(endpoint, bucket, tmp_path / "one"), 60)
+    aside = capsys.readouterr().out.split("the output as it was is in ")[1].split()[0]
+    old = read_output(Folder(aside, options(endpoint)))
+    assert (old.state.rows, old.state.description["job"]["seed"]) == (60, 0)
+    assert sum(table.num_rows for table in tables(old, None)) == 60
+    now = read_output(Folder(f"s3://{bucket}/out", options(endpoint)))
+    assert now.state.description["job"]["seed"] == 7
 
 
 class Faulty(BaseHTTPRequestHandler):

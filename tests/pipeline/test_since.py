@@ -47,7 +47,7 @@ def test_each_row_once_though_old_shards_go_and_late_ones_look_old(pair: Pair, t
 def test_a_shard_that_has_grown_or_is_not_done_is_not_left_out(pair: Pair, tmp_path: Path) -> None:
     jobs.write_shards(tmp_path / "in", rows=60)
     assert night(pair, tmp_path, since="last") == 0
-    lost = sorted((tmp_path / "out").glob("part-shard-1-*"))[0]
+    lost = sorted((tmp_path / "out").glob("part-0000001-*"))[0]
     lost.unlink()
     assert night(pair, tmp_path, since="last") == 0
     jobs.assert_complete(tmp_path / "out", 60)

@@ -1,0 +1,21 @@
+"""What tokens were computed on, as it is kept beside them."""
+
+import platform
+from pathlib import Path
+
+import torch
+
+
+def hardware(device: torch.device) -> dict[str, str]:
+    """The device's model and the version of torch: in bfloat16 tokens may differ where these do."""
+    return {"device": _model(device), "torch": torch.__version__}
+
+
+def _model(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,0 +1,69 @@
+"""What comes back from the actors: counted, committed a few parts at a time, and the end of a job that goes wrong."""
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from exspec.pipeline.compact import mend
+from exspec.pipeline.errors import BrokenOffError
+from exspec.pipeline.job import Job
+from exspec.pipeline.output import Writer
+from exspec.pipeline.parts import Task
+from exspec.pipeline.report import Report
+from exspec.pipeline.state import File
+
+TOGETHER, EVERY = 256, 2.0  # parts that are committed together at most, and the seconds until they are
+
+
+class Collector:
+    """Commits the files of tasks that are done. again: how many tasks are to mend each file of the job."""
+
+    def __init__(self, writer: Writer, again: Counter[str]) -> None:
+        self.writer, self.again = writer, again
+        self.parts: list[File] = []
+        self.mended: dict[str, list[File]] = defaultdict(list)
+        self.last = 0.0
+
+    def add(self, result: dict[str, Any]) -> None:
+        task: Task = result["task"]
+        if task.file is None:
+            self._new(result)
+        else:
+            self._mended(task.file, result)
+
+    def _new(self, result: dict[str, Any]) -> None:
+        if not result["set_aside"]:
+            self.parts.append(File.from_json(result["file"]))
+        if len(self.parts) >= TOGETHER or time.monotonic() - self.last > EVERY:
+            self.flush()
+
+    def _mended(self, name: str, result: dict[str, Any]) -> None:
+        if not result["set_aside"]:
+            self.mended[name].append(File.from_json(result["file"]))
+        self.again[name] -= 1
+        if self.again[name] == 0 and self.mended[name]:
+            mend(self.writer, name, self.mended.pop(name))
+
+    def flush(self) -> None:
+        """Commit the parts that have come."""
+        if self.parts:
+            self.writer.commit(self.parts)
+            self.parts, self.last = [], time.monotonic()
+
+
+def collect(job: Job, results: Iterable[dict[str, Any]], report: Report, collector: Collector) -> Iterator[None]:
+    """Commit what the actors staged; yields after each result. Raises BrokenOffError where too much goes wrong."""
+    failed = 0
+    try:
+        for result in results:
+            report.fold(result)
+            collector.add(result)
+            failed += result.get("fault") == "output"
+            if failed >= job.max_write_failures:
+                raise BrokenOffError(f"stopped: {failed} chunks could not be written; the last: {result['set_aside']}")
+            if job.max_error_share is not None and report.now["errors"] > job.max_error_share * report.planned:
+                raise BrokenOffError(f"stopped: {report.now['errors']} rows have an error, more than max_error_share")
+            yield
+    finally:
+        collector.flush()
