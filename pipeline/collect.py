@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from exspec.pipeline.compact import mend
-from exspec.pipeline.errors import BrokenOffError
 from exspec.pipeline.job import Job
 from exspec.pipeline.output import Writer
 from exspec.pipeline.parts import Task
@@ -14,6 +13,10 @@ from exspec.pipeline.report import Report
 from exspec.pipeline.state import File
 
 TOGETHER, EVERY = 256, 2.0  # parts that are committed together at most, and the seconds until they are
+
+
+class StopError(Exception):
+    """So much goes wrong that a job is not worth going on with; what is done is kept."""
 
 
 class Collector:
@@ -53,7 +56,7 @@ class Collector:
 
 
 def collect(job: Job, results: Iterable[dict[str, Any]], report: Report, collector: Collector) -> Iterator[None]:
-    """Commit what the actors staged; yields after each result. Raises BrokenOffError where too much goes wrong."""
+    """Commit what the actors staged; yields after each result. Raises StopError where too much goes wrong."""
     failed = 0
     try:
         for result in results:
@@ -61,9 +64,9 @@ def collect(job: Job, results: Iterable[dict[str, Any]], report: Report, collect
             collector.add(result)
             failed += result.get("fault") == "output"
             if failed >= job.max_write_failures:
-                raise BrokenOffError(f"stopped: {failed} chunks could not be written; the last: {result['set_aside']}")
+                raise StopError(f"stopped: {failed} chunks could not be written; the last: {result['set_aside']}")
             if job.max_error_share is not None and report.now["errors"] > job.max_error_share * report.planned:
-                raise BrokenOffError(f"stopped: {report.now['errors']} rows have an error, more than max_error_share")
+                raise StopError(f"stopped: {report.now['errors']} rows have an error, more than max_error_share")
             yield
     finally:
         collector.flush()

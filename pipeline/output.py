@@ -201,10 +201,13 @@ class Writer(Output):
             return
 
     def _refuse_twice(self, new: Sequence[File], old: set[str]) -> None:
+        seen: dict[tuple[int, int], str] = {}
         for file in new:
             for s in file.chunks:
-                if holders := self.state.holders(s.shard, s.first, s.rows) - old:
-                    raise JobError(f"{self.folder.url}: {min(holders)} holds rows of {file.staged} already")
+                holders = self.state.holders(s.shard, s.first, s.rows) - old
+                if other := min(holders, default=None) or seen.get((s.shard, s.first)):
+                    raise JobError(f"{self.folder.url}: {other} holds rows of {file.staged} already")
+                seen[s.shard, s.first] = file.staged
 
     def _append(self, entry: Entry) -> None:
         entry = {"at": time.time()} | entry

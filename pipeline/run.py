@@ -21,7 +21,7 @@ from exspec.actors.answers import AnswerError
 from exspec.actors.engine.cached_model import context_length
 from exspec.actors.engine.memory import fit
 from exspec.actors.models import ModelError, check_config, check_vocabularies, load_part
-from exspec.pipeline.collect import Collector, collect
+from exspec.pipeline.collect import Collector, StopError, collect
 from exspec.pipeline.contents import tables
 from exspec.pipeline.errors import BrokenOffError, JobError
 from exspec.pipeline.graph import PairLoader, check_cluster, connect, device, on_a_device, results
@@ -359,7 +359,7 @@ class _Run:
                 reason = str(error).strip().splitlines()[-1]
                 broken = f"the job broke off, run it again to resume: {type(error).__name__}: {reason}"
                 raise BrokenOffError(broken) from error
-            except BrokenOffError as error:
+            except StopError as error:
                 return str(error)
         return None
 

@@ -142,18 +142,6 @@ def test_the_driver_killed_and_run_again(pair: Pair, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("ray_session")
-def test_two_runs_of_one_job_at_once(pair: Pair, tmp_path: Path) -> None:
-    """The first writer of a part wins, the other's work on it is dropped; both end well, every row is there once."""
-    jobs.write_shards(tmp_path / "in", rows=120)
-    job = jobs.job(pair, tmp_path / "in", tmp_path / "out")
-    driver = start_driver(job, tmp_path, 0.02)
-    wait_for_parts(tmp_path / "out", 1, driver)
-    assert execute(prepare(job), load=jobs.ArithmeticLoader(0.01), quiet=True) == 0
-    assert driver.wait(timeout=120) == 0
-    jobs.assert_complete(tmp_path / "out", 120)
-
-
-@pytest.mark.usefixtures("ray_session")
 def test_the_pool_is_never_drained(pair: Pair, tmp_path: Path) -> None:
     """Many chunks, lengths with a heavy tail: several chunks in flight keep the rows of every round busy."""
     jobs.write_shards(tmp_path / "in", rows=1200)

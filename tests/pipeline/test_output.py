@@ -205,13 +205,10 @@ def test_rows_are_never_committed_twice(tmp_path: Path) -> None:
         writer.begin({}, plan())
         first, second, third = writer.state.missing()
         writer.commit([staged(writer, first)])
-        for new in (
-            [staged(writer, first)],
-            [staged(writer, second, first)],
-            [staged(writer, Chunk(first.shard, 0, 7, 2))],
-        ):
-            with pytest.raises(JobError, match=r"part-0000000-000000000000-8-000003.parquet holds rows of _staged/"):
-                writer.commit(new)
+        overlapping = Chunk(first.shard, 0, 7, 2)
+        for new in ([first], [second, first], [overlapping], [second, second]):
+            with pytest.raises(JobError, match="holds rows of _staged/"):
+                writer.commit([staged(writer, chunk) for chunk in new])
         assert len(writer.folder.names()) == 1
         assert list(writer.state.missing()) == [second, third]
 
@@ -238,9 +235,7 @@ def test_a_store_where_two_can_create_one_file_is_refused(tmp_path: Path, monkey
     folder = Folder(str(tmp_path / "out"))
     folder.check_create()
     monkeypatch.setattr(Folder, "create", lambda self, name, content: self.write(name, content) or True)
-    with pytest.raises(
-        JobError, match=r"out: the store lets a second writer replace a file that the first one created"
-    ):
+    with pytest.raises(JobError, match="the store lets a second writer replace a file"):
         folder.check_create()
 
 
