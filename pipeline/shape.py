@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -77,10 +78,10 @@ def memory_of(config: EngineConfig, models: Sequence[PretrainedConfig], job: Job
 
 def sample(job: Job, plan: Plan, prompts: Prompts) -> list[Request]:
     """Prompts out of chunks that are spread over the plan."""
-    chunks = list(plan.chunks())
     found: list[Request] = []
-    each = -(-SAMPLED[1] // min(SAMPLED[0], len(chunks)))
-    for chunk in chunks[:: -(-len(chunks) // SAMPLED[0])]:
+    count = sum(1 for _ in plan.chunks())
+    each = -(-SAMPLED[1] // min(SAMPLED[0], count))
+    for chunk in islice(plan.chunks(), 0, None, -(-count // SAMPLED[0])):
         for i, row in enumerate(read_chunk(chunk, job.storage_options).slice(0, each).to_pylist()):
             try:
                 found.append(prompts.request(row, chunk.shard, chunk.first + i))

@@ -1,16 +1,20 @@
-"""What the pipeline itself costs at scale, with nothing decoded: `python -m tests.pipeline.scale plan|list|rows`.
+"""What the pipeline itself costs at scale, with nothing decoded: `python -m tests.pipeline.scale plan|resume|rows`.
 
-Each prints one JSON line. plan: footers of 10,000 shards with 100 million rows. list: 200,000 finished parts.
+Each prints one JSON line. plan: footers of 10,000 shards with 100 million rows. resume: these at 64 rows a chunk, from
+the plan through 1.6 million parts to the report and the next run.
 rows: a job of 2 million rows with an engine that returns at once.
 """
 
 import json
 import os
+import pickle
 import resource
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +23,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from exspec.actors.engine import Completion, EngineConfig, EngineStatistics, Request, SequenceStatistics
-from exspec.pipeline.plan import Plan, Shard
-from exspec.pipeline.run import execute, prepare
+from exspec.pipeline.graph import read_together
+from exspec.pipeline.output import Output, take
+from exspec.pipeline.parts import Task
+from exspec.pipeline.plan import Chunk, Plan, Shard
+from exspec.pipeline.report import Report
+from exspec.pipeline.run import execute, finished, prepare
 from exspec.pipeline.shards import find_shards
+from exspec.pipeline.state import File, Summary
 from exspec.pipeline.storage import Folder
 from tests.pipeline import jobs
 
@@ -34,21 +43,65 @@ def plan(folder: Path) -> dict[str, Any]:
         (folder / f"shard-{i:05}.parquet").hardlink_to(folder / "shard-00000.parquet")
     start, cpu = time.perf_counter(), time.process_time()
     shards, _ = find_shards([str(folder)], {})
-    made = Plan(shards, 1000)
+    made = Plan(shards, 64)
     chunks = sum(1 for _ in made.chunks())
     seconds, cpu_seconds = round(time.perf_counter() - start, 1), round(time.process_time() - cpu, 1)
     return {"shards": len(shards), "rows": made.rows, "chunks": chunks, "seconds": seconds, "cpu_seconds": cpu_seconds}
 
 
-def list_(folder: Path) -> dict[str, Any]:
-    shard = Shard("shard.parquet", "shard.parquet", 200_000_000, 1, "")
-    made = Plan([shard], 1000)
-    for chunk in made.chunks():
-        (folder / chunk.part).touch()
-    start = time.perf_counter()
-    names = Folder(str(folder)).names()
-    missing = [chunk for chunk in made.chunks() if chunk.part not in names]
-    return {"parts": len(names), "missing": len(missing), "seconds": round(time.perf_counter() - start, 1)}
+def resume(folder: Path) -> dict[str, Any]:
+    """From the plan to the report and to the next run, with what the null engine's actors would have staged."""
+    shards = [Shard(f"{n:05}.parquet", f"file:///in/{n:05}.parquet", 10_000, 1, "") for n in range(10_000)]
+    made, figures, clock = Plan(shards, 64), {}, time.perf_counter()
+
+    def lap(name: str) -> None:
+        nonlocal clock
+        figures[name] = round(time.perf_counter() - clock, 1)
+        figures[f"{name}_mib"] = psutil.Process().memory_info().rss >> 20
+        clock = time.perf_counter()
+
+    out = Folder(str(folder / "out"))
+    with take(Output(out), "run") as writer:
+        writer.begin({"kind": "generate", "job": {}, "versions": {}, "shape": {}, "device": "cpu"}, made)
+        lap("plan_seconds")
+        passes = [pickle.dumps(tasks) for tasks in read_together(Task(c) for c in writer.state.missing())]
+        figures["passes"], figures["passes_mb"] = len(passes), sum(map(len, passes)) // 10**6
+        lap("descriptors_seconds")
+        chunks = (task.chunk for tasks in passes for task in pickle.loads(tasks))
+        for together in batched(chunks, 256):
+            writer.commit([linked(out, writer.prefix, chunk) for chunk in together])
+        lap("commit_seconds")
+        report = Report(writer.state.description, made.rows)
+        report.complete(writer.state, {})
+        figures["rows"] = report.figures()["rows"]
+        lap("report_seconds")
+        writer.finish()
+    again = Output(out).read()
+    lap("log_seconds")
+    assert finished(again, made)
+    lap("nothing_to_do_seconds")
+    return figures
+
+
+def linked(folder: Folder, prefix: str, chunk: Chunk) -> File:
+    """A staged part with what a null engine's summary tells; its bytes are those of all others."""
+    name = f"_staged/{prefix}-{chunk.number}-{chunk.first}"
+    one = Path(folder.path) / "_staged" / f"one-{chunk.number // 300}"  # a file has only so many names
+    if not one.exists():
+        one.parent.mkdir(exist_ok=True)
+        one.write_bytes(b"rows")
+    Path(f"{folder.path}/{name}").hardlink_to(one)
+    now = time.time()
+    drafted, lengths = [chunk.rows] * 5, {str(n): 1 for n in range(40)}
+    told = Summary(chunk.number, chunk.first, chunk.rows, 0, 64 * 20, 64 * 40, drafted, drafted, 64 * 8, 0, lengths,
+                   f"actor-{chunk.number % 8}", {"device": "null", "torch": "2"}, now, now + 1, 1)  # fmt: skip
+    return File("", name, 4, "0" * 32, 4, [told])
+
+
+def batched(items: Iterable[Chunk], size: int) -> Iterator[list[Chunk]]:
+    them = iter(items)
+    while together := list(islice(them, size)):
+        yield together
 
 
 class Instant:
@@ -118,6 +171,6 @@ if __name__ == "__main__":
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ["PYTHONPATH"] = str(Path.cwd())
     with tempfile.TemporaryDirectory() as place:
-        figures = {"plan": plan, "list": list_, "rows": rows}[sys.argv[1]](Path(place))
+        figures = {"plan": plan, "resume": resume, "rows": rows}[sys.argv[1]](Path(place))
     figures["peak_mib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
     print(json.dumps(figures))
