@@ -9,11 +9,12 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
+from exspec.actors.engine import Room
 from exspec.jobs.demo import DRAFT, TARGET
 from exspec.jobs.tables import candidates_table
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job import AUTO, Job, load_job
-from exspec.pipeline.prompts import RowError
+from exspec.pipeline.rows import RowError, rows, values
 from exspec.pipeline.run import Prepared, execute, prepare
 from exspec.pipeline.shape import Settled, memory_of, sample, settle, shape_of
 from exspec.pipeline.shards import read_chunk
@@ -70,32 +71,38 @@ def tune(file: Path | None, flags: dict[str, Any]) -> None:
 
 def _show_prompts(prepared: Prepared, job: Job, console: Console) -> None:
     """The first prompts as they are rendered, and what is wrong with rows of the first chunks."""
+    prompts = prepared.prompts.within(Room(prepared.models.context, prepared.shape.config.capacity))
     refused, looked, ids = [], 0, []
     for chunk in islice(prepared.plan.chunks(), 8):
-        for i, row in enumerate(read_chunk(chunk, job.storage_options).to_pylist()):
-            looked += 1
-            ids.append(row.get(job.id_column or ""))
+        looked += chunk.rows
+        needed = [*prompts.columns(prepared.schema), *([job.id_column] if job.id_column else [])]
+        try:
+            table = read_chunk(chunk, job.storage_options, list(dict.fromkeys(needed)), prepared.schema)
+        except JobError as error:  # the run will set its rows aside, and no others
+            refused += [str(error)] * chunk.rows
+            continue
+        ids += values(table, job.id_column) if job.id_column else []
+        for number, row in enumerate(rows(table, prompts.columns(prepared.schema)), chunk.first):
             try:
-                text, tokens = prepared.prompts.text(row), prepared.prompts.tokens(row)
-                settings = prepared.prompts.settings(row, chunk.shard, chunk.first + i)
+                request = prompts.request(row, chunk.shard, number)
             except RowError as error:
-                refused.append(f"{chunk.shard.name}, row {chunk.first + i}: {error}")
+                refused.append(f"{chunk.shard.name}, row {number}: {error}")
                 continue
-            if len(tokens) + settings.max_new_tokens > prepared.shape.config.capacity:
-                refused.append(
-                    f"{chunk.shard.name}, row {chunk.first + i}: {len(tokens)} prompt and {settings.max_new_tokens} "
-                    f"new tokens are more than the capacity of {prepared.shape.config.capacity}"
-                )
-            if looked <= SHOWN:
-                console.print(f"prompt of {len(tokens)} tokens: {text[:300]!r}", markup=False, highlight=False)
+            if looked - chunk.rows + number - chunk.first < SHOWN:
+                shown = f"prompt of {len(request.prompt)} tokens: {prompts.text(row)[:300]!r}"
+                console.print(shown, markup=False, highlight=False)
     console.print(f"{len(refused)} of the first {looked} rows would be refused", markup=False, highlight=False)
-    for line in refused[:10]:
+    for line in list(dict.fromkeys(refused))[:10]:
         console.print(f"  {line}", markup=False, highlight=False)
     if job.id_column:
-        nulls = sum(v is None for v in ids)
-        repeated = len(ids) - nulls - len({str(v) for v in ids if v is not None})
-        if nulls or repeated:
-            console.print(f"ids: {nulls} null and {repeated} repeated; shard and row tell them apart", highlight=False)
+        _show_ids(ids, console)
+
+
+def _show_ids(ids: list[Any], console: Console) -> None:
+    nulls = sum(v is None for v in ids)
+    repeated = len(ids) - nulls - len({str(v) for v in ids if v is not None})
+    if nulls or repeated:
+        console.print(f"ids: {nulls} null and {repeated} repeated; shard and row tell them apart", highlight=False)
 
 
 def load(kind: type[J], file: Path | None, flags: dict[str, Any]) -> J:

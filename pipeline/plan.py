@@ -11,13 +11,22 @@ from exspec.pipeline.errors import JobError
 
 @dataclass(frozen=True)
 class Shard:
-    """One input Parquet file. name: its path below the input folder; etag: what tells a changed file."""
+    """One input Parquet file.
+
+    name: its path below the input folder. etag: what tells its content: a digest, or what its store has for one.
+    stamp: of a local file, by which it need not be read again to be known as unchanged.
+    version: of the table that the file was listed by, behind the table's URL and an @; empty where there is none.
+    values: of the table's columns that are not in the file: one row, as Arrow serializes it, in base64; or empty.
+    """
 
     name: str
     url: str
     rows: int
     size: int
     etag: str
+    stamp: str = ""
+    version: str = ""
+    values: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,14 +84,27 @@ class Plan:
             if other is None:
                 raise JobError(f"{shard.url}: planned shard has vanished; put it back, or start over with --restart")
             if (other.rows, other.size, other.etag) != (shard.rows, shard.size, shard.etag):
+                then, found_now = (f"{s.rows} rows and {s.size} bytes" for s in (shard, other))
+                what = f"{then} then, {found_now} now" if then != found_now else f"{then}, but others than then"
                 raise JobError(
-                    f"{shard.url}: planned shard has changed ({shard.rows} rows and {shard.size} bytes then, "
-                    f"{other.rows} and {other.size} now); put it back, or start over with --restart"
+                    f"{shard.url}: planned shard has changed ({what}); put it back, or start over with --restart"
                 )
         # As found now: an input that was moved as a whole is read from where it is.
         current = {shard.name: shard for shard in found}
         kept = [current.get(shard.name, shard) for shard in self.shards]
         return replace(self, shards=[*kept, *(s for s in found if s.name in now)])
+
+
+def encode_row(row: pa.RecordBatch) -> str:
+    """One row of values with their types, as `Shard.values` holds it."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, row.schema) as writer:
+        writer.write_batch(row)
+    return base64.b64encode(sink.getvalue()).decode()
+
+
+def decode_row(text: str) -> pa.Table:
+    return pa.ipc.open_stream(base64.b64decode(text)).read_all()
 
 
 def encode_schema(schema: pa.Schema) -> str:

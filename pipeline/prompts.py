@@ -1,26 +1,33 @@
 """From a row to a request: the prompt's text, its tokens, and the row's own settings."""
 
+import copy
 import hashlib
+import json
+import math
+import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jinja2
+import jinja2.meta
 import pyarrow as pa
 from jinja2.sandbox import SandboxedEnvironment
 
 from exspec.actors.answers import asked
-from exspec.actors.engine import Request, Sampling
+from exspec.actors.engine import Request, Room, Sampling
 from exspec.actors.models import StopStrings
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job import Job
 from exspec.pipeline.plan import Shard
+from exspec.pipeline.rows import Row
+from exspec.pipeline.rows import RowError as RowError
+from exspec.pipeline.schemas import is_json, is_list, is_text
 
-DEFAULT_COLUMNS = ("messages", "prompt", "message", "text")
-
-
-class RowError(ValueError):
-    """A row that cannot be generated; its message becomes the row's `error`."""
+MESSAGES = "messages"
+DEFAULT_COLUMNS = (MESSAGES, "prompt", "message", "text")
+OWN_COLUMNS = ("max_new_tokens_column", "temperature_column", "seed_column", "stop_column")
+LONG = 32  # characters for each token of the capacity from which on a text is counted by its beginning first
 
 
 @dataclass(frozen=True)
@@ -37,40 +44,67 @@ class Prompts:
     """Renders rows to token ids, by a template, a messages column or a text column.
 
     A text column is wrapped as one user message where the tokenizer has a chat template, and taken as it is otherwise.
+    Texts that are JSON by their type, or by the column's being called `messages`, are read as the messages they hold.
+    A row that is an error already is raised wherever it is given.
     """
 
     def __init__(self, job: Job, tokenizer: Any, schema: pa.Schema) -> None:
         self.job, self.tokenizer = job, tokenizer
         self.answers = job.answers(tokenizer)
+        self.space: Room | None = None
         self.column = None if job.prompt_template else prompt_column(job, schema)
-        self.template = None
+        kind = schema.field(self.column).type if self.column else pa.null()
+        self.json = is_json(kind) or (self.column == MESSAGES and is_text(kind))
+        stop = schema.field(job.stop_column).type if job.stop_column in schema.names else pa.null()
+        self.json_stop = is_json(stop)
+        self.template: jinja2.Template | None = None
+        self.variables: set[str] = set()
         if job.prompt_template:
-            try:
-                environment = SandboxedEnvironment(undefined=jinja2.StrictUndefined)
-                self.template = environment.from_string(job.prompt_template)
-            except jinja2.TemplateSyntaxError as error:
-                raise JobError(f"prompt_template, line {error.lineno}: {error.message}") from error
+            self.template, self.variables = _template(job.prompt_template)
 
-    def text(self, row: dict[str, Any]) -> str:
+    def within(self, room: Room) -> "Prompts":
+        """The same, but for rows that do not fit: they are refused here, as the engine would refuse them."""
+        other = copy.copy(self)
+        other.space = room
+        return other
+
+    def columns(self, schema: pa.Schema) -> list[str]:
+        """The columns of which a row needs its values, in the order of the schema."""
+        named = {self.column, *(getattr(self.job, key) for key in OWN_COLUMNS), *self.variables}
+        return [name for name in schema.names if name in named]
+
+    def room(self, tokens: int, max_new_tokens: int) -> None:
+        """Raises RowError where the engine would refuse a prompt of so many tokens."""
+        if self.space and (why := self.space.refusal(tokens, max_new_tokens)):
+            raise RowError(why)
+
+    def text(self, row: Row) -> str:
         """The prompt of a row. Raises RowError."""
+        row = _given(row)
         if self.template:
             try:
                 rendered = self.template.render(row)
             except Exception as error:  # whatever a template's expressions may raise
                 raise RowError(f"prompt_template: {type(error).__name__}: {error}") from error
             return self._chat([{"role": "user", "content": rendered}]) if rendered else ""
-        value = row[str(self.column)]
-        if value is None:
-            raise RowError(f"column {self.column!r} is null")
+        value = self._value(row)
         if isinstance(value, str):
             return self._chat([{"role": "user", "content": value}]) if value else ""
         if isinstance(value, list):
             return self._chat(value) if value else ""
         raise RowError(f"column {self.column!r}: expected text or messages, not {type(value).__name__}")
 
+    def _value(self, row: dict[str, Any]) -> Any:
+        value = row[str(self.column)]
+        if self.json and isinstance(value, str):
+            value = _json(self.column, value, "messages")
+        if value is None:
+            raise RowError(f"column {self.column!r} is null")
+        return value
+
     def _chat(self, messages: list[Any]) -> str:
         if bad := [m for m in messages if not isinstance(m, dict) or not isinstance(m.get("content"), str)]:
-            raise RowError(f"column {self.column!r}: expected messages with role and content, not {bad[0]!r}")
+            raise RowError(f"column {self.column!r}: expected messages with role and content, not {_shown(bad[0])}")
         if not self.tokenizer.chat_template:
             if len(messages) == 1 and messages[0].get("role") == "user":
                 return str(messages[0]["content"])
@@ -83,32 +117,51 @@ class Prompts:
             raise RowError(f"chat template: {error}") from error
         return str(rendered)
 
-    def tokens(self, row: dict[str, Any]) -> list[int]:
-        """Token ids of a row's prompt. Raises RowError where there is none."""
-        text = self.text(row)
+    def tokens(self, row: Row) -> list[int]:
+        """Token ids of a row's prompt. Raises RowError where there is none, or one that is too long by far."""
+        return self.encode(self.text(row))
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt's text. Raises RowError as `tokens` does."""
         if not text:
             raise RowError("the prompt is empty")
-        # A chat template writes the special tokens itself.
-        ids = self.tokenizer(text, add_special_tokens=not self.tokenizer.chat_template)["input_ids"]
-        if not ids:
+        if self.space and len(text) > (most := LONG * self.space.capacity):
+            begun = len(self._ids(text[:most]))  # the whole could take minutes and gigabytes
+            if begun >= 2 * self.space.capacity:
+                raise RowError(
+                    f"a prompt of {len(text)} characters, of which the first {most} are {begun} tokens already, does "
+                    f"not fit the slots' capacity of {self.space.capacity} tokens; raise capacity or shorten it"
+                )
+        if not (ids := self._ids(text)):
             raise RowError("the prompt has no tokens")
-        return list(ids)
+        return ids
 
-    def request(self, row: dict[str, Any], shard: Shard, number: int) -> Request:
+    def _ids(self, text: str) -> list[int]:
+        try:
+            # A chat template writes the special tokens itself.
+            return list(self.tokenizer(text, add_special_tokens=not self.tokenizer.chat_template)["input_ids"])
+        except Exception as error:  # whatever the tokenizer may raise, of half a surrogate pair for one
+            source = f"column {self.column!r}" if self.column else "prompt_template"
+            raise RowError(
+                f"{source}: the tokenizer cannot read the prompt: {type(error).__name__}: {error}"
+            ) from error
+
+    def request(self, row: Row, shard: Shard, number: int) -> Request:
         """What an actor asks its engine for this row, under its shard and number. Raises RowError."""
-        job, own = self.job, self.settings(row, shard, number)
+        job, own, tokens = self.job, self.settings(row, shard, number), self.tokens(row)
+        self.room(len(tokens), own.max_new_tokens)
         return Request(
             id=(shard.name, number),
-            prompt=self.tokens(row),
+            prompt=tokens,
             max_new_tokens=own.max_new_tokens,
             sampling=Sampling(own.temperature, job.top_k, job.top_p, own.seed, job.repetition_penalty),
             stop=StopStrings(self.tokenizer, own.stop) if own.stop else None,
             **asked(self.answers),
         )
 
-    def settings(self, row: dict[str, Any], shard: Shard, number: int) -> RowSettings:
+    def settings(self, row: Row, shard: Shard, number: int) -> RowSettings:
         """The row's settings: the job's, but for the columns that override them. Raises RowError."""
-        job = self.job
+        job, row = self.job, _given(row)
         whole: Callable[[Any], bool] = lambda v: isinstance(v, int) and not isinstance(v, bool) and 0 <= v < 2**63  # noqa: E731
         seed = _override(row, job.seed_column, row_seed(job.seed, shard, number), whole, "a whole number of 63 bits")
         length = _override(
@@ -118,11 +171,11 @@ class Prompts:
             lambda v: whole(v) and 1 <= v < 2**31,
             "a whole number from 1 up",
         )
-        temperature = _override(
-            row, job.temperature_column, job.temperature, lambda v: isinstance(v, int | float) and v >= 0, "0 or more"
-        )
-        texts: Callable[[Any], bool] = lambda v: v != "" and all(isinstance(s, str) and s for s in v)  # noqa: E731
-        stop = _override(row, job.stop_column, job.stop, texts, "texts that are not empty")
+        finite: Callable[[Any], bool] = lambda v: isinstance(v, int | float) and 0 <= v < math.inf  # noqa: E731
+        temperature = _override(row, job.temperature_column, job.temperature, finite, "0 or more")
+        if self.json_stop and isinstance(text := row[str(job.stop_column)], str):
+            row = row | {str(job.stop_column): _json(job.stop_column, text, "texts")}
+        stop = _override(row, job.stop_column, job.stop, _are_texts, "texts that are not empty")
         return RowSettings(length, float(temperature), seed, [stop] if isinstance(stop, str) else list(stop))
 
 
@@ -138,9 +191,7 @@ def prompt_column(job: Job, schema: pa.Schema) -> str:
         if column not in schema.names:
             raise JobError(f"prompt_column: {column!r} is not in the input, which has {found}")
     kind = schema.field(column).type
-    if not (
-        pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_list(kind) or pa.types.is_null(kind)
-    ):
+    if not (is_text(kind) or is_list(kind) or is_json(kind) or pa.types.is_null(kind)):
         raise JobError(f"prompt_column: {column!r} is {kind}, expected text or a list of messages")
     return column
 
@@ -156,5 +207,44 @@ def _override(row: dict[str, Any], column: str | None, default: Any, good: Calla
     if value is None:
         return default
     if not good(value):
-        raise RowError(f"column {column!r}: expected {expected}, not {value!r}")
+        raise RowError(f"column {column!r}: expected {expected}, not {_shown(value)}")
     return value
+
+
+def _are_texts(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(isinstance(text, str) and text for text in value)
+    return isinstance(value, str) and value != ""
+
+
+def _template(source: str) -> tuple[jinja2.Template, set[str]]:
+    """A template, and the names that it may look up. Raises JobError where it is none."""
+    environment = SandboxedEnvironment(undefined=jinja2.StrictUndefined)
+    try:
+        names = jinja2.meta.find_undeclared_variables(environment.parse(source))
+        # Jinja has values for some names itself, which a column of the name goes before.
+        return environment.from_string(source), names | set(environment.globals)
+    except jinja2.TemplateSyntaxError as error:
+        raise JobError(f"prompt_template, line {error.lineno}: {error.message}") from error
+
+
+def _given(row: Row) -> dict[str, Any]:
+    if isinstance(row, RowError):
+        raise row
+    return row
+
+
+def _json(column: str | None, text: str, expected: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"column {column!r}: expected JSON of {expected}, not {_shown(text)}: {error}") from error
+
+
+def _shown(value: Any) -> str:
+    """A value in an error, which is not to be as long as the value may be."""
+    return SHORT.repr(value)
+
+
+SHORT = reprlib.Repr()
+SHORT.maxstring = SHORT.maxother = 80

@@ -1,21 +1,38 @@
-"""The input: Parquet shards, found and measured by their footers, and read."""
+"""The input: Parquet shards, found and measured by their footers."""
 
-from collections.abc import Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 import fsspec
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.plan import Chunk, Plan, Shard, decode_schema
-from exspec.pipeline.storage import attempt, etag
+from exspec.pipeline.plan import Plan, Shard, decode_row, decode_schema
+from exspec.pipeline.reading import FORMAT, Bytes, Unreadable, first_line, read_chunk, read_footer, read_ranges
+from exspec.pipeline.schemas import nullable, refuse_twins, unified
+from exspec.pipeline.snapshot import changed, locate, look, vanished
+from exspec.pipeline.storage import attempt
+from exspec.pipeline.tables import Table, find_tables, read_iceberg, read_table
 
+__all__ = ["Since", "Unreadable", "changed", "find_shards", "read_chunk", "read_ranges", "vanished"]
 READERS = 16  # footers read at once
+
+
+@dataclass(frozen=True)
+class Place:
+    """A file that may be a shard. version, values: as of Shard; table: that listed it just now."""
+
+    name: str
+    url: str
+    fs: Any
+    path: str
+    version: str = ""
+    values: str = ""
+    table: Table | None = None
 
 
 @dataclass(frozen=True)
@@ -30,12 +47,14 @@ class Since:
     def planned(self) -> dict[str, Shard]:
         return {shard.name: shard for shard in self.before.shards} if self.before else {}
 
-    def wants(self, name: str, url: str, fs: Any) -> bool:
-        if name in self.settled:
+    def wants(self, place: Place) -> bool:
+        if place.name in self.settled:
             # Its footer is not read again, but what was written to it since must not be passed over.
-            info, shard = attempt(lambda: fs.info(url)), self.planned[name]
-            return (int(info["size"]), etag(info)) != (shard.size, shard.etag)
-        return name in self.planned or self.newer_than is None or attempt(lambda: fs.modified(url)) > self.newer_than
+            shard = self.planned[place.name]
+            return look(place.fs, place.path, shard)[:2] != (shard.size, shard.etag)
+        if place.name in self.planned or self.newer_than is None:
+            return True
+        return bool(attempt(lambda: place.fs.modified(place.path)) > self.newer_than)
 
 
 def find_shards(
@@ -43,125 +62,179 @@ def find_shards(
 ) -> tuple[list[Shard], pa.Schema]:
     """The Parquet files behind folders, globs and paths, with the rows their footers tell; empty ones are left out.
 
+    A folder that is a Delta or Iceberg table stands for the files of its newest version, or of the planned one.
+
     before: the plan of an earlier run, whose schema new shards must have. since: which files to leave out.
     Returns the shards by name and the schema that they share. Raises JobError naming what cannot be read.
     """
-    names: dict[str, tuple[str, str, Any]] = {}
-    for place in (place for url in urls for place in _list(url, options)):
-        other = names.setdefault(place[0], place)
-        if other[1] != place[1]:
-            raise JobError(
-                f"input: {other[1]} and {place[1]} would both be the shard {place[0]!r}; give a folder above both"
-            )
-    places = list(names.values())
-    by_url = {url: name for name, url, _ in places}
-    for name, url, _ in places:
-        if by_url[url] != name:
-            raise JobError(f"input: {url} is given twice, as {name!r} and {by_url[url]!r}; give one folder above both")
-    known = decode_schema(before.schema) if before and before.schema else None
+    planned = before.shards if before else []
+    listing = Listing(options, [] if since else planned)
+    places = _told_apart([place for url in urls for place in listing.places(url)])
+    if since:
+        _refuse_rewritten(planned, places)
+    known = nullable(decode_schema(before.schema)) if before and before.schema else None
     if not places and not (since and known):
         raise JobError(f"input: no Parquet files in {', '.join(urls)}")
+    by_name = {shard.name: shard for shard in planned}
     with ThreadPoolExecutor(READERS) as pool:
         if since:
-            wanted = list(pool.map(lambda place: since.wants(*place), places))
+            wanted = list(pool.map(since.wants, places))
             places = [place for place, new in zip(places, wanted, strict=True) if new]
-        footers = list(pool.map(lambda place: _footer(*place), places))
+        footers = list(pool.map(lambda place: _footer(place, by_name.get(place.name)), places))
     if not footers and not known:
         raise JobError(f"input: no Parquet files in {', '.join(urls)} are newer than since tells")
-    first = "the first run's input" if known else footers[0][0].url
-    schema = known or footers[0][1]
-    for shard, other in footers:
-        if not other.equals(schema):
-            _refuse_difference(first, schema, shard, other)
+    schema = _schema(footers, known)
     shards = sorted((shard for shard, _ in footers if shard.rows), key=lambda s: s.name)
     if not shards and not known:
         raise JobError(f"input: the Parquet files in {', '.join(urls)} hold no rows")
     return shards, schema
 
 
-def _list(url: str, options: dict[str, Any]) -> list[tuple[str, str, Any]]:
-    """(name, url, file system) of the files that one input stands for."""
-    try:
-        fs, path = fsspec.url_to_fs(url, **options)
-    except (ImportError, ValueError) as error:
-        raise JobError(f"input {url}: {error}") from error
-    try:
-        if "*" in path or "?" in path or "[" in path:
-            found = attempt(lambda: fs.glob(path))
-            base = path[: min(path.index(c) for c in "*?[" if c in path)].rpartition("/")[0]
-        elif attempt(lambda: fs.isdir(path)):
-            found = attempt(lambda: fs.find(path))
-            base = path.rstrip("/")
-        elif attempt(lambda: fs.exists(path)):
-            return [(path.rsplit("/", 1)[-1], fs.unstrip_protocol(path), fs)]
-        else:
+def _schema(footers: Sequence[tuple[Shard, pa.Schema]], known: pa.Schema | None) -> pa.Schema:
+    first = "the first run's input" if known else footers[0][0].url
+
+    def join(schema: pa.Schema, footer: tuple[Shard, pa.Schema]) -> pa.Schema:
+        return unified(schema, first, footer[0].url, footer[1], fixed=known is not None)
+
+    return reduce(join, footers, known or footers[0][1])
+
+
+def _told_apart(places: Iterable[Place]) -> list[Place]:
+    """The places, each once. Raises JobError where two have one name, or one has two."""
+    names: dict[str, Place] = {}
+    for place in places:
+        other = names.setdefault(place.name, place)
+        if other.url != place.url:
+            raise JobError(
+                f"input: {other.url} and {place.url} would both be the shard {place.name!r}; give a folder above both"
+            )
+    by_url = {place.url: place.name for place in names.values()}
+    for name, place in names.items():
+        if by_url[place.url] != name:
+            raise JobError(
+                f"input: {place.url} is given twice, as {name!r} and {by_url[place.url]!r}; give one folder above both"
+            )
+    return list(names.values())
+
+
+def _refuse_rewritten(planned: Iterable[Shard], places: Iterable[Place]) -> None:
+    """Rows that a table holds in other files now would be generated again, as if they were new."""
+    names = {place.name for place in places}
+    if gone := [shard for shard in planned if shard.version and shard.name not in names]:
+        raise JobError(
+            f"{gone[0].url}: is no longer a file of its table, whose other files may hold its rows now; "
+            "leave out since, or start over with --restart"
+        )
+
+
+class Listing:
+    """Finds the files that an input stands for. planned: shards of tables that are read at the version planned."""
+
+    def __init__(self, options: dict[str, Any], planned: Sequence[Shard]) -> None:
+        self.options = options
+        self.kept: dict[str, list[Shard]] = {}
+        for shard in planned:
+            if shard.version:
+                self.kept.setdefault(shard.version.rpartition("@")[0], []).append(shard)
+
+    def places(self, url: str) -> list[Place]:
+        """The files behind a folder, a glob or a path. Raises JobError naming what is wrong with it."""
+        try:
+            fs, path = _open(url, self.options)
+        except (ImportError, ValueError) as error:
+            raise JobError(f"input {url}: {error}") from error
+        try:
+            return self._found(url, fs, path)
+        except PermissionError as error:
+            raise JobError(f"input {url}: permission denied ({error})") from error
+        except JobError:
+            raise
+        except Exception as error:  # an unreachable or refusing store has many names
+            raise JobError(f"input {url}: cannot be listed: {type(error).__name__}: {error}") from error
+
+    def _found(self, url: str, fs: Any, path: str) -> list[Place]:
+        magic = [path.index(c) for c in "*?[" if c in path]
+        if magic and not attempt(lambda: fs.exists(path)):  # a name may hold such characters too
+            _refuse_inside(fs, path, url)
+            base = path[: min(magic)].rpartition("/")[0]
+            return _plain(fs, base, attempt(lambda: fs.glob(path)))
+        if attempt(lambda: fs.isdir(path)):
+            if "=" in path.rpartition("/")[2]:
+                _refuse_inside(fs, path, url)
+            return self._below(fs, path.rstrip("/"))
+        if not attempt(lambda: fs.exists(path)):
             raise JobError(f"input {url}: no such file or folder")
-    except PermissionError as error:
-        raise JobError(f"input {url}: permission denied ({error})") from error
-    except JobError:
-        raise
-    except Exception as error:  # an unreachable or refusing store has many names
-        raise JobError(f"input {url}: cannot be listed: {type(error).__name__}: {error}") from error
-    below = {f: f[len(base) :].lstrip("/") for f in found if f.endswith(".parquet")}
+        if path.endswith(".metadata.json"):
+            root = path.rpartition("/metadata/")[0]
+            return self._planned(fs, root) or _of_table(fs, root, root, read_iceberg(fs, path))
+        return [Place(path.rsplit("/", 1)[-1], fs.unstrip_protocol(path), fs, path)]
+
+    def _below(self, fs: Any, base: str) -> list[Place]:
+        files = attempt(lambda: fs.find(base))
+        tables = find_tables(files)
+        found = _plain(fs, base, [f for f in files if not any(f.startswith(f"{root}/") for root in tables)])
+        for root, kind in tables.items():
+            if not any(part.startswith(("_", ".")) for part in root[len(base) :].split("/")):
+                found += self._planned(fs, root) or _of_table(fs, base, root, read_table(fs, root, kind, files))
+        return found
+
+    def _planned(self, fs: Any, root: str) -> list[Place]:
+        """The files of a table that the plan has: at its version, whatever the table has become since."""
+        kept = self.kept.get(fs.unstrip_protocol(root), [])
+        return [Place(s.name, s.url, *locate(s.url, self.options), s.version, s.values) for s in kept]
+
+
+def _open(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+    """File system and path of an input; a chain of URLs has a protocol on both sides of its `::`."""
+    before, _, after = url.partition("::")
+    chain = "://" in after and not before.startswith("/")
+    fs, path = fsspec.url_to_fs(url, **options) if chain else locate(url, dict(options))
+    return fs, path
+
+
+def _plain(fs: Any, base: str, files: Iterable[str]) -> list[Place]:
+    below = {f: f[len(base) :].lstrip("/") for f in files if f.endswith(".parquet")}
     # What begins so is not data, by the convention of Spark and others: markers, staging folders, checkpoints.
     shown = {f: n for f, n in below.items() if not any(part.startswith(("_", ".")) for part in n.split("/"))}
-    return [(name, fs.unstrip_protocol(f), fs) for f, name in sorted(shown.items())]
+    return [Place(name, fs.unstrip_protocol(f), fs, f) for f, name in sorted(shown.items())]
 
 
-def _footer(name: str, url: str, fs: Any) -> tuple[Shard, pa.Schema]:
-    def read() -> Any:
-        with fs.open(url, "rb") as file:
-            return pq.read_metadata(file)
+def _of_table(fs: Any, base: str, root: str, table: Table) -> list[Place]:
+    """The files of a table in the folder `root`; those that lie elsewhere have their whole path for a name."""
+    places = []
+    for file in sorted(table.files, key=lambda file: file.path):
+        inside = file.path.startswith(f"{root}/")
+        name = file.path[len(base) :] if inside else file.path
+        url = fs.unstrip_protocol(file.path)
+        places.append(Place(name.lstrip("/"), url, fs, file.path, table.version, file.values, table))
+    return places
 
+
+def _refuse_inside(fs: Any, pattern: str, url: str) -> None:
+    """A pattern of files in a table's folder would find those that the table has removed."""
+    folder = pattern
+    while (folder := folder.rpartition("/")[0]).strip("/"):
+        for mark in ("_delta_log/*.json", "metadata/*.metadata.json"):
+            if found := attempt(lambda mark=mark: fs.glob(f"{folder}/{mark}")):  # type: ignore[misc]
+                table = fs.unstrip_protocol(next(iter(find_tables(found))))
+                raise JobError(f"input {url}: finds files of the table {table}; give the table's folder instead")
+        if not any(c in folder for c in "*?[") and "=" not in folder.rpartition("/")[2]:  # nor a partition
+            return
+
+
+def _footer(place: Place, known: Shard | None) -> tuple[Shard, pa.Schema]:
+    file = Bytes(place.fs, place.path)
     try:
-        info, metadata = attempt(lambda: fs.info(url)), attempt(read)
-    except pa.ArrowInvalid as error:
-        raise JobError(f"{url}: not a Parquet file ({str(error).splitlines()[0]})") from error
-    except OSError as error:
-        raise JobError(f"{url}: cannot be read: {error}") from error
-    shard = Shard(name, url, metadata.num_rows, int(info["size"]), etag(info))
-    return shard, metadata.schema.to_arrow_schema().remove_metadata()
-
-
-def _refuse_difference(first: str, schema: pa.Schema, shard: Shard, other: pa.Schema) -> None:
-    for field in schema:
-        if field.name not in other.names:
-            raise JobError(f"{shard.url}: no column {field.name!r}, which {first} has")
-        if other.field(field.name).type != field.type:
-            raise JobError(
-                f"{shard.url}: column {field.name!r} is {other.field(field.name).type}, but {field.type} in {first}"
-            )
-    extra = [name for name in other.names if name not in schema.names]
-    if extra:
-        raise JobError(f"{shard.url}: column {extra[0]!r} is not in {first}; expected one schema for all shards")
-
-
-def vanished(shards: list[Shard], options: dict[str, Any]) -> set[str]:
-    """Names of the shards whose files are no longer there."""
-
-    def gone(shard: Shard) -> bool:
-        fs, path = fsspec.url_to_fs(shard.url, **options)
-        return not attempt(lambda: fs.exists(path))
-
-    with ThreadPoolExecutor(READERS) as pool:
-        return {shard.name for shard, is_gone in zip(shards, pool.map(gone, shards), strict=True) if is_gone}
-
-
-def read_chunk(chunk: Chunk, options: dict[str, Any]) -> pa.Table:
-    """The chunk's rows, from the row groups that hold them."""
-
-    def read() -> pa.Table:
-        fs, path = fsspec.url_to_fs(chunk.shard.url, **options)
-        with fs.open(path, "rb") as file:
-            parquet = pq.ParquetFile(file)
-            starts = [0]
-            for group in range(parquet.num_row_groups):
-                starts.append(starts[-1] + parquet.metadata.row_group(group).num_rows)
-            last = chunk.first + chunk.rows
-            wanted = [g for g in range(parquet.num_row_groups) if starts[g] < last and starts[g + 1] > chunk.first]
-            return parquet.read_row_groups(wanted).slice(chunk.first - starts[wanted[0]], chunk.rows)
-
-    table = attempt(read)
-    if table.num_rows != chunk.rows:
-        raise JobError(f"{chunk}: the shard holds fewer rows than planned")
-    return table.replace_schema_metadata()
+        file.size, content, stamp = look(place.fs, place.path, known)
+        opened = read_footer(file)
+    except FORMAT as error:
+        what = "cannot be read" if file.refused or not file.fetches else "not a Parquet file"
+        raise JobError(f"{place.url}: {what} ({first_line(file.refused or error)})") from error
+    refuse_twins(place.url, opened.schema_arrow)
+    if place.table:
+        place.table.check(place.url, opened.schema_arrow)
+    fields = [*nullable(opened.schema_arrow), *(decode_row(place.values).schema if place.values else ())]
+    shard = Shard(
+        place.name, place.url, opened.metadata.num_rows, file.size, content, stamp, place.version, place.values
+    )
+    return shard, pa.schema(fields)

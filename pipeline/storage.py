@@ -240,9 +240,15 @@ def _was_there(error: OSError) -> bool:
 
 
 def etag(info: dict[str, Any]) -> str:
-    """What tells a changed file, as far as its file system knows; empty where it does not."""
-    found = next((info[k] for k in ("ETag", "etag", "mtime", "LastModified", "created") if info.get(k)), "")
-    return str(found).strip('"')
+    """What tells a changed file, as far as its file system knows; empty where it does not.
+
+    What follows from the content comes first: the same bytes, written anew, are no change.
+    """
+    settings = info.get("content_settings") or {}  # Azure's
+    found = [*(info.get(k) for k in ("md5Hash", "crc32c", "content_md5")), dict(settings).get("content_md5")]
+    found += [info.get(k) for k in ("ETag", "etag", "mtime", "LastModified", "created")]
+    told = next((value for value in found if value), "")
+    return told.hex() if isinstance(told, bytes | bytearray) else str(told).strip('"')
 
 
 def attempt(action: Callable[[], T]) -> T:

@@ -21,7 +21,7 @@ from exspec.actors.engine.guide import Candidates, Guide, candidate_ids
 from exspec.actors.engine.methods import build, recorder_for
 from exspec.actors.engine.pool import Pool, Sequence
 from exspec.actors.engine.prefill import Chunk
-from exspec.actors.engine.request import Completion, FinishReason, Request, RequestError, Scores
+from exspec.actors.engine.request import Completion, FinishReason, Request, RequestError, Room, Scores
 from exspec.actors.engine.sampling import Sampler
 from exspec.actors.engine.statistics import EngineStatistics, SequenceStatistics
 
@@ -108,13 +108,8 @@ class Engine:
             raise RequestError(f"{name}: max_new_tokens is {request.max_new_tokens}, expected at least 1")
         if bad := [t for t in request.prompt if not 0 <= t < self.vocabulary]:
             raise RequestError(f"{name}: token id {bad[0]} is outside the vocabulary of {self.vocabulary} tokens")
-        if length >= self.context:
-            raise RequestError(f"{name}: a prompt of {length} tokens leaves no room in the context of {self.context}")
-        if min(length + request.max_new_tokens, self.context) > self.config.capacity:
-            raise RequestError(
-                f"{name}: {length} prompt and {request.max_new_tokens} new tokens do not fit the slots' capacity of "
-                f"{self.config.capacity} tokens; raise capacity or lower max_new_tokens"
-            )
+        if why := Room(self.context, self.config.capacity).refusal(length, request.max_new_tokens):
+            raise RequestError(f"{name}: {why}")
         if request.stop and request.constraint:
             raise RequestError(f"{name}: stop and constraint exclude each other, a constraint tells its own end")
         if request.id in self._ids:

@@ -88,3 +88,22 @@ class Completion:
 
 class RequestError(ValueError):
     """A request that can never be decoded; the message names it and says what was expected."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """Tokens that a sequence may have: in the model's context, and in a slot."""
+
+    context: int
+    capacity: int
+
+    def refusal(self, prompt: int, new: int) -> str | None:
+        """Why a prompt of so many tokens cannot be followed by so many new ones; None where it can."""
+        if prompt >= self.context:
+            return f"a prompt of {prompt} tokens leaves no room in the context of {self.context}"
+        if min(prompt + new, self.context) > self.capacity:
+            return (
+                f"{prompt} prompt and {new} new tokens do not fit the slots' capacity of {self.capacity} tokens; "
+                "raise capacity or lower max_new_tokens"
+            )
+        return None

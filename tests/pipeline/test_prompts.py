@@ -1,16 +1,21 @@
 """From a row to token ids: text, messages, templates; and what a row may override."""
 
+import json
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
+from exspec.actors.engine import Engine, EngineConfig, Request, RequestError, Room
 from exspec.jobs.demo import TARGET
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job import Job
 from exspec.pipeline.plan import Shard
 from exspec.pipeline.prompts import Prompts, RowError, row_seed
+from exspec.pipeline.rows import rows
+from tests import tiny
 
 SHARD = Shard("a.parquet", "a.parquet", 9, 9, "")
 USER = {"role": "user", "content": "Hi"}
@@ -87,3 +92,129 @@ def test_a_row_overrides_what_its_columns_say() -> None:
     for column, value in {"max_new_tokens": 0, "temperature": -1, "seed": "x", "stop": [""]}.items():
         with pytest.raises(RowError, match=f"column '{column}': expected"):
             made.settings(null | {column: value}, SHARD, 0)
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("stop", 3), ("stop", [1]), ("stop", ""), ("temperature", float("inf")), ("temperature", float("nan"))],
+)
+def test_settings_of_a_wrong_kind_are_the_rows_error(column: str, value: Any) -> None:
+    """A number among the stop texts ended the job."""
+    made = prompts({"prompt": pa.string()}, **{f"{column}_column": column})
+    with pytest.raises(RowError, match=f"column '{column}': expected"):
+        made.settings({column: value}, SHARD, 0)
+
+
+TALK = [USER, {"role": "assistant", "content": "ok"}, USER]
+KINDS = {
+    "text": (pa.array(["Hi"]), "<|message|>Hi<|record|>"),
+    "large_text": (pa.array(["Hi"], pa.large_string()), "<|message|>Hi<|record|>"),
+    "text_view": (pa.array(["Hi"], pa.string_view()), "<|message|>Hi<|record|>"),
+    "coded": (pa.array(["Hi"]).dictionary_encode(), "<|message|>Hi<|record|>"),
+    "json_text": (pa.array(['"Hi"'], pa.json_()), "<|message|>Hi<|record|>"),
+    "list": (pa.array([TALK], MESSAGES), "<|message|>Hi<|record|>ok<|end|><|message|>Hi<|record|>"),
+    "large_list": (
+        pa.array([TALK], pa.large_list(MESSAGES.value_type)),
+        "<|message|>Hi<|record|>ok<|end|><|message|>Hi<|record|>",
+    ),
+    "json": (pa.array([json.dumps(TALK)], pa.json_()), "<|message|>Hi<|record|>ok<|end|><|message|>Hi<|record|>"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_of_every_layout_are_read(kind: str, tmp_path: Any) -> None:
+    """As polars and pandas write them."""
+    column, expected = KINDS[kind]
+    pq.write_table(pa.table({"x": column}), tmp_path / "s.parquet")
+    table = pq.read_table(tmp_path / "s.parquet")
+    made = prompts(dict(zip(table.column_names, table.schema.types, strict=True)), prompt_column="x")
+    (row,) = rows(table, made.columns(table.schema))
+    assert made.text(row) == expected
+
+
+def test_a_text_column_called_messages_holds_json() -> None:
+    made = prompts({"messages": pa.large_string()})
+    assert made.text({"messages": json.dumps([USER])}) == "<|message|>Hi<|record|>"
+    for bad in ("Hi", "[" * 100_000):
+        with pytest.raises(RowError, match="column 'messages': expected JSON of messages, not ") as error:
+            made.text({"messages": bad})
+        assert len(str(error.value)) < 300
+    text = prompts({"prompt": pa.string()})
+    assert text.text({"prompt": "[1]"}) == "<|message|>[1]<|record|>", "and no other text column does"
+
+
+def test_a_stop_column_of_json_holds_a_list() -> None:
+    made = prompts({"prompt": pa.string(), "stop": pa.json_()}, stop_column="stop")
+    assert made.settings({"stop": '["a", "b"]'}, SHARD, 0).stop == ["a", "b"]
+    assert made.settings({"stop": None}, SHARD, 0).stop == []
+
+
+def test_only_the_columns_that_are_needed_are_read() -> None:
+    schema = {name: pa.string() for name in ("a", "b", "c", "prompt", "stop", "range")}
+    assert prompts(schema, stop_column="stop").columns(pa.schema(schema)) == ["prompt", "stop"]
+    made = prompts(schema, prompt_template="{% for i in range(3) %}{{ b[:i] }}{{ z }}{% endfor %}{{ a }}")
+    assert made.columns(pa.schema(schema)) == ["a", "b", "range"]
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_what_the_tokenizer_raises_is_the_rows_error(chat: bool) -> None:
+    """Half a surrogate pair, as JSON may hold it, ended the job."""
+    made = prompts({"messages": pa.string()}, chat=chat)
+    row = {"messages": '[{"role": "user", "content": "a \\ud800"}]'}
+    with pytest.raises(RowError, match="column 'messages': the tokenizer cannot read the prompt: "):
+        made.tokens(row)
+
+
+def test_a_row_that_is_an_error_stays_one() -> None:
+    made, row = prompts({"prompt": pa.string()}), RowError("column 'prompt': bad")
+    for read in (made.text, made.tokens):
+        with pytest.raises(RowError, match="column 'prompt': bad"):
+            read(row)
+    for look in (made.settings, made.request):
+        with pytest.raises(RowError, match="column 'prompt': bad"):
+            look(row, SHARD, 0)
+
+
+@pytest.mark.parametrize(("tokens", "new"), [(3, 5), (3, 6), (12, 1), (15, 1), (15, 99), (16, 1), (20, 5)])
+@pytest.mark.parametrize("capacity", [8, 16])
+def test_the_plan_refuses_what_the_engine_refuses(tokens: int, new: int, capacity: int) -> None:
+    """It refused prompts whose completions end with the context, which the engine decodes."""
+    engine = Engine(tiny.model(max_position_embeddings=16), None, EngineConfig(method="plain", capacity=capacity))
+    made = prompts({"prompt": pa.string()}).within(Room(engine.context, engine.config.capacity))
+    refusals = []
+    for attempt in (
+        lambda: made.room(tokens, new),
+        lambda: engine.submit(Request("x", [1] * tokens, max_new_tokens=new)),
+    ):
+        try:
+            attempt()
+            refusals.append("")
+        except (RowError, RequestError) as error:
+            refusals.append(str(error).removeprefix("request 'x': "))
+    assert refusals[0] == refusals[1]
+
+
+class Counting:
+    """A tokenizer of characters that notes how many it was given."""
+
+    chat_template = None
+
+    def __init__(self, each: int) -> None:
+        self.each, self.given = each, 0
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        self.given += len(text)
+        return {"input_ids": [1] * -(-len(text) // self.each)}
+
+
+def test_a_prompt_that_is_far_too_long_is_refused_by_its_beginning() -> None:
+    """16 MB of text took 31 s and 2.9 GiB."""
+    made = prompts({"prompt": pa.string()}).within(Room(100, 50))
+    made.tokenizer = counting = Counting(each=4)
+    with pytest.raises(RowError, match="a prompt of 16000000 characters, of which the first 1600 are 400 tokens"):
+        made.tokens({"prompt": "x" * 16_000_000})
+    assert counting.given == 1600
+    made.tokenizer = Counting(each=64)  # few tokens for its length: only the whole tells
+    assert len(made.tokens({"prompt": "x" * 3200})) == 50
+    with pytest.raises(RowError, match="a prompt of 100 tokens leaves no room in the context of 100"):
+        made.request({"prompt": "x" * 6400}, SHARD, 0)

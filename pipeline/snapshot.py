@@ -1,0 +1,80 @@
+"""Whether the input is still what was planned: a shard's size, and what tells its content."""
+
+import hashlib
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from exspec.pipeline.plan import Shard
+from exspec.pipeline.storage import attempt, etag
+
+LOOKERS = 16  # files looked at at once
+T = TypeVar("T")
+
+
+def locate(url: str, options: dict[str, Any]) -> tuple[Any, str]:
+    """File system and path of a file or folder. A `::` in its name is part of the name, and no chain of URLs."""
+    scheme = re.match(r"[A-Za-z][A-Za-z0-9+.-]*://[^/]*", url)
+    fs, _ = fsspec.url_to_fs(scheme[0].partition("::")[0] if scheme else "/", **options)
+    return fs, fs._strip_protocol(url)
+
+
+def look(fs: Any, path: str, known: Shard | None = None) -> tuple[int, str, str]:
+    """Size, etag and stamp of a file as it is now. A local one that has the stamp it is known by is not read again."""
+    if not isinstance(fs, LocalFileSystem):
+        info = attempt(lambda: fs.info(path))
+        return int(info["size"] or 0), etag(info), ""
+    status = attempt(Path(path).stat)
+    stamp = f"{status.st_mtime_ns}-{status.st_ino}"
+    if known and (known.size, known.stamp) == (status.st_size, stamp):
+        return known.size, known.etag, stamp
+    return status.st_size, _digest(path, stamp), stamp
+
+
+@lru_cache(maxsize=100_000)
+def _digest(path: str, stamp: str) -> str:  # noqa: ARG001  (what makes the answer another one)
+    def read() -> str:
+        with Path(path).open("rb") as file:
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+    return attempt(read)
+
+
+def difference(shard: Shard, fs: Any, path: str) -> str | None:
+    """What has become of a shard since it was planned; None where it is as it was."""
+    if not isinstance(fs, LocalFileSystem):
+        fs.invalidate_cache()  # a listing may be as old as the plan
+    try:
+        size, content, _ = look(fs, path, shard)
+    except FileNotFoundError:
+        return "has vanished since it was planned"
+    if size != shard.size:
+        return f"has changed since it was planned ({shard.size} bytes then, {size} now)"
+    return None if content == shard.etag else f"has changed since it was planned ({size} bytes, but others than then)"
+
+
+def changed(shards: list[Shard], options: dict[str, Any]) -> dict[str, str]:
+    """What has become of the shards that are not as they were planned, by name."""
+    found = _each(lambda shard: difference(shard, *locate(shard.url, options)), shards)
+    return {shard.name: what for shard, what in zip(shards, found, strict=True) if what}
+
+
+def vanished(shards: list[Shard], options: dict[str, Any]) -> set[str]:
+    """Names of the shards whose files are no longer there."""
+
+    def gone(shard: Shard) -> bool:
+        fs, path = locate(shard.url, options)
+        return not attempt(lambda: fs.exists(path))
+
+    return {shard.name for shard, is_gone in zip(shards, _each(gone, shards), strict=True) if is_gone}
+
+
+def _each(action: Callable[[Shard], T], shards: list[Shard]) -> list[T]:
+    with ThreadPoolExecutor(LOOKERS) as pool:
+        return list(pool.map(action, shards))

@@ -1,0 +1,190 @@
+"""Folders that are tables: which of their files hold the rows of one version of a Delta or Iceberg table."""
+
+import json
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pyarrow as pa
+
+from exspec.pipeline.errors import JobError
+from exspec.pipeline.plan import encode_row
+from exspec.pipeline.storage import attempt
+
+LOG, METADATA = "/_delta_log/", "/metadata/"
+FIELD_ID = b"PARQUET:field_id"
+
+
+@dataclass(frozen=True)
+class TableFile:
+    """A file of a table. values: of the columns that are not in it, as `Shard.values` holds them."""
+
+    path: str
+    values: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """One version of a table. columns: that its files must have, each with its Parquet field id where it has one."""
+
+    version: str
+    files: list[TableFile]
+    columns: dict[str, int | None]
+
+    def check(self, url: str, schema: pa.Schema) -> None:
+        """Raises JobError where the file at `url` does not have the table's columns: by name, and as the same field."""
+        found = {field.name: int((field.metadata or {}).get(FIELD_ID, -1)) for field in schema}
+        advice = "write the table's files anew, with the columns that it has now"
+        if odd := sorted(self.columns.keys() ^ found.keys()):
+            where = "the table, but not the file" if odd[0] in self.columns else "the file, but not the table"
+            raise JobError(f"{url}: column {odd[0]!r} is in {where}; {advice}")
+        for name, number in self.columns.items():
+            if number is not None and found[name] not in (-1, number):
+                raise JobError(f"{url}: column {name!r} is another one in the table, which has renamed it; {advice}")
+
+
+def find_tables(files: Iterable[str]) -> dict[str, str]:
+    """The folders among those of the files that are tables, with the kind of each."""
+    kinds = {}
+    for file in files:
+        folder, _, name = file.rpartition("/")
+        if LOG in file:
+            kinds[file.partition(LOG)[0]] = "delta"
+        elif name.endswith(".metadata.json") and f"{folder}/".endswith(METADATA):
+            kinds[folder.removesuffix(METADATA[:-1])] = "iceberg"
+    return kinds
+
+
+def read_table(fs: Any, root: str, kind: str, files: Sequence[str]) -> Table:
+    """The newest version of the table in the folder `root`; `files`: all that are there.
+
+    Raises JobError where it cannot be read, or not without rows that are deleted.
+    """
+    url = fs.unstrip_protocol(root)
+    if kind == "delta":
+        return _delta(fs, root, url, files)
+    return _iceberg(fs, url, _current([f for f in files if f.startswith(f"{root}{METADATA}")], url))
+
+
+def read_iceberg(fs: Any, metadata: str) -> Table:
+    """The Iceberg table whose metadata is in this file."""
+    return _iceberg(fs, fs.unstrip_protocol(metadata.rpartition(METADATA)[0]), metadata)
+
+
+def _library(name: str, kind: str, extra: str, url: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise JobError(
+            f"input {url}: is {kind} table, and {name.partition('.')[0]} is not installed to read it, for its folder "
+            f"may hold files with rows that were removed; install exspec[{extra}]"
+        ) from error
+
+
+def _delta(fs: Any, root: str, url: str, files: Sequence[str]) -> Table:
+    library = _library("deltalake", "a Delta", "delta", url)
+    with tempfile.TemporaryDirectory(prefix="exspec-") as here:
+        # A copy of the log, so that it is read with the options that the input is read with.
+        for path, content in _log(fs, root, files):
+            (place := Path(here + path[len(root) :])).parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(content)
+        try:
+            table = library.DeltaTable(here)
+            _refuse_deletions(library, table, url)
+            return _version(fs, root, url, table)
+        except library.exceptions.DeltaError as error:
+            raise JobError(f"input {url}: cannot be read as a Delta table: {error}") from error
+
+
+def _log(fs: Any, root: str, files: Sequence[str]) -> Iterable[tuple[str, bytes]]:
+    """The files of a table's log from its last checkpoint on."""
+    log = [file for file in files if file.startswith(f"{root}{LOG}")]
+    hint = f"{root}{LOG}_last_checkpoint"
+    first = int(json.loads(attempt(lambda: fs.cat_file(hint)))["version"]) if hint in log else 0
+    for path in log:
+        number = re.match(r"\d{20}", path.rpartition("/")[2])
+        if number is None or int(number[0]) >= first:
+            yield path, attempt(lambda path=path: fs.cat_file(path))  # type: ignore[misc]
+
+
+def _refuse_deletions(library: Any, table: Any, url: str) -> None:
+    if table.metadata().configuration.get("delta.columnMapping.mode", "none") != "none":
+        raise JobError(
+            f"input {url}: names columns otherwise in its files (delta.columnMapping.mode), expected as here"
+        )
+    if "deletionVectors" not in (table.protocol().reader_features or ()):
+        return
+    try:
+        deleted = any(batch.num_rows for batch in pa.RecordBatchReader.from_stream(table.deletion_vectors()))
+    except library.exceptions.DeltaError:  # a vector in a file of its own, which the copy of the log lacks
+        deleted = True
+    if deleted:
+        raise JobError(
+            f"input {url}: rows are deleted by deletion vectors, which cannot be read here; purge them with "
+            "REORG TABLE ... APPLY (PURGE)"
+        )
+
+
+def _version(fs: Any, root: str, url: str, table: Any) -> Table:
+    split = table.metadata().partition_columns
+    names = [field.name for field in table.schema().fields if field.name not in split]
+    adds = pa.table(table.get_add_actions(flatten=True))
+    files = []
+    for row in range(adds.num_rows):
+        path = unquote(adds["path"][row].as_py())
+        values = pa.record_batch({name: adds[f"partition.{name}"][row : row + 1].combine_chunks() for name in split})
+        place = fs._strip_protocol(path) if "://" in path else f"{root}/{path}"
+        files.append(TableFile(place, encode_row(values) if split else ""))
+    return Table(f"{url}@{table.version()}", files, dict.fromkeys(names))
+
+
+def _current(files: Sequence[str], url: str) -> str:
+    """The newest of the files of an Iceberg table's metadata. Which one counts, only its catalog knows for sure."""
+    numbers = {f: re.match(r"v?(\d+)", f.rpartition("/")[2]) for f in files if f.endswith(".metadata.json")}
+    newest = max(int(number[1]) if number else -1 for number in numbers.values())
+    found = sorted(file for file, number in numbers.items() if (int(number[1]) if number else -1) == newest)
+    if len(found) > 1:
+        raise JobError(
+            f"input {url}: an Iceberg table with {found[0]} and {found[1].rpartition('/')[2]}, which only its catalog "
+            "can tell apart; give the one that counts as input"
+        )
+    return found[0]
+
+
+def _iceberg(fs: Any, url: str, metadata: str) -> Table:
+    library = _library("pyiceberg.table", "an Iceberg", "iceberg", url)
+    try:
+        table = _static_table(library.StaticTable, fs, metadata)
+        tasks = list(table.scan().plan_files())
+    except Exception as error:  # of the library, of its parsers, of the store
+        raise JobError(f"input {url}: cannot be read as an Iceberg table: {type(error).__name__}: {error}") from error
+    if any(task.delete_files for task in tasks):
+        raise JobError(
+            f"input {url}: rows are deleted by delete files, which cannot be read here; compact the table's data "
+            "files first (rewrite_data_files)"
+        )
+    if odd := [task.file.file_path for task in tasks if task.file.file_format.name != "PARQUET"]:
+        raise JobError(f"input {url}: {odd[0]} is not a Parquet file, expected nothing else")
+    files = [TableFile(fs._strip_protocol(task.file.file_path)) for task in tasks]
+    columns = {field.name: field.field_id for field in table.schema().fields}
+    return Table(f"{url}@{table.metadata.current_snapshot_id}", files, columns)
+
+
+def _static_table(make: Callable[..., Any], fs: Any, metadata: str) -> Any:
+    """The table as one file of metadata has it, read through the file system that the input is read through."""
+    from pyiceberg.catalog.noop import NoopCatalog
+    from pyiceberg.io.fsspec import FsspecFileIO
+    from pyiceberg.serializers import FromInputFile
+
+    class Files(FsspecFileIO):  # type: ignore[misc, unused-ignore]
+        def get_fs(self, *_: Any) -> Any:
+            return fs
+
+    files, location = Files({}), fs.unstrip_protocol(metadata)
+    content = FromInputFile.table_metadata(files.new_input(location))
+    return make((location,), content, location, files, NoopCatalog("exspec"))
