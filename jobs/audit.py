@@ -29,9 +29,10 @@ from exspec.pipeline.contents import read_range
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job import Job
 from exspec.pipeline.output import AUDIT, Output, read_output, settings
-from exspec.pipeline.plan import Chunk
-from exspec.pipeline.prompts import Prompts, RowError
+from exspec.pipeline.plan import Chunk, decode_schema
+from exspec.pipeline.prompts import Prompts
 from exspec.pipeline.report import rewrite
+from exspec.pipeline.rows import RowError, rows
 from exspec.pipeline.shards import read_chunk, vanished
 from exspec.pipeline.storage import Folder
 from exspec.pipeline.weights import local_model
@@ -147,22 +148,21 @@ def _samples(chunks: Iterable[tuple[Chunk, str, int]], taken: list[int]) -> Iter
 
 
 def _read(job: Job, output: Output, pair: Pair, samples: Iterable[Sample]) -> Iterator[Row]:
-    prompts = None
+    schema = decode_schema(output.state.plan.schema)
+    prompts = Prompts(job, pair.tokenizer, schema)
+    needed = prompts.columns(schema)
+    columns = ["id", "completion", "completion_tokens", "error", *job.value_columns]
     for sample in samples:
-        chunk = sample.chunk
-        source = read_chunk(chunk, job.storage_options)
-        prompts = prompts or Prompts(job, pair.tokenizer, source.schema)
-        columns = ["id", "completion", "completion_tokens", "error", *job.value_columns]
-        place = output.place(sample.file)
+        chunk, place = sample.chunk, output.place(sample.file)
+        given = list(rows(read_chunk(chunk, job.storage_options, needed, schema), needed))
         found = read_range(output.folder, place, sample.start, chunk.rows, columns)
         stored = [row for table in found for row in table.to_pylist()]
-        given = source.take(sample.numbers).to_pylist()
-        for i, row in zip(sample.numbers, given, strict=True):
+        for i in sample.numbers:
             out = stored[i]
             if out["error"] == KILLER:
                 continue  # it would end this process too
             try:
-                request = prompts.request(row, chunk.shard, chunk.first + i)
+                request = prompts.request(given[i], chunk.shard, chunk.first + i)
             except RowError:
                 request = None
             values = {name: out[name] for name in job.value_columns}

@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from exspec.actors.engine import Engine, EngineConfig
+from exspec.actors.engine import Engine, EngineConfig, Room
 from exspec.actors.generator import WORK, Generator
 from exspec.actors.models import load_pair
 from exspec.pipeline.contents import read_range
@@ -25,7 +25,7 @@ from exspec.pipeline.metrics import RayMeter
 from exspec.pipeline.parts import PartSink, Task, carried_columns
 from exspec.pipeline.plan import Chunk
 from exspec.pipeline.prompts import Prompts
-from exspec.pipeline.rows import RowError
+from exspec.pipeline.rows import RowError, rows
 from exspec.pipeline.shards import Unreadable, read_ranges
 from exspec.pipeline.storage import Folder
 from exspec.pipeline.weights import local_model
@@ -63,6 +63,7 @@ def connect(job: Job) -> None:
 def results(
     job: Job,
     slots: int,
+    room: Room,
     tasks: Iterator[Task],
     schema: pa.Schema,
     sink: PartSink,
@@ -88,12 +89,12 @@ def results(
     pool = {"size": high} if low == high else {"min_size": low, "max_size": high}
     sampling = {"top_k": job.top_k, "top_p": job.top_p, "repetition_penalty": job.repetition_penalty}
     passes = [{"tasks": pickle.dumps(together)} for together in read_together(tasks)]
-    rows: ray.data.Dataset = ray.data.from_items(passes, override_num_blocks=len(passes))
+    chunks: ray.data.Dataset = ray.data.from_items(passes, override_num_blocks=len(passes))
     # Few readers: each is a process that first imports what a tokenizer needs, and one can feed several engines.
     readers = TaskPoolStrategy(size=min(high + 1, len(passes)))
-    read = Reader(job, schema)
-    rows = rows.map_batches(read, batch_size=None, batch_format="pyarrow", num_cpus=0.5, compute=readers)
-    rows = rows.map_batches(
+    read = Reader(job, schema, room)
+    chunks = chunks.map_batches(read, batch_size=None, batch_format="pyarrow", num_cpus=0.5, compute=readers)
+    done = chunks.map_batches(
         Generator,
         batch_size=None,
         batch_format="pyarrow",
@@ -107,7 +108,7 @@ def results(
         num_cpus=1,
         num_gpus=gpus(job),
     )
-    batches: Iterator[Any] = iter(rows.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0))
+    batches: Iterator[Any] = iter(done.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0))
     for batch in batches:
         yield from (pickle.loads(result) for result in batch["result"].to_pylist())
 
@@ -194,8 +195,8 @@ def device(job: Job) -> str:
 class Reader:
     """Tasks in; for each a row with the rows of its chunk, as an Arrow stream, with prompt ids or an error for each."""
 
-    def __init__(self, job: Job, schema: pa.Schema) -> None:
-        self.job, self.schema = job, schema
+    def __init__(self, job: Job, schema: pa.Schema, room: Room) -> None:
+        self.job, self.schema, self.room = job, schema, room
 
     def __call__(self, block: pa.Table) -> Iterator[pa.Table]:
         tasks: list[Task] = pickle.loads(block["tasks"][0].as_py())
@@ -204,19 +205,21 @@ class Reader:
 
     def _shard(self, tasks: list[Task]) -> Iterator[pa.Table]:
         """The tasks of one shard, which is read in one pass."""
-        prompts = _prompts(type(self.job), self.job.model_dump_json(), self.schema)
+        prompts = _prompts(type(self.job), self.job.model_dump_json(), self.schema).within(self.room)
         kept = [*carried_columns(self.job, self.schema), *([self.job.id_column] if self.job.id_column else [])]
-        columns = list(dict.fromkeys([*kept, *prompts.columns(self.schema)]))
+        needed = prompts.columns(self.schema)
+        columns = list(dict.fromkeys([*kept, *needed]))
         ranges = [(task.chunk.first, task.chunk.rows) for task in tasks]
-        found = read_ranges(tasks[0].chunk.shard, ranges, columns, self.job.storage_options)
-        for task, rows in zip(tasks, found, strict=True):
-            if isinstance(rows, Unreadable):
-                yield _block(task, None, rows.reason)
+        found = read_ranges(tasks[0].chunk.shard, ranges, columns, self.job.storage_options, self.schema)
+        for task, table in zip(tasks, found, strict=True):
+            if isinstance(table, Unreadable):
+                yield _block(task, None, table.reason)
                 continue
             skip = self._fine(task) if task.file else [False] * task.chunk.rows
-            table = rows.select(list(dict.fromkeys(kept)))
-            work = [_work(prompts, task.chunk, i, row, skip[i]) for i, row in enumerate(prompts.rows(rows))]
+            given = enumerate(rows(table, needed))
+            work = [_work(prompts, task.chunk, i, row, skip[i]) for i, row in given]
             generated = pa.Table.from_pylist(work, schema=WORK_SCHEMA)
+            table = table.select(list(dict.fromkeys(kept)))
             for name in WORK:
                 table = table.append_column(name, generated[name])
             yield _block(task, table, None)

@@ -18,6 +18,7 @@ from ray.exceptions import RayError
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from exspec.actors.answers import AnswerError
+from exspec.actors.engine import Room
 from exspec.actors.engine.cached_model import context_length
 from exspec.actors.engine.memory import fit
 from exspec.actors.models import ModelError, check_config, check_vocabularies, load_part
@@ -349,11 +350,12 @@ class _Run:
         job, schema, writer = self.job, self.prepared.schema, self.writer
         carried = pa.schema([schema.field(name) for name in carried_columns(job, schema)])
         sink = PartSink(self.folder, str(writer.state.job), writer.prefix, carried, job.answer_columns(), job.id_column)
+        room = Room(self.prepared.models.context, min(config.capacity, self.prepared.models.context))
         make = self.load or PairLoader(job, config, job.device)
         collector = Collector(writer, again)
         with Progress(self.plan.rows, writer.state.rows, self.quiet) as progress:
             try:
-                for _ in collect(job, results(job, config.slots, tasks, schema, sink, make), report, collector):
+                for _ in collect(job, results(job, config.slots, room, tasks, schema, sink, make), report, collector):
                     progress.show(report)
             except RayError as error:
                 reason = str(error).strip().splitlines()[-1]

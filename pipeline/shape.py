@@ -15,8 +15,9 @@ from exspec.actors.engine.twin import packs
 from exspec.actors.models import load_pair
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job import AUTO, Job
-from exspec.pipeline.plan import Plan
-from exspec.pipeline.prompts import Prompts, RowError
+from exspec.pipeline.plan import Plan, decode_schema
+from exspec.pipeline.prompts import Prompts
+from exspec.pipeline.rows import RowError, rows
 from exspec.pipeline.shards import read_chunk
 from exspec.pipeline.weights import local_model
 
@@ -80,11 +81,17 @@ def sample(job: Job, plan: Plan, prompts: Prompts) -> list[Request]:
     """Prompts out of chunks that are spread over the plan."""
     found: list[Request] = []
     count = sum(1 for _ in plan.chunks())
+    schema = decode_schema(plan.schema)
     each = -(-SAMPLED[1] // min(SAMPLED[0], count))
     for chunk in islice(plan.chunks(), 0, None, -(-count // SAMPLED[0])):
-        for i, row in enumerate(read_chunk(chunk, job.storage_options).slice(0, each).to_pylist()):
+        needed = prompts.columns(schema)
+        try:
+            table = read_chunk(chunk, job.storage_options, needed, schema)
+        except JobError:
+            continue  # it will be set aside
+        for number, row in enumerate(rows(table.slice(0, each), needed), chunk.first):
             try:
-                found.append(prompts.request(row, chunk.shard, chunk.first + i))
+                found.append(prompts.request(row, chunk.shard, number))
             except RowError:
                 continue  # it will be an error row; the others are sample enough
     return found
