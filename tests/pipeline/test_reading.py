@@ -21,13 +21,14 @@ from exspec.pipeline.shards import Unreadable, find_shards, read_chunk, read_ran
 
 
 class CountedFileSystem(MemoryFileSystem):
-    """Counts what is fetched; the next `failures` fetches fail as a store under load does."""
+    """Counts what is fetched. The next `failures` fetches fail as a store under load does; `refusal`: all of them."""
 
     protocol = "counted"
     store: dict[str, Any] = {}  # noqa: RUF012  (as its parent has it)
     pseudo_dirs = [""]  # noqa: RUF012
     fetched: list[int] = []  # noqa: RUF012
     failures = 0
+    refusal: Exception | None = None
 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
@@ -37,6 +38,8 @@ class CountedFileSystem(MemoryFileSystem):
         if type(self).failures:
             type(self).failures -= 1
             raise OSError("503 Slow Down")
+        if self.refusal and len(self.fetched) > 1:
+            raise self.refusal
         content: bytes = super().cat_file(path, start, end, **kwargs)
         self.fetched.append(len(content))
         return content
@@ -51,6 +54,7 @@ def store() -> Iterator[CountedFileSystem]:
     yield fs
     fs.store.clear()
     fs.fetched.clear()
+    fs.refusal = None
 
 
 def put(fs: CountedFileSystem, table: pa.Table, **options: Any) -> Shard:
@@ -120,6 +124,29 @@ def test_a_store_under_load_is_asked_again(store: CountedFileSystem) -> None:
     (table,) = read_ranges(shard, [(1, 2)], None, {})
     assert isinstance(table, pa.Table)
     assert table["n"].to_pylist() == [2, 3]
+
+
+@pytest.mark.parametrize("together", [0, reading.AT_ONCE])
+def test_a_store_that_refuses_for_good_is_no_damage(
+    store: CountedFileSystem, monkeypatch: pytest.MonkeyPatch, together: int
+) -> None:
+    monkeypatch.setattr(reading, "AT_ONCE", together)
+    shard = put(store, pa.table({"n": list(range(9000))}), row_group_size=1000)
+    store.refusal = PermissionError("not yours any more")
+    with pytest.raises(PermissionError, match="not yours any more"):
+        list(read_ranges(shard, [(0, 500), (5000, 500)], None, {}))
+
+
+def test_a_shard_that_vanishes_while_it_is_read_is_not_waited_for(
+    store: CountedFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "AT_ONCE", 0)
+    shard = put(store, pa.table({"n": list(range(9000))}), row_group_size=1000)
+    found = read_ranges(shard, [(0, 500), (500, 500), (5000, 500)], None, {})
+    assert isinstance(next(found), pa.Table)
+    store.rm("/in/s.parquet")
+    assert isinstance(next(found), pa.Table), "it had been read already"
+    assert next(found) == Unreadable("has vanished since it was planned")
 
 
 ROWS = pa.table({"n": list(range(60)), "t": [None if i % 7 == 0 else {"a": [str(i)] * (i % 4)} for i in range(60)]})
