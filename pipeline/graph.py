@@ -264,7 +264,9 @@ def _work(prompts: Prompts, chunk: Chunk, i: int, row: dict[str, Any] | RowError
     try:
         settings = prompts.settings(row, chunk.shard, chunk.first + i)
         work |= {f"_{name}": value for name, value in vars(settings).items()}
-        return work | {"_prompt": prompts.tokens(row)}
+        work["_prompt"] = prompts.tokens(row)
+        prompts.room(len(work["_prompt"]), settings.max_new_tokens)
+        return work
     except RowError as error:
         return work | {"_error": str(error)}
 

@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from exspec.actors.answers import AnswerError
-from exspec.actors.engine import Room
+from exspec.actors.engine import EngineConfig, Room
 from exspec.actors.engine.cached_model import context_length
 from exspec.actors.engine.memory import fit
 from exspec.actors.models import ModelError, check_config, check_vocabularies, load_part
@@ -277,11 +277,11 @@ class _Run:
             self.writer.extend(self.plan)
         if self.writer.lost:
             print(f"{self.writer.lost} rows were in files that are gone or damaged; they are decoded again")
-        config = self._begin(fresh) if first is not None else None
+        config = None if first is None else self._begin(fresh)
         self.folder.write(DESCRIPTION, json.dumps(self.writer.state.description, indent=1).encode())
         report = Report(self.writer.state.description, self.plan.rows)
         stopped = None
-        if first is not None:
+        if first is not None and config is not None:
             stopped = self._decode(chain([first], tasks), again, config, report)
         return self._finish(report, stopped)
 
@@ -299,7 +299,7 @@ class _Run:
         self.job = self.job.model_copy(update={"device": device(self.job)})
         check_cluster(self.job)
 
-    def _begin(self, fresh: bool) -> Any:
+    def _begin(self, fresh: bool) -> EngineConfig:
         """Begin the job, or take it up again, in the log; returns the shape that it decodes in."""
         job, prepared = self.job, self.prepared
         keys = fingerprint(job, prepared.models.digests, job.device)
@@ -332,7 +332,8 @@ class _Run:
         job = self.job
         if not shape.free and job.memory_gib is None and job.device == "cpu":
             return Settled(shape.config, [])
-        requests = sample(job, self.plan, self.prepared.prompts) if shape.free else []
+        prompts = self.prepared.prompts.within(self._room(shape.config))
+        requests = sample(job, self.plan, prompts) if shape.free else []
         try:
             settled: Settled = on_a_device(job, settle, job, shape, requests, job.device)
         except ValueError as error:
@@ -345,17 +346,18 @@ class _Run:
         print(f"shape: {settled}")
         return settled
 
-    def _decode(self, tasks: Iterator[Task], again: Counter[str], config: Any, report: Report) -> str | None:
+    def _decode(self, tasks: Iterator[Task], again: Counter[str], config: EngineConfig, report: Report) -> str | None:
         """Run the tasks and commit what they give; returns why it was stopped early, if it was."""
         job, schema, writer = self.job, self.prepared.schema, self.writer
         carried = pa.schema([schema.field(name) for name in carried_columns(job, schema)])
         sink = PartSink(self.folder, str(writer.state.job), writer.prefix, carried, job.answer_columns(), job.id_column)
-        room = Room(self.prepared.models.context, min(config.capacity, self.prepared.models.context))
         make = self.load or PairLoader(job, config, job.device)
         collector = Collector(writer, again)
         with Progress(self.plan.rows, writer.state.rows, self.quiet) as progress:
             try:
-                for _ in collect(job, results(job, config.slots, room, tasks, schema, sink, make), report, collector):
+                for _ in collect(
+                    job, results(job, config.slots, self._room(config), tasks, schema, sink, make), report, collector
+                ):
                     progress.show(report)
             except RayError as error:
                 reason = str(error).strip().splitlines()[-1]
@@ -364,6 +366,10 @@ class _Run:
             except StopError as error:
                 return str(error)
         return None
+
+    def _room(self, config: EngineConfig) -> Room:
+        context = self.prepared.models.context
+        return Room(context, min(config.capacity, context))
 
     def _finish(self, report: Report, stopped: str | None) -> int:
         """Check that every planned row is in a file, write the report, and `_SUCCESS` where all is well."""
