@@ -60,12 +60,17 @@ def shape_of(job: Job, context: int, rows: int, stored: dict[str, Any] | None) -
             draft_length=job.draft_length.value,
             threshold=job.threshold or EngineConfig.threshold,
         )
-        config = replace(config, **stored) if stored else config
+        config = _taken_up(replace(config, **stored), job) if stored else config
     except ValueError as error:
         raise JobError(str(error)) from error
     if stored or rows < job.tune_from or config.method == "eqspec":
         free = ()
     return Shape(config, free, stored is not None)
+
+
+def _taken_up(stored: EngineConfig, job: Job) -> EngineConfig:
+    """The shape that a job began in; without a draft by now it is that of plain decoding, which gives the same tokens."""
+    return stored.plain() if stored.drafts and (job.draft is None or job.method == "plain") else stored
 
 
 def stored_shape(config: EngineConfig) -> dict[str, Any]:
