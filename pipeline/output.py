@@ -253,7 +253,8 @@ def take(
             writer.settle()
             yield writer
         finally:
-            output.log.append({"kind": "end", "at": time.time()})
+            if (output.state.taken or {}).get("lease") == nonce:  # who lost it does not end the next owner's time
+                output.log.append({"kind": "end", "at": time.time()})
     finally:
         life.end()
 
