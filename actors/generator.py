@@ -132,7 +132,8 @@ class Generator:
             os._exit(1)
 
     def _generate(self, task: Any, rows: list[dict[str, Any]], attempt: Attempt) -> list[RowResult | None]:
-        """The results of all rows. A repeated chunk runs in groups that the ledger knows of, the suspects last."""
+        """The results of all rows. A repeated chunk runs in groups that the ledger knows of, the suspects first:
+        where two rows kill, one is found before the other is met again."""
         results: dict[int, RowResult | None] = {i: RowResult(None, None, KILLER, _tokens(rows[i])) for i in attempt.bad}
         results |= {i: None for i, row in enumerate(rows) if row["_skip"]}
         rest = [i for i in range(len(rows)) if i not in results]
@@ -141,7 +142,7 @@ class Generator:
             return [results[i] for i in range(len(rows))]
         innocent = [i for i in rest if i not in attempt.suspects]
         suspects = [i for i in rest if i in attempt.suspects]
-        for group in (*_parts(innocent), *_parts(suspects)):
+        for group in (*_parts(suspects), *_parts(innocent)):
             self.ledger.mark(task.key, group)
             results |= dict(zip(group, self._decode(task.key, rows, group), strict=True))
             self.ledger.mark(task.key, [])
@@ -157,7 +158,11 @@ class Generator:
         if row["_error"]:
             return lambda: RowResult(None, None, row["_error"], prompt)
         stop = StopStrings(self.tokenizer, row["_stop"]) if row["_stop"] else None
-        sampling = Sampling(temperature=row["_temperature"], seed=row["_seed"], **self.sampling)
+        try:
+            sampling = Sampling(temperature=row["_temperature"], seed=row["_seed"], **self.sampling)
+        except ValueError as error:
+            refused = str(error)
+            return lambda: RowResult(None, None, refused, prompt)
         request = Request(name, row["_prompt"], row["_max_new_tokens"], sampling, stop=stop)
         future = self.engine.submit(replace(request, **asked(self.answers)))
 
@@ -169,8 +174,8 @@ class Generator:
             text = completion_text(self.tokenizer, completion, stop)
             try:
                 return RowResult(completion, text, None, prompt, self.answers.read(completion, text))
-            except AnswerError as refused:
-                return RowResult(None, None, str(refused), prompt)
+            except AnswerError as unread:
+                return RowResult(None, None, str(unread), prompt)
 
         return result
 

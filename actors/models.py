@@ -23,6 +23,7 @@ from exspec.actors.engine.request import Completion
 WHAT_WORKS = (
     "a decoder-only model with plain full attention in every layer, such as Llama, Qwen2, Qwen3, Mistral or GLM-4"
 )
+REFUSED_CODE = "expected a model that transformers itself knows, or trust_remote_code: true to run that code"
 
 
 class ModelError(ValueError):
@@ -45,18 +46,25 @@ def load_pair(
     device: str | torch.device = "cpu",
     revision: str | None = None,
     draft_revision: str | None = None,
+    *,
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
 ) -> Pair:
     """Load target and draft from hub ids or folders; `draft` may be None for plain decoding.
+
+    trust_remote_code: run Python code that comes with a model. allow_pickle: load weights that are no safetensors.
 
     Raises ModelError where the engine cannot serve the pair, naming the model, the reason and what would work. Warns
     where the draft is larger than the target.
     """
-    tokenizer = load_part(AutoTokenizer, target, revision)
-    target_model = load_model(target, dtype, device, revision)
+    may = {"trust_remote_code": trust_remote_code, "allow_pickle": allow_pickle}
+    tokenizer = load_part(AutoTokenizer, target, revision, trust_remote_code)
+    target_model = load_model(target, dtype, device, revision, **may)
     if draft is None:
         return Pair(target_model, None, tokenizer)
-    check_vocabularies(tokenizer, load_part(AutoTokenizer, draft, draft_revision), target, draft)
-    draft_model = load_model(draft, dtype, device, draft_revision)
+    draft_tokenizer = load_part(AutoTokenizer, draft, draft_revision, trust_remote_code)
+    check_vocabularies(tokenizer, draft_tokenizer, target, draft)
+    draft_model = load_model(draft, dtype, device, draft_revision, **may)
     sizes = [model.num_parameters() for model in (target_model, draft_model)]
     if sizes[1] > sizes[0]:
         warnings.warn(
@@ -68,23 +76,47 @@ def load_pair(
 
 
 def load_model(
-    name: str, dtype: torch.dtype, device: str | torch.device = "cpu", revision: str | None = None
+    name: str,
+    dtype: torch.dtype,
+    device: str | torch.device = "cpu",
+    revision: str | None = None,
+    *,
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
 ) -> PreTrainedModel:
     """Load one model for the engine. Raises ModelError as `load_pair` does."""
-    check_config(load_part(AutoConfig, name, revision), name)
-    model = load_part(AutoModelForCausalLM, name, revision, dtype=dtype)
+    check_config(load_part(AutoConfig, name, revision, trust_remote_code), name)
+    safe = None if allow_pickle else True
+    model = load_part(AutoModelForCausalLM, name, revision, trust_remote_code, dtype=dtype, use_safetensors=safe)
     model = model.to(device).eval()
     check_forward(model, name)
     return model  # type: ignore[no-any-return]
 
 
-def load_part(loader: Any, name: str, revision: str | None, **options: Any) -> Any:
-    """What one of transformers' Auto classes finds under a hub id or folder. Raises ModelError naming it."""
+def load_part(loader: Any, name: str, revision: str | None, trust_remote_code: bool = False, **options: Any) -> Any:
+    """What one of transformers' Auto classes finds under a hub id or folder. Raises ModelError naming it.
+
+    Without trust_remote_code a model that names code of its own is refused, and nothing asks on the terminal.
+    """
     try:
-        return loader.from_pretrained(name, revision=revision, **options)
+        config, _ = PretrainedConfig.get_config_dict(name, revision=revision)
+        if config.get("auto_map") and not trust_remote_code:
+            raise ModelError(f"{name}: its config names code of its own (auto_map); {REFUSED_CODE}")
+        return loader.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code, **options)
+    except ModelError:
+        raise
     except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ModelError(f"{name}: cannot be loaded as a model folder or hub id: {reason}") from error
+        raise ModelError(f"{name}: {_reason(error, options)}") from error
+
+
+def _reason(error: Exception, options: dict[str, Any]) -> str:
+    """Why transformers cannot load a model, with the setting that would let it."""
+    if "trust_remote_code" in str(error):
+        return f"it comes with code of its own; {REFUSED_CODE}"
+    reason = f"cannot be loaded as a model folder or hub id: {str(error).strip().splitlines()[0]}"
+    if options.get("use_safetensors") and "safetensors" in str(error):
+        return f"{reason}; expected safetensors, or allow_pickle: true for weights in files that can run code"
+    return reason
 
 
 def check_config(config: PretrainedConfig, name: str) -> None:

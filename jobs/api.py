@@ -1,7 +1,10 @@
 """`generate`: a job on a table that is at hand, for notebooks. Imports what it needs when it is called."""
 
+import json
 import tempfile
 from typing import Any
+
+WRITTEN = "_INPUT.json"  # beside an input whose rows are all there: how many, and their columns
 
 
 def generate(data: Any, folder: str | None = None, **settings: Any) -> Any:
@@ -10,7 +13,8 @@ def generate(data: Any, folder: str | None = None, **settings: Any) -> Any:
     data: a pyarrow table, a pandas DataFrame or a Ray Dataset; what comes back is of the same kind. The rows of a table
         keep their order.
     folder: where input and output lie, a path or an fsspec URL. A table needs none; the same table with the same folder
-        resumes a job that broke off there. A Ray Dataset needs one that every node can reach.
+        resumes a job that broke off there. A Ray Dataset needs one that every node can reach; it resumes where all of
+        its rows were written.
     settings: those of `exspec run`, such as `target`, `draft`, `max_new_tokens`. Without a pair: the demo pair.
 
     Raises JobError where the job is refused or chunks were set aside. Rows that cannot be generated have an `error`.
@@ -36,17 +40,20 @@ def _table(table: Any, folder: str | None, settings: dict[str, Any]) -> Any:
     import pyarrow.parquet as pq
 
     from exspec.pipeline.errors import JobError
+    from exspec.pipeline.secrets import anonymous
     from exspec.pipeline.storage import Folder
 
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="exspec-") as temporary:
             return _table(table, temporary, settings)
     source = Folder(f"{folder}/input", settings.get("storage_options"))
+    if source.names() - {"rows.parquet"}:
+        raise JobError(f"generate: {anonymous(source.url)} holds other files; give another folder")
     buffer = io.BytesIO()
     pq.write_table(table, buffer)
     written = source.write("rows.parquet", buffer.getvalue(), replace=False)
     if not written and source.read("rows.parquet") != buffer.getvalue():
-        raise JobError(f"generate: {source.url} holds other rows; give another folder")
+        raise JobError(f"generate: {anonymous(source.url)} holds other rows; give another folder")
     output = _run(folder, settings)
     parts = sorted(name for name in output.names() if name.startswith("part-"))
     made = pa.concat_tables([pq.read_table(io.BytesIO(output.read(name))) for name in parts])
@@ -57,17 +64,43 @@ def _dataset(dataset: Any, folder: str | None, settings: dict[str, Any]) -> Any:
     import ray
 
     from exspec.pipeline.errors import JobError
-    from exspec.pipeline.storage import Folder
 
     if folder is None:
         raise JobError("generate: a Ray Dataset needs a folder that every node can reach")
-    source = Folder(f"{folder}/input", settings.get("storage_options"))
-    if source.names():
-        raise JobError(f"generate: {source.url} is not empty; give another folder, or resume with exspec run")
-    dataset.write_parquet(source.path, filesystem=source.fs)
+    _write_rows(dataset, folder, settings.get("storage_options"))
     output = _run(folder, settings)
     parts = sorted(f"{output.path}/{name}" for name in output.names() if name.startswith("part-"))
     return ray.data.read_parquet(parts, filesystem=output.fs)
+
+
+def _write_rows(dataset: Any, folder: str, options: dict[str, Any] | None) -> None:
+    """Write the rows as the job's input, unless an earlier call has written them all."""
+    import ray
+
+    from exspec.pipeline.errors import JobError
+    from exspec.pipeline.secrets import anonymous
+    from exspec.pipeline.storage import Folder
+
+    beside, source = Folder(folder, options), Folder(f"{folder}/input", options)
+    place = anonymous(source.url)
+    if WRITTEN in beside.names():
+        if json.loads(beside.read(WRITTEN)) != _described(dataset):
+            raise JobError(f"generate: {place} holds other rows; give another folder")
+        return
+    if source.names():
+        raise JobError(
+            f"generate: {place} is not empty, and not all rows of a dataset were written there; "
+            "give another folder, or remove that one"
+        )
+    dataset.write_parquet(source.path, filesystem=source.fs)
+    if names := source.names():
+        written = ray.data.read_parquet([f"{source.path}/{name}" for name in sorted(names)], filesystem=source.fs)
+        beside.write(WRITTEN, json.dumps(_described(written)).encode())
+
+
+def _described(dataset: Any) -> dict[str, Any]:
+    """What tells a dataset from most others without reading its rows twice."""
+    return {"rows": dataset.count(), "columns": dataset.columns()}
 
 
 def _run(folder: str, settings: dict[str, Any]) -> Any:

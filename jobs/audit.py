@@ -24,18 +24,18 @@ from exspec.actors.engine import Completion, Engine, EngineConfig, Request, Requ
 from exspec.actors.engine.constraint import tokens_of
 from exspec.actors.engine.engine import model_end_ids
 from exspec.actors.generator import KILLER
-from exspec.actors.models import Pair, StopStrings, completion_text, load_model, load_pair
+from exspec.actors.models import Pair, StopStrings, completion_text
 from exspec.pipeline.contents import read_range
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.job import Job
+from exspec.pipeline.job import Dtype, Job
 from exspec.pipeline.output import AUDIT, Output, read_output, settings
 from exspec.pipeline.plan import Chunk, decode_schema
 from exspec.pipeline.prompts import Prompts
 from exspec.pipeline.report import rewrite
 from exspec.pipeline.rows import RowError, rows
+from exspec.pipeline.shape import pair_of
 from exspec.pipeline.shards import read_chunk, vanished
 from exspec.pipeline.storage import Folder
-from exspec.pipeline.weights import local_model
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,7 @@ def audit(output: str, options: dict[str, Any], count: int, share: float | None,
         raise JobError(f"{output}: the job ran on cuda, and its shapes can only be compared there; no GPU is at hand")
     torch.set_num_threads(job.threads)
     disable_progress_bar()
-    target = local_model(job.target, options)
-    pair = load_pair(target, None, getattr(torch, job.dtype), device, job.target_revision)
+    pair = pair_of(job, device, drafts=False)
     gone = vanished(plan.shards, options)
     if gone:
         print(f"{len(gone)} of {len(plan.shards)} shards are no longer in the input and are left out: {min(gone)}, ...")
@@ -96,7 +95,7 @@ def audit(output: str, options: dict[str, Any], count: int, share: float | None,
     found = [compare("plain decoding in the job's shape", rows, decode(pair.target, shaped, rows), pair, answers)]
     if generate:
         greedy = [r for r in rows if r.request is None or _is_greedy(r.request)]
-        model = load_model(target, torch.float32, device, job.target_revision)
+        model = pair_of(job.model_copy(update={"dtype": Dtype.float32}), device, drafts=False).target
         expected = {(r.shard, r.number): _generate(model, r.request) for r in greedy if r.request is not None}
         found.append(
             compare("generate of transformers in float32", greedy, expected, replace(pair, target=model), answers)

@@ -7,16 +7,18 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
+from secrets import token_hex
 from typing import Any
 
 import pyarrow as pa
 
 from exspec.actors.engine import Engine, EngineConfig, Room
 from exspec.actors.generator import WORK, Generator
-from exspec.actors.models import load_pair
+from exspec.actors.models import load_part
 from exspec.pipeline.contents import read_range
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job import Job
@@ -26,6 +28,7 @@ from exspec.pipeline.parts import PartSink, Task, carried_columns
 from exspec.pipeline.plan import Chunk
 from exspec.pipeline.prompts import Prompts
 from exspec.pipeline.rows import RowError, rows
+from exspec.pipeline.shape import pair_of
 from exspec.pipeline.shards import Unreadable, read_ranges
 from exspec.pipeline.storage import Folder
 from exspec.pipeline.weights import local_model
@@ -41,7 +44,8 @@ def connect(job: Job) -> None:
     """Join the cluster of the job, or start a local Ray with logical CPUs enough for every stage. Idempotent.
 
     Without an address of its own a job joins the cluster that RAY_ADDRESS names, as Ray sets it for a submitted job;
-    where that is the address of a dashboard, it is meant for `exspec submit`.
+    where that is the address of a dashboard, it is meant for `exspec submit`. A local Ray is for this process and its
+    children alone.
     """
     import ray
 
@@ -52,12 +56,42 @@ def connect(job: Job) -> None:
     address = _address(job)
     if address == "local":
         quiet |= {"num_cpus": 4 + job.actor_range[1], "include_dashboard": False, "object_store_memory": 200 * 2**20}
+        quiet["_node_ip_address"] = "127.0.0.1"
     try:
         if place := re.fullmatch(r"([^:/]+):(\d+)", address):  # Ray itself would try for many minutes
             socket.create_connection((place[1], int(place[2])), timeout=20).close()
-        ray.init(address=address, **quiet)
+        with _private() if address == "local" else nullcontext():
+            ray.init(address=address, **quiet)
     except (OSError, ValueError, OverflowError) as error:
         raise JobError(f"ray_address {address}: no cluster can be joined there: {error}") from error
+
+
+@contextmanager
+def _private() -> Iterator[None]:
+    """A Ray that is started inside listens on loopback, and answers nobody without a random token.
+
+    Whoever may connect to a Ray may run code in it. On Linux Ray turns 127.0.0.1 into an address that other machines
+    reach, and its servers then listen on all interfaces, unless it is told what holds elsewhere, that it makes no
+    clusters. Its ports are open to other users of this machine all the same: the token protects them, and would protect
+    all where a later Ray takes no notice of that flag. Ray's processes inherit the token; the driver, which has read it
+    too, gets its environment back, for the token is of no use to other clusters.
+    """
+    from ray._private import ray_constants
+    from ray._raylet import AuthenticationTokenLoader
+
+    before = {name: os.environ.pop(name, None) for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN")}
+    clusters = ray_constants.ENABLE_RAY_CLUSTER
+    os.environ["RAY_AUTH_TOKEN"] = token_hex(32)  # without a mode of its own a local Ray asks for the token
+    AuthenticationTokenLoader.instance().reset_cache()
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = clusters
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def results(
@@ -278,7 +312,8 @@ def _prompts(kind: type[Job], job: str, schema: pa.Schema) -> Prompts:
 
     loaded = kind.model_validate_json(job)
     place = local_model(loaded.target, loaded.storage_options, weights=False)
-    return Prompts(loaded, AutoTokenizer.from_pretrained(place, revision=loaded.target_revision), schema)
+    tokenizer = load_part(AutoTokenizer, place, loaded.target_revision, loaded.trust_remote_code)
+    return Prompts(loaded, tokenizer, schema)
 
 
 class PairLoader:
@@ -296,14 +331,5 @@ class PairLoader:
         config = self.config
         if window is not None:
             config = replace(config, window=max(config.batch_size, min(config.window, window)))
-        options = self.job.storage_options
-        draft = local_model(self.job.draft, options) if self.job.draft and self.config.drafts else None
-        pair = load_pair(
-            local_model(self.job.target, options),
-            draft,
-            getattr(torch, self.job.dtype),
-            self.on,
-            self.job.target_revision,
-            self.job.draft_revision,
-        )
+        pair = pair_of(self.job, self.on, self.config.drafts)
         return Engine(pair.target, pair.draft, config), pair.tokenizer

@@ -1,7 +1,6 @@
 """What a job is: its settings, checked once, and the fingerprint of all that decides its output."""
 
 import os
-import re
 from collections.abc import Callable, Iterator
 from datetime import UTC, date, datetime
 from enum import StrEnum
@@ -12,6 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from exspec.pipeline.errors import JobError
+from exspec.pipeline.secrets import anonymous as anonymous
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -42,15 +42,12 @@ class DraftLength(StrEnum):
 
 AUTO = ("method", "batch_size", "window", "draft_tokens", "bucket")  # settings that may be measured
 Auto = int | Literal["auto"]
+# What the engine can compute in float32; its own limits are the same (actors/engine/request.py).
+SMALLEST, LARGEST, LARGEST_INT = 1e-6, 1e6, 2**31 - 1
 
 
 def _absolute(path: str) -> str:
     return path if "://" in path else os.path.abspath(path)  # noqa: PTH100  (a glob is no path that exists)
-
-
-def anonymous(url: str) -> str:
-    """A URL without user and password."""
-    return re.sub(r"(?<=://)[^/@]*@", "", url)
 
 
 def setting(default: Any, help: str, **limits: Any) -> Any:
@@ -60,13 +57,15 @@ def setting(default: Any, help: str, **limits: Any) -> Any:
 class Job(BaseModel):
     """The settings of a job. A job file (YAML) and the command line have the same names."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     kind: ClassVar[str] = "generate"
 
     target: str = setting(..., "Hub id, folder or fsspec URL of the target model. Default: the demo pair.")
     draft: str | None = setting(None, "Hub id, folder or fsspec URL of the draft model.")
     target_revision: str | None = setting(None, "Revision of the target on the hub.")
     draft_revision: str | None = setting(None, "Revision of the draft on the hub.")
+    trust_remote_code: bool = setting(False, "Run Python code that comes with a model.")
+    allow_pickle: bool = setting(False, "Load weights that are no safetensors; such a file can run code.")
 
     input: list[str] = setting(..., "Folders, globs or Parquet files; fsspec URLs such as s3://bucket/folder.")
     output: str = setting(..., "Folder for the completions; an fsspec URL.")
@@ -85,11 +84,11 @@ class Job(BaseModel):
     seed_column: str | None = setting(None, "Column that overrides a row's seed.")
     stop_column: str | None = setting(None, "Column that overrides stop by row: text, or a list of texts.")
 
-    max_new_tokens: int = setting(256, "Tokens of a completion, at most.", ge=1)
-    temperature: float = setting(0.0, "0 is greedy.", ge=0)
+    max_new_tokens: int = setting(256, "Tokens of a completion, at most.", ge=1, le=LARGEST_INT)
+    temperature: float = setting(0.0, "0 is greedy.", ge=0, le=LARGEST)
     top_p: float = setting(1.0, "Keep the smallest set of tokens whose probability reaches this.", gt=0, le=1)
-    top_k: int = setting(0, "Keep the k likeliest tokens; 0 is all.", ge=0)
-    repetition_penalty: float = setting(1.0, "As in transformers; 1 is off.", gt=0)
+    top_k: int = setting(0, "Keep the k likeliest tokens; 0 is all.", ge=0, le=LARGEST_INT)
+    repetition_penalty: float = setting(1.0, "As in transformers; 1 is off.", ge=SMALLEST, le=LARGEST)
     seed: int = setting(0, "Seed of the job; every row's own comes from it and the row's identity.", ge=0)
     stop: list[str] = setting([], "Strings that end a completion; it is cut before them.")
 
@@ -118,6 +117,14 @@ class Job(BaseModel):
     rows_per_chunk: int = setting(64, "Rows of a chunk: the unit of dispatch, commit and resume.", ge=1)
     chunks_in_flight: int = setting(4, "Chunks that an actor works on at once, at least.", ge=1)
     attempts: int = setting(6, "Attempts at a chunk before it is set aside.", ge=1)
+    max_error_share: float | None = setting(
+        None,
+        "Share of rows with an error from which on the job stops and has failed. Default: only where all rows fail.",
+        ge=0,
+        le=1,
+    )
+    max_write_failures: int = setting(3, "Chunks whose part could not be written, after which the job stops.", ge=1)
+    wait: bool = setting(False, "Wait where another run is at work on the output, and go on when it is done.")
     limit: int | None = setting(None, "Take the first rows only.", ge=1)
     since: str | None = setting(
         None, "Leave out shards that are done, even where they have vanished: last; and older ones: a date."
@@ -136,6 +143,13 @@ class Job(BaseModel):
         if number != "auto" and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
             raise ValueError("expected a whole number from 1 up, or auto")
         return number
+
+    @field_validator("temperature")
+    @classmethod
+    def _computable(cls, value: float) -> float:
+        if 0 < value < SMALLEST:
+            raise ValueError(f"expected 0 (greedy), or {SMALLEST:g} or more")
+        return value
 
     @field_validator("stop")
     @classmethod
@@ -186,8 +200,9 @@ class Job(BaseModel):
         return self
 
     def published(self) -> dict[str, Any]:
-        """The settings as they may be written beside the output: without what may hold a secret."""
-        settings = self.model_dump(mode="json", exclude={"storage_options"})
+        """The settings as they may be written beside the output: without what may hold a secret, and without leave to
+        run code, which whoever reads that output has to give anew."""
+        settings = self.model_dump(mode="json", exclude={"storage_options", *PERMISSIONS})
         named = {"output": anonymous(self.output), "input": [anonymous(url) for url in self.input]}
         models = {"target": anonymous(self.target), "draft": self.draft and anonymous(self.draft)}
         return settings | named | models
@@ -237,11 +252,18 @@ class Job(BaseModel):
         return int(low), int(high or low)
 
 
+# Leave to run code that comes with a model.
+PERMISSIONS = {"trust_remote_code", "allow_pickle"}
 # Settings that decide where and how a job runs, not what it writes; they may change between runs of one job.
 FREE = {
     "output", "input", "storage_options", "device", "threads", "actors", "num_gpus", "chunks_in_flight", "attempts",
     "ray_address", "draft_length", "tune_seconds", "tune_from", "memory_gib", "since", "gold_column", "review_share",
+    *PERMISSIONS, "max_error_share", "max_write_failures", "wait",
+    # What a revision stands for is in the fingerprint: the commit.
+    "target_revision", "draft_revision",
 }  # fmt: skip
+# With fixed shapes the target alone decides every token: these change how soon it comes, or which rows there are.
+FREE_IF_EXACT = {"draft", "method", "threshold", "limit", "draft (content)"}
 
 
 def load_job(kind: type[J], file: Path | None, flags: dict[str, Any], pair: dict[str, str] | None = None) -> J:
@@ -290,7 +312,59 @@ def _problem(error: Any, file: Path | None, kind: type[Job]) -> str:
     return f"{place}{key or 'job'}: {message}".replace("job: Value error, ", "")
 
 
-def fingerprint(job: Job, models: dict[str, str]) -> dict[str, Any]:
-    """All that decides the output, by key; `models` are the digests of the model folders or revisions."""
-    settings = {k: v for k, v in job.published().items() if k not in FREE}
-    return settings | {f"{name} (content)": digest for name, digest in models.items()}
+def fingerprint(job: Job, models: dict[str, str], device: str | None = None) -> dict[str, Any]:
+    """All that decides the output, by key. models: the digests of the model folders, or commits.
+
+    device: the kind of device that decodes, cpu or cuda; None where that is not known.
+    """
+    keys = job.published() | {f"{name} (content)": digest for name, digest in models.items()}
+    free = FREE | FREE_IF_EXACT if job.exact else FREE
+    decided = {key: value for key, value in keys.items() if key not in free}
+    return decided | ({"device": device} if device else {})
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """In what two fingerprints differ, a sentence each: `before` is stored, perhaps by another version, `now` is ours.
+
+    A setting that one of them lacks has its default there. What decides no token is left out even where it is stored.
+    A setting that this version does not know comes from another version: where it is off (null, false or empty) it did
+    nothing, and anything else may have decided tokens in a way that cannot be repeated here. What was measured (models
+    and device) is compared where both have it.
+    """
+    exact = before.get("exact", True) or now.get("exact", True)  # where they differ in that, it is told itself
+    free = FREE | FREE_IF_EXACT if exact else FREE
+    found = []
+    for key in sorted(before | now):
+        decides = key == "device" or key not in free  # the device's kind, not the setting of that name
+        one, other = _value(before, key), _value(now, key)
+        if decides and (_differ(one, other) if _is_measured(key) else one != other):
+            found.append(f"{key} was {one!r} and is {other!r}")
+    return found
+
+
+def _value(keys: dict[str, Any], key: str) -> Any:
+    """The key's value: a setting's default where it is missing; None where a setting that is not known is off."""
+    if _is_measured(key):
+        return keys.get(key)
+    known = _defaults()
+    return keys.get(key, known[key]) if key in known else keys.get(key) or None
+
+
+def _differ(one: str | None, other: str | None) -> bool:
+    """Whether two digests, commits or devices are known and not the same."""
+    return None not in (one, other) and one != other
+
+
+def _is_measured(key: str) -> bool:
+    return key == "device" or key.endswith(" (content)")
+
+
+def _defaults() -> dict[str, Any]:
+    fields = {name: field for kind in _kinds(Job) for name, field in kind.model_fields.items()}
+    return {name: getattr(f.default, "value", f.default) for name, f in fields.items() if not f.is_required()}
+
+
+def _kinds(kind: type[Job]) -> Iterator[type[Job]]:
+    yield kind
+    for special in kind.__subclasses__():
+        yield from _kinds(special)

@@ -12,6 +12,7 @@ from exspec.actors.ledger import Attempt
 class Entry:
     attempts: int = 0
     marked: frozenset[int] = frozenset()
+    alone: frozenset[int] = frozenset()
     suspects: frozenset[int] = frozenset()
     bad: frozenset[int] = frozenset()
     error: str = ""
@@ -19,7 +20,10 @@ class Entry:
 
 @dataclass
 class Book:
-    """The ledger's state. Rows that were marked when an attempt began again are what the last one died of."""
+    """The ledger's state. Rows that were marked when an attempt began again are what the last one may have died of.
+
+    A machine that is taken away kills an innocent row's process too: a row is bad only if it was alone at two deaths.
+    """
 
     entries: dict[str, Entry] = field(default_factory=lambda: defaultdict(Entry))
     slots: int | None = None
@@ -30,12 +34,15 @@ class Book:
     def begin(self, part: str) -> Attempt:
         entry = self.entries[part]
         entry.attempts += 1
-        if len(entry.marked) == 1:
-            entry.attempts -= 1  # the last attempt found what it was for
-            entry.bad |= entry.marked
-            entry.suspects -= entry.marked
-        elif entry.marked:
+        if len(entry.marked) > 1:
             entry.suspects = entry.marked
+        elif found := entry.marked & entry.alone:
+            entry.attempts -= 2  # both were what finding it takes
+            entry.bad |= found
+            entry.suspects -= found
+        else:
+            entry.suspects |= entry.marked
+            entry.alone |= entry.marked
         entry.marked = frozenset()
         return Attempt(entry.attempts, entry.bad, entry.suspects, entry.error)
 

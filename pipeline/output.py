@@ -213,9 +213,9 @@ class Writer(Output):
         entry = {"at": time.time()} | entry
         if not self.log.append(entry):
             self.read()
-            taken = self.state.taken or {}
+            taken = self.state.last
             raise LostError(
-                f"{self.folder.url}: was taken over by {taken.get('action')} on {taken.get('host')}, for this process "
+                f"{self.folder.url}: was taken over by {taken['action']} on {taken['host']}, for this process "
                 f"gave no sign of life for {leases.PATIENCE:.0f} s; what it had committed is kept"
             )
         self.state.fold(entry)

@@ -37,7 +37,7 @@ from exspec.pipeline.shape import LONGEST, Settled, Shape, sample, settle, shape
 from exspec.pipeline.shards import Since, changed, find_shards
 from exspec.pipeline.state import State
 from exspec.pipeline.storage import PROBES, Folder
-from exspec.pipeline.weights import local_model, model_digest
+from exspec.pipeline.weights import local_model, model_digest, resolved
 
 COLUMNS = ("id_column", "max_new_tokens_column", "temperature_column", "seed_column", "stop_column")
 PROBE = 1 << 20  # bytes that an output must have room for
@@ -84,6 +84,7 @@ def prepare(job: Job, restart: bool = False) -> Prepared:
     folder = Folder(job.output, job.storage_options)
     check(lambda: _refuse_overlap(job, folder))
     output = check(lambda: _open(folder))
+    job = resolved(job)
     models = check(lambda: _check_models(job))
     earlier = output.state if output and output.state.job and not restart else None
     settled = earlier.done_shards() if earlier and job.since else set()
@@ -163,8 +164,8 @@ def _check_models(job: Job) -> Models:
     for role, name, revision in pairs:
         try:
             place = local_model(name, job.storage_options, weights=False)
-            config = load_part(AutoConfig, place, revision)
-            tokenizers.append(load_part(AutoTokenizer, place, revision))
+            config = load_part(AutoConfig, place, revision, job.trust_remote_code)
+            tokenizers.append(load_part(AutoTokenizer, place, revision, job.trust_remote_code))
             digests[role] = model_digest(name, revision, job.storage_options)
         except (JobError, ModelError) as error:
             raise JobError(f"{role} {error}") from error

@@ -12,7 +12,7 @@ from exspec.actors.engine import EngineConfig, Request
 from exspec.actors.engine.calibration import calibrate
 from exspec.actors.engine.memory import MEBIBYTE, MemoryPlan, fit, free_memory, plan_memory
 from exspec.actors.engine.twin import packs
-from exspec.actors.models import load_pair
+from exspec.actors.models import Pair, load_pair
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job import AUTO, Job
 from exspec.pipeline.plan import Plan, decode_schema
@@ -69,7 +69,7 @@ def shape_of(job: Job, context: int, rows: int, stored: dict[str, Any] | None) -
 
 
 def _taken_up(stored: EngineConfig, job: Job) -> EngineConfig:
-    """The shape that a job began in; without a draft by now it is that of plain decoding, which gives the same tokens."""
+    """The shape that a job began in; without a draft now it is that of plain decoding, which gives the same tokens."""
     return stored.plain() if stored.drafts and (job.draft is None or job.method == "plain") else stored
 
 
@@ -124,14 +124,7 @@ def settle(job: Job, shape: Shape, requests: list[Request], device: str) -> Sett
     torch.set_num_threads(job.threads)
     budget = memory_budget(job, torch.device(device))  # before the weights take their part of it
     drafts = job.draft is not None and (shape.config.drafts or "method" in shape.free)
-    pair = load_pair(
-        local_model(job.target, job.storage_options),
-        local_model(str(job.draft), job.storage_options) if drafts else None,
-        getattr(torch, job.dtype),
-        device,
-        job.target_revision,
-        job.draft_revision,
-    )
+    pair = pair_of(job, device, drafts)
     draft = pair.draft.config if pair.draft is not None else None
     fitted = fit(pair.target.config, draft, shape.config, pair.target.dtype, packs(pair.target), budget)
     if fitted.batch_size < shape.config.batch_size and shape.stored:
@@ -144,6 +137,20 @@ def settle(job: Job, shape: Shape, requests: list[Request], device: str) -> Sett
     found = calibrate(pair.target, pair.draft, requests, shape.config, shape.free, job.tune_seconds, budget)
     config = found.config if job.threshold is None else replace(found.config, threshold=job.threshold)
     return Settled(config, found.table(), found.seconds)
+
+
+def pair_of(job: Job, device: str, drafts: bool) -> Pair:
+    """The job's target, and its draft where one is wanted, on this node. Raises ModelError as `load_pair` does."""
+    return load_pair(
+        local_model(job.target, job.storage_options),
+        local_model(job.draft, job.storage_options) if job.draft and drafts else None,
+        getattr(torch, job.dtype),
+        device,
+        job.target_revision,
+        job.draft_revision,
+        trust_remote_code=job.trust_remote_code,
+        allow_pickle=job.allow_pickle,
+    )
 
 
 def memory_budget(job: Job, device: torch.device) -> int:

@@ -82,7 +82,7 @@ def given_by(name: str) -> int | None:
 class State:
     """The log folded. job: the identity that its parts carry, None before it began. began: when, in seconds.
 
-    taken: the entry with which the present owner took the output, None where it is free. done: staged name of the
+    taken: the entry with which the present owner took the output, None where it is free; last: the latest such. done: staged name of the
     marker of a finished job.
     """
 
@@ -92,6 +92,7 @@ class State:
         self.description: dict[str, Any] = {}
         self.plan = Plan([], 1)
         self.taken: Entry | None = None
+        self.last: Entry = {}
         self.done: str | None = None
         self._table = sqlite3.connect("", isolation_level=None, check_same_thread=False)
         self._table.executescript(f"PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; {TABLES}")
@@ -101,7 +102,7 @@ class State:
         getattr(self, f"_{entry['kind']}")(entry)
 
     def _take(self, entry: Entry) -> None:
-        self.taken = entry
+        self.taken = self.last = entry
 
     def _end(self, _: Entry) -> None:
         self.taken = None

@@ -6,17 +6,23 @@ Hub ids are left to transformers, whose own cache (HF_HOME) holds a lock of its 
 import hashlib
 import json
 import os
+import re
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from filelock import FileLock
 
 from exspec.pipeline.errors import JobError
+from exspec.pipeline.job import Job
+from exspec.pipeline.secrets import anonymous, redacted
 from exspec.pipeline.storage import Folder, attempt, etag
 
-STREAMS = 4  # files fetched at once
+STREAMS = 4  # files fetched or read at once
+HUB_PATIENCE = 20  # seconds that the hub may take to say what a revision stands for
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf"}
 
 
@@ -57,26 +63,76 @@ def cache_folder() -> Path:
     return Path(os.environ.get("EXSPEC_CACHE") or Path(user) / "exspec")
 
 
+def resolved(job: Job) -> Job:
+    """The job with the revisions of hub ids replaced by the commits that they stand for now: one for all processes.
+
+    A commit, a folder and a URL stay as they are, and so does what neither the hub nor this node's cache of it knows.
+    """
+    commits = {}
+    for role in ("target", "draft"):
+        name, revision = getattr(job, role), getattr(job, f"{role}_revision")
+        if name is not None and "://" not in name and not Path(name).is_dir():
+            commits[f"{role}_revision"] = _commit(name, revision)
+    return job.model_copy(update=commits)
+
+
 def model_digest(name: str, revision: str | None, options: dict[str, Any]) -> str:
-    """What identifies a model's files: for a hub id its commit, for a URL a digest of names, sizes and etags, for a
-    folder one of names, sizes and contents, of large files their two ends."""
+    """What identifies a model's files: for a hub id its commit, for a URL a digest of names, sizes and what its store
+    tells of contents, for a folder one of names and whole contents."""
     if "://" in name:
         return _digest("", _files(Folder(name, options)))
     folder = Path(name)
     if not folder.is_dir():
-        from huggingface_hub import try_to_load_from_cache
+        return str(_cached_commit(name, revision) or revision)
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    with ThreadPoolExecutor(STREAMS) as pool:
+        contents = list(pool.map(_content, paths))
+    names = [path.relative_to(folder).as_posix() for path in paths]
+    listed = json.dumps(list(zip(names, contents, strict=True)))
+    return f"sha256:{hashlib.sha256(listed.encode()).hexdigest()}"
 
+
+def _commit(name: str, revision: str | None) -> str | None:
+    if revision is not None and re.fullmatch("[0-9a-f]{40}", revision):
+        return revision
+    from huggingface_hub import HfApi
+
+    try:
+        return HfApi().model_info(name, revision=revision, timeout=HUB_PATIENCE).sha or revision
+    except Exception:  # an unreachable or refusing hub has many names; what is at hand may still be loaded
+        return _cached_commit(name, revision) or revision
+
+
+def _cached_commit(name: str, revision: str | None) -> str | None:
+    """The commit that a revision stands for in this node's cache of the hub."""
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
         found = try_to_load_from_cache(name, "config.json", revision=revision)
-        return Path(found).parent.name if isinstance(found, str) else str(revision)
-    digest = hashlib.sha256()
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        size = path.stat().st_size
-        digest.update(json.dumps([path.relative_to(folder).as_posix(), size]).encode())
-        with path.open("rb") as file:
-            digest.update(file.read(1 << 20))
-            file.seek(max(0, size - (1 << 20)))
-            digest.update(file.read())
-    return digest.hexdigest()[:16]
+    except ValueError:  # no hub id; loading it says so
+        return None
+    return Path(found).parent.name if isinstance(found, str) else None
+
+
+def _content(path: Path) -> str:
+    """The sha256 of a file. It is noted for the file as it is now, so that nobody reads it twice.
+
+    Processes that note it at once write the same, each in one step; what is no digest is not believed.
+    """
+    state = path.stat()
+    key = (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
+    note = cache_folder() / "digests" / "-".join(map(str, key))
+    with suppress(OSError, UnicodeDecodeError):
+        if re.fullmatch("[0-9a-f]{64}", noted := note.read_text(encoding="ascii")):
+            return noted
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    with suppress(OSError):  # a cache that cannot be written costs time alone
+        note.parent.mkdir(parents=True, exist_ok=True)
+        incoming = note.with_name(f"{note.name}.{os.getpid()}.{os.urandom(4).hex()}")
+        incoming.write_text(digest, encoding="ascii")
+        incoming.replace(note)
+    return digest
 
 
 def _files(source: Folder) -> list[File]:
@@ -89,15 +145,40 @@ def _files(source: Folder) -> list[File]:
     except JobError:
         raise
     except Exception as error:  # an unreachable or refusing store has many names
-        raise JobError(f"{source.url}: cannot be listed: {type(error).__name__}: {error}") from error
+        place, reason = anonymous(source.url), type(error).__name__
+        if place == source.url:  # a library that was given a password may have taken it for a bucket's name
+            reason = f"{reason}: {redacted(str(error))}"
+        raise JobError(f"{place}: cannot be listed: {reason}") from None
     files = [
-        File(path[len(source.path) :].lstrip("/"), int(info["size"]), etag(info))
+        File(_checked(path.removeprefix(source.path).removeprefix("/"), source), int(info["size"]), _mark(info))
         for path, info in sorted(found.items())
-        if info["type"] == "file" and not path.endswith("/")
+        if info["type"] == "file" and not path.endswith("/") and path != source.path
     ]
     if not any(file.name == "config.json" for file in files):
-        raise JobError(f"{source.url}: expected a folder with a model's files, and found no config.json in it")
+        place = anonymous(source.url)
+        raise JobError(f"{place}: expected a folder with a model's files, and found no config.json in it")
     return files
+
+
+def _checked(name: str, source: Folder) -> str:
+    """The name of a file that stays below the folder it is fetched into: a key of a store may be anything."""
+    if {"", ".", ".."} & set(name.split("/")) or "\\" in name or "\0" in name or PureWindowsPath(name).drive:
+        raise JobError(f"{anonymous(source.url)}: holds a file {name!r}; expected names that stay below the folder")
+    return name
+
+
+def _mark(info: dict[str, Any]) -> str:
+    """A file's content as its store knows it (GCS, Azure, S3), or else what tells that it was written anew."""
+    known = next((mark for mark in _content_marks(info) if mark), None)
+    return etag(info) if known is None else known.hex() if isinstance(known, bytes | bytearray) else str(known)
+
+
+def _content_marks(info: dict[str, Any]) -> Iterator[Any]:
+    settings = info.get("content_settings") or {}
+    yield info.get("md5Hash")
+    yield info.get("content_md5")
+    yield settings.get("content_md5") if isinstance(settings, dict) else getattr(settings, "content_md5", None)
+    yield info.get("crc32c")
 
 
 def _digest(place: str, files: list[File]) -> str:
@@ -117,7 +198,7 @@ def _fetched(source: Folder, files: list[File], target: Path) -> Path:
         with ThreadPoolExecutor(STREAMS) as pool:
             list(pool.map(lambda file: _fetch(source, file, partial / file.name), files))
         if not set(files) <= set(_files(source)):
-            raise JobError(f"{source.url}: the model changed while it was fetched; start again")
+            raise JobError(f"{anonymous(source.url)}: the model changed while it was fetched; start again")
         partial.rename(target)
     return target
 
@@ -133,5 +214,5 @@ def _fetch(source: Folder, file: File, path: Path) -> None:
         os.fsync(written.fileno())
         size = os.fstat(written.fileno()).st_size
     if size != file.size:
-        raise JobError(f"{source.url}/{file.name}: {size} bytes came, expected {file.size}")
+        raise JobError(f"{anonymous(source.url)}/{file.name}: {size} bytes came, expected {file.size}")
     incoming.rename(path)

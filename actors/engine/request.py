@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Literal
 
 from exspec.actors.engine.constraint import MakeConstraint
@@ -11,17 +12,20 @@ FinishReason = Literal["stop", "length"]
 # Looks at the completion after each of its tokens and returns what ended it, or None to go on.
 StopCheck = Callable[[Sequence[int]], str | None]
 Scores = dict[int, float]
+# A logit divided or multiplied by a number between these stays a finite float32.
+SMALLEST, LARGEST = 1e-6, 1e6
+LARGEST_INT = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are chosen. The default is greedy.
 
-    temperature: 0 is greedy; otherwise logits are divided by it.
+    temperature: 0 is greedy; otherwise logits are divided by it, in float32: from 1e-6 to 1e6.
     top_k, top_p: keep the k likeliest tokens (0: all), then the smallest set whose probability reaches p (1: all).
     seed: of the sequence's noise; the same seed gives the same tokens whatever else runs. 64 bits.
     repetition_penalty: as in transformers: logits of tokens seen in prompt or completion are divided by it where
-        positive and multiplied where negative; 1 is off.
+        positive and multiplied where negative, from 1e-6 to 1e6; 1 is off.
 
     Raises ValueError naming the setting that is out of range.
     """
@@ -34,14 +38,23 @@ class Sampling:
 
     def __post_init__(self) -> None:
         checks = {
-            "temperature": (self.temperature >= 0, "0 (greedy) or more"),
-            "top_k": (self.top_k >= 0, "0 (off) or more"),
-            "top_p": (0 < self.top_p <= 1, "above 0, at most 1 (off)"),
-            "repetition_penalty": (self.repetition_penalty > 0, "above 0, 1 is off"),
+            "temperature": (_computable(self.temperature) or self.temperature == 0, "0 (greedy), or 1e-6 to 1e6"),
+            "top_k": (_whole(self.top_k) and 0 <= self.top_k <= LARGEST_INT, "0 (off), or a whole number below 2**31"),
+            "top_p": (isinstance(self.top_p, Real) and 0 < self.top_p <= 1, "above 0, at most 1 (off)"),
+            "seed": (_whole(self.seed), "a whole number"),
+            "repetition_penalty": (_computable(self.repetition_penalty), "above 0 (1e-6 to 1e6), 1 is off"),
         }
         for name, (good, expected) in checks.items():
             if not good:
                 raise ValueError(f"{name}: expected {expected}, not {getattr(self, name)}")
+
+
+def _computable(value: object) -> bool:
+    return isinstance(value, Real) and SMALLEST <= value <= LARGEST
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, Integral)
 
 
 @dataclass(frozen=True)
@@ -54,6 +67,8 @@ class Request:
     stop: a check on the completion's tokens, for endings that the engine cannot see, such as stop strings.
     constraint: makes the constraint that the completion is held to; it must come to allow an end token.
     scored: whether the completion tells how likely the allowed tokens were. For constraints with few of them.
+
+    Raises RequestError where prompt or max_new_tokens are no whole numbers: a tensor of them would fail for all rows.
     """
 
     id: Hashable
@@ -64,6 +79,11 @@ class Request:
     stop: StopCheck | None = None
     constraint: MakeConstraint | None = None
     scored: bool = False
+
+    def __post_init__(self) -> None:
+        for name, values in (("prompt", self.prompt), ("max_new_tokens", [self.max_new_tokens])):
+            if bad := [kind.__name__ for kind in set(map(type, values)) if not issubclass(kind, Integral)]:
+                raise RequestError(f"request {self.id!r}: {name}: expected whole numbers, not {bad[0]}")
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from exspec.actors.engine.constraint import unpacked
 from exspec.actors.engine.request import Sampling
 
 _MASK32 = 0xFFFFFFFF
+TINY = 1e-30  # a smaller top_p would be 0 in float32 and keep no token at all
 SEEN = 256  # the tokens seen are padded to a multiple of this: few shapes
 
 
@@ -59,7 +60,7 @@ class Sampler:
             self.sampled = _column([float(row.temperature > 0) for row in rows], device)
             self.temperature = _column([row.temperature or 1.0 for row in rows], device)
             self.top_k = torch.tensor([row.top_k or 2**31 for row in rows], device=device)[:, None, None]
-            self.top_p = _column([row.top_p for row in rows], device)
+            self.top_p = _column([max(row.top_p, TINY) for row in rows], device)
 
     @property
     def state(self) -> dict[str, Any]:

@@ -1,14 +1,22 @@
 """The actor without Ray: what it asks of its ledger, and how a suspect chunk runs alone."""
 
+import pickle
 import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
-from exspec.actors.generator import Turns
+import pyarrow as pa
+
+from exspec.actors.answers import FreeText
+from exspec.actors.generator import Generator, Turns
+from exspec.pipeline.graph import WORK_SCHEMA
 from exspec.pipeline.ledger import Book
+from tests.pipeline import jobs
 
 
 def test_a_book_narrows_down_to_the_row_that_kills() -> None:
-    """Whatever the process died of was marked; a single row that was marked is bad."""
+    """Whatever the process died of was marked; a row that was marked alone twice is bad."""
     book = Book()
     assert (book.begin("p").number, book.begin("p").number) == (1, 2)
     book.mark("p", [8, 9, 10])
@@ -16,11 +24,31 @@ def test_a_book_narrows_down_to_the_row_that_kills() -> None:
     assert (third.number, third.suspects, third.bad) == (3, {8, 9, 10}, set())
     book.mark("p", [9])
     fourth = book.begin("p")
-    assert (fourth.number, fourth.suspects, fourth.bad) == (3, {8, 10}, {9})  # an attempt that found its row is free
+    assert (fourth.number, fourth.suspects, fourth.bad) == (4, {8, 9, 10}, set())
+    book.mark("p", [9])
+    fifth = book.begin("p")
+    assert (fifth.number, fifth.suspects, fifth.bad) == (3, {8, 10}, {9})  # the attempts that found their row are free
     book.mark("p", [1])
     book.mark("p", [])
     assert book.begin("p").bad == {9}
     assert book.begin("other").number == 1
+
+
+def test_a_row_whose_settings_cannot_be_computed_is_an_error_of_its_own() -> None:
+    """It ended the process, again and again, until its whole chunk was set aside."""
+    kept: list[Any] = []
+    keep = SimpleNamespace(commit=lambda _, __, results, *___: kept.extend(results) or {})
+    quiet: Any = SimpleNamespace(report=lambda *_: None)
+    generator = Generator(jobs.ArithmeticLoader(), {}, keep, Book(), quiet, 3, lambda _: FreeText())
+    work = {"_prompt": [1], "_skip": False, "_max_new_tokens": 4, "_seed": 0, "_stop": []}
+    chunk = {"_chunk": pickle.dumps(SimpleNamespace(part="p"))}
+    rows = [work | chunk | {"_temperature": t} for t in (0.0, 1e-39, float("inf"), 0.0)]
+    generator(pa.Table.from_pylist(rows, schema=WORK_SCHEMA))
+    first, cold, hot, last = kept
+    assert [r.error for r in (first, last)] == [None, None]
+    assert first.completion.tokens == last.completion.tokens
+    assert cold.error == "temperature: expected 0 (greedy), or 1e-6 to 1e6, not 1e-39"
+    assert hot.error == "temperature: expected 0 (greedy), or 1e-6 to 1e6, not inf"
 
 
 def test_one_who_must_be_alone_waits_for_all_and_lets_nobody_in() -> None:

@@ -1,5 +1,9 @@
 """Pairs that load, pairs that are refused, and stop strings."""
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +22,7 @@ from transformers import (
 from transformers.models.auto import AutoModelForSeq2SeqLM
 
 from exspec.actors.engine import Engine, EngineConfig, Request
-from exspec.actors.models import ModelError, StopStrings, check_config, check_forward, load_pair
+from exspec.actors.models import ModelError, StopStrings, check_config, check_forward, load_model, load_pair
 from tests import tiny
 
 WORDS = [f"w{i}" for i in range(tiny.VOCABULARY)]
@@ -136,6 +140,74 @@ def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
         load_pair(str(tmp_path / "nowhere"), None)
     with pytest.raises(ModelError, match=r"some/model: cannot be loaded as a model folder or hub id"):
         load_pair("some/model", None)
+
+
+OWN = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+Path({marker!r}).touch()
+class OwnConfig(LlamaConfig):
+    model_type = {kind!r}
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def with_code(folder: Path, kind: str, marker: Path) -> str:
+    """A model that comes with code of its own, which leaves a mark where it runs."""
+    save(folder, tiny.model())
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": kind, "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text(OWN.format(marker=str(marker), kind=kind))
+    return str(folder)
+
+
+ASK = "import sys; from exspec.actors.models import load_pair; load_pair(sys.argv[1], None)"
+
+
+@pytest.mark.parametrize("kind", ["own", "llama"])
+def test_code_of_a_model_never_runs_unless_the_job_says_so(tmp_path: Path, kind: str) -> None:
+    """Nobody is asked on the terminal, where an answer may already wait."""
+    marker = tmp_path / "ran"
+    folder = with_code(tmp_path / "model", kind, marker)
+    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    command = [sys.executable, "-c", ASK, folder]
+    done = subprocess.run(command, input="y\n" * 9, env=environment, capture_output=True, text=True, check=False)
+    assert f"ModelError: {folder}: its config names code of its own (auto_map); expected" in done.stderr
+    assert "trust_remote_code: true" in done.stderr
+    assert done.stdout == ""
+    assert not marker.exists()
+
+
+def test_code_of_a_model_runs_where_the_job_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    marker = tmp_path / "ran"
+    pair = load_pair(with_code(tmp_path / "model", "own", marker), None, trust_remote_code=True)
+    assert type(pair.target).__name__ == "OwnModel"
+    assert marker.exists()
+
+
+def test_code_of_a_tokenizer_is_refused_too(tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", tiny.model())
+    path = tmp_path / "model" / "tokenizer_config.json"
+    own = {"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    (tmp_path / "model" / "own.py").write_text("raise SystemExit('ran')")
+    with pytest.raises(ModelError, match=r"it comes with code of its own; expected .* or trust_remote_code: true"):
+        load_pair(folder, None)
+
+
+def test_weights_that_can_run_code_are_refused_unless_the_job_says_so(tmp_path: Path) -> None:
+    model = tiny.model()
+    folder = save(tmp_path / "model", model)
+    (tmp_path / "model" / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "model" / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"model: .*expected safetensors, or allow_pickle: true"):
+        load_model(folder, torch.float32)
+    with pytest.raises(ModelError, match="allow_pickle: true"):
+        load_pair(save(tmp_path / "other", model), folder)
+    assert load_pair(folder, folder, allow_pickle=True).draft is not None
 
 
 @pytest.fixture(scope="module")

@@ -57,6 +57,53 @@ def test_a_dataset_comes_back_as_a_dataset(pair: dict[str, str], tmp_path: Path)
     assert rows == dict(enumerate(expected(pair)))
 
 
+class BreaksOff:
+    """Fails in the block that holds the last key."""
+
+    def __call__(self, block: pa.Table) -> pa.Table:
+        if ROWS - 1 in block["key"].to_pylist():
+            raise OSError("no room is left")
+        return block
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_a_dataset_of_which_some_rows_were_never_written_is_no_input(pair: dict[str, str], tmp_path: Path) -> None:
+    """Its first blocks were there once, and a later run took them for the whole."""
+    import ray
+
+    whole = ray.data.from_arrow([table().slice(i, 7) for i in (0, 7, 14)])
+    ray.data.DataContext.get_current().execution_options.preserve_order = True
+    with pytest.raises(Exception, match="no room is left"):
+        generate(whole.map_batches(BreaksOff(), batch_format="pyarrow"), str(tmp_path), **pair, **SHAPE)
+    # The block that failed may have been the first to be written; here another one was.
+    if not list(tmp_path.glob("input/*.parquet")):
+        table().slice(0, 7).to_pandas().to_parquet(tmp_path / "input" / "0.parquet")
+    with pytest.raises(JobError, match="not all rows of a dataset were written there; give another folder") as error:
+        generate(whole, str(tmp_path), max_new_tokens=6, **pair, **SHAPE)
+    assert "exspec run" not in str(error.value)
+    assert not (tmp_path / "output").exists()
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_a_dataset_that_was_written_whole_resumes(pair: dict[str, str], tmp_path: Path) -> None:
+    import ray
+
+    dataset, settings = ray.data.from_arrow(table()), {"max_new_tokens": 6, "rows_per_chunk": 4, **pair, **SHAPE}
+    generate(dataset, str(tmp_path), **settings)
+    lost, *kept = sorted((tmp_path / "output").glob("part-*"))
+    times = [path.stat().st_mtime_ns for path in kept]
+    lost.unlink()
+    (tmp_path / "output" / "_SUCCESS").unlink()
+    made = generate(dataset, str(tmp_path), **settings)
+    assert {row["key"]: row["completion"] for row in made.take_all()} == dict(enumerate(expected(pair)))
+    assert [path.stat().st_mtime_ns for path in kept] == times, "what was there did not run again"
+    for other in (table().slice(1), table().drop_columns("key")):
+        with pytest.raises(JobError, match="holds other rows; give another folder"):
+            generate(ray.data.from_arrow(other), str(tmp_path), **settings)
+    with pytest.raises(JobError, match="holds other files; give another folder"):
+        generate(table(), str(tmp_path), **settings)
+
+
 @pytest.mark.usefixtures("ray_session")
 def test_a_folder_that_holds_other_rows_is_refused(pair: dict[str, str], tmp_path: Path) -> None:
     first = generate(table(), str(tmp_path), max_new_tokens=6, **pair, **SHAPE)

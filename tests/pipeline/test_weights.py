@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,11 +11,15 @@ from typing import Any
 
 import pytest
 import s3fs
+import torch
 from moto.server import ThreadedMotoServer
 
+from exspec.actors.models import load_model
+from exspec.pipeline import storage, weights
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.run import execute, prepare
-from exspec.pipeline.weights import cache_folder, local_model, model_digest
+from exspec.pipeline.weights import cache_folder, local_model, model_digest, resolved
+from tests import tiny
 from tests.pipeline import jobs
 
 Pair = tuple[str, str]
@@ -134,6 +139,152 @@ def test_a_url_without_a_model_is_one_sentence(stored: str, endpoint: str, folde
         local_model(f"{stored}{folder}", options(endpoint))
     assert "\n" not in str(error.value)
     assert stored in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["../../../ESCAPED.txt", "a/../../b.txt", "/absolute.txt", "a//b.txt", "a\\b.txt", "C:b.txt", "./b.txt"]
+)
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_key_that_would_leave_the_folder_is_refused(
+    stored: str, endpoint: str, name: str, whole: bool, tmp_path: Path
+) -> None:
+    fs = s3fs.S3FileSystem(**options(endpoint), skip_instance_cache=True)
+    bucket, key = stored.removeprefix("s3://"), f"target/{name}"
+    fs.call_s3("put_object", Bucket=bucket, Key=key, Body=b"escaped")
+    with pytest.raises(JobError) as error:
+        local_model(f"{stored}/target", options(endpoint), weights=whole)
+    assert f"holds a file {name!r}; expected names that stay below the folder" in str(error.value)
+    assert not list(tmp_path.rglob("*.txt"))
+
+
+def test_secrets_of_a_url_are_in_no_message(stored: str, endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "PATIENCE", 1)
+    with pytest.raises(JobError, match=r"/none: cannot be listed: ParamValidationError$") as error:
+        local_model(f"{stored.replace('://', '://testkey:SECRET/@')}/none", options(endpoint))
+    assert "SECRET" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("info", "other"),
+    [
+        ({"md5Hash": "a", "etag": "1"}, {"md5Hash": "b", "etag": "1"}),
+        ({"crc32c": "a", "etag": "1"}, {"crc32c": "b", "etag": "1"}),
+        (
+            {"content_settings": {"content_md5": bytearray(b"a")}},
+            {"content_settings": {"content_md5": bytearray(b"b")}},
+        ),
+        ({"ETag": '"a"'}, {"ETag": '"b"'}),
+    ],
+)
+def test_the_store_s_own_digest_of_a_content_counts(info: dict[str, Any], other: dict[str, Any]) -> None:
+    assert weights._mark(info) != weights._mark(other)
+    rewritten = info | {"updated": "later", **({"etag": "2"} if "etag" in info else {})}
+    assert weights._mark(info) == weights._mark(rewritten), "the same content written again is the same model"
+
+
+@pytest.fixture
+def folder(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a model whose weights are larger than what was once read of them."""
+    monkeypatch.setenv("EXSPEC_CACHE", str(tmp_path / "cache"))
+    shutil.copytree(pair[0], tmp_path / "model")
+    (tmp_path / "model" / "large.bin").write_bytes(os.urandom(3 << 20))
+    return tmp_path / "model"
+
+
+def change(path: Path, place: int, keep_time: bool = False) -> None:
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(place)
+        byte = file.read(1)
+        file.seek(place)
+        file.write(bytes([byte[0] ^ 1]))
+    if keep_time:
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize("place", [0, 3 << 19, (3 << 20) - 1])
+@pytest.mark.parametrize("keep_time", [False, True])
+def test_every_byte_of_a_folder_counts(folder: Path, place: int, keep_time: bool) -> None:
+    """Once only the first and the last MiB of a file did, and 61 of 74 tensors could be other ones."""
+    before = model_digest(str(folder), None, {})
+    assert model_digest(str(folder), None, {}) == before
+    change(folder / "large.bin", place, keep_time)
+    assert model_digest(str(folder), None, {}) != before
+    change(folder / "large.bin", place)
+    assert model_digest(str(folder), None, {}) == before
+    (folder / "large.bin").rename(folder / "other.bin")
+    assert model_digest(str(folder), None, {}) != before
+
+
+def test_a_second_digest_reads_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = model_digest(str(folder), None, {})
+    with monkeypatch.context() as patch:
+        patch.setattr(weights.hashlib, "file_digest", lambda *_: pytest.fail("a file was read again"))
+        assert model_digest(str(folder), None, {}) == before
+
+
+@pytest.mark.parametrize("damage", [b"", b"abc", b"\xff" * 64, b"0" * 63, b"0" * 65])
+def test_a_damaged_note_is_not_believed(folder: Path, damage: bytes) -> None:
+    before = model_digest(str(folder), None, {})
+    for note in (cache_folder() / "digests").iterdir():
+        note.write_bytes(damage)
+    assert model_digest(str(folder), None, {}) == before
+
+
+def test_a_cache_that_cannot_be_written_costs_time_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = model_digest(str(folder), None, {})
+    (folder / "file").write_text("in the way")
+    monkeypatch.setenv("EXSPEC_CACHE", str(folder / "file"))
+    assert model_digest(str(folder), None, {}) != before
+    (folder / "file").unlink()
+    assert model_digest(str(folder), None, {}) == before
+
+
+def test_processes_at_once_find_the_same_digest(folder: Path) -> None:
+    script = "import sys; from exspec.pipeline.weights import model_digest; print(model_digest(sys.argv[1], None, {}))"
+    command = [sys.executable, "-c", script, str(folder)]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    assert {process.communicate(timeout=120)[0].strip() for process in running} == {model_digest(str(folder), None, {})}
+
+
+FIRST, SECOND = "1" * 40, "2" * 40
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the hub with two commits of one model; main is the first of them."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    place = tmp_path / "hub" / "models--some--model"
+    for seed, commit in enumerate((FIRST, SECOND)):
+        tiny.model(seed=seed).save_pretrained(place / "snapshots" / commit)
+        jobs.tokenizer().save_pretrained(place / "snapshots" / commit)
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text(FIRST)
+    (place / "refs" / "old").write_text(FIRST)
+    return place
+
+
+def test_a_revision_is_the_same_commit_for_all_whatever_becomes_of_its_name(hub: Path, tmp_path: Path) -> None:
+    job = resolved(jobs.job(("some/model", "some/model"), tmp_path, tmp_path / "out", draft_revision="old"))
+    assert (job.target_revision, job.draft_revision) == (FIRST, FIRST)
+    (hub / "refs" / "main").write_text(SECOND)
+    loaded = load_model(job.target, torch.float32, revision=job.target_revision)
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), tiny.model(seed=0).parameters(), strict=True))
+    assert resolved(job) == job
+    assert model_digest(job.target, job.target_revision, {}) == FIRST
+    assert resolved(jobs.job(("some/model", "some/model"), tmp_path, tmp_path / "out")).target_revision == SECOND
+
+
+@pytest.mark.usefixtures("hub")
+def test_what_is_no_revision_of_the_hub_stays(pair: Pair, tmp_path: Path) -> None:
+    for names, revision in (
+        (pair, "main"),
+        (("s3://bucket/model", "memory://model"), None),
+        (("some/other", "no hub id: /"), "main"),
+        (("some/model", "some/model"), "3" * 40),
+    ):
+        job = jobs.job(names, tmp_path, tmp_path / "out", target_revision=revision, draft_revision=revision)
+        assert resolved(job) == job
 
 
 @pytest.mark.usefixtures("ray_session")

@@ -102,8 +102,35 @@ def test_draft_and_target_agree_as_often_as_the_coupling_promises() -> None:
         ({"top_p": 0}, "top_p: expected above 0"),
         ({"top_p": 1.5}, "top_p: expected above 0"),
         ({"repetition_penalty": 0}, "repetition_penalty: expected above 0"),
+        ({"temperature": 1e-39}, r"temperature: expected 0 \(greedy\), or 1e-6 to 1e6, not 1e-39"),
+        ({"temperature": float("inf")}, "temperature: expected 0"),
+        ({"temperature": float("nan")}, "temperature: expected 0"),
+        ({"temperature": "warm"}, "temperature: expected 0"),
+        ({"top_k": 2**63}, "top_k: expected 0 .* below"),
+        ({"top_k": 2.5}, "top_k: expected 0"),
+        ({"seed": 0.5}, "seed: expected a whole number"),
+        ({"top_p": float("nan")}, "top_p: expected above 0"),
+        ({"repetition_penalty": 1e-46}, "repetition_penalty: expected above 0"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty: expected above 0"),
     ],
 )
 def test_bad_settings_are_named(settings: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Sampling(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("top_p", [1e-30, 1e-50, 5e-324])
+def test_however_small_top_p_is_the_likeliest_token_stays(top_p: float) -> None:
+    """It was 0 in float32 and kept nothing: token 0 came out for ever."""
+    likeliest_last = LOGITS.flip(0)
+    assert set(draw(likeliest_last, Sampling(temperature=1.0, top_p=top_p)).tolist()) == {len(LOGITS) - 1}
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e6])
+@pytest.mark.parametrize("penalty", [1e-6, 1e6])
+def test_at_the_ends_of_their_ranges_logits_stay_finite(temperature: float, penalty: float) -> None:
+    row = Sampling(temperature, repetition_penalty=penalty)
+    sampler = Sampler([row], [[0, 7]], torch.device("cpu"))
+    logits = sampler._penalise((1e4 * LOGITS)[None, None], torch.zeros(1, 0, dtype=torch.long)) / sampler.temperature
+    assert logits.isfinite().all()
+    assert set(draw(LOGITS, Sampling(1e-6)).tolist()) == {int(LOGITS.argmax())}

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from exspec.actors.engine import EngineThread, Request, RequestError
+from exspec.actors.engine import EngineThread, Request, RequestError, Sampling
 from tests import tiny
 from tests.tiny import ArithmeticModel
 
@@ -30,6 +30,36 @@ def test_closing_finishes_what_was_submitted() -> None:
     futures = [thread.submit(Request(i, [1 + i], max_new_tokens=9)) for i in range(30)]
     thread.close()
     assert all(future.done() and future.exception() is None for future in futures)
+
+
+EXTREMES: list[dict[str, Any]] = [
+    {"sampling": Sampling(temperature=1e-6, seed=2**80)},
+    {"sampling": Sampling(temperature=1e6, top_k=2**31 - 1, top_p=5e-324)},
+    {"sampling": Sampling(temperature=1.0, repetition_penalty=1e-6, seed=-1)},
+    {"prompt": [1.0]},
+    {"prompt": ["a"]},
+    {"prompt": [2**70]},
+    {"max_new_tokens": 2**70},
+    {"max_new_tokens": 2.5},
+    {"sampling": {"top_k": 2**63}},
+    {"sampling": {"temperature": 1e-39}},
+]
+
+
+@pytest.mark.parametrize("extreme", EXTREMES)
+def test_no_request_ends_the_engine_for_the_others(extreme: dict[str, Any]) -> None:
+    with EngineThread(engine()) as thread:
+        good = [thread.submit(Request(i, [1 + i], max_new_tokens=9)) for i in range(3)]
+        sampling = extreme.get("sampling", Sampling())
+        given = {"id": "extreme", "prompt": [1], "max_new_tokens": 3} | extreme
+        if isinstance(sampling, Sampling):
+            thread.submit(Request(**given | {"sampling": sampling})).exception(timeout=60)
+        else:
+            with pytest.raises(ValueError, match="expected"):
+                Sampling(**sampling)
+        later = thread.submit(Request("later", [5], max_new_tokens=9))
+        for row, future in (*((1 + i, f) for i, f in enumerate(good)), (5, later)):
+            assert future.result(timeout=60).tokens == ArithmeticModel.continuation([row], 9)
 
 
 def test_a_refused_request_fails_alone() -> None:

@@ -1,0 +1,76 @@
+"""URLs without what they hold of secrets, for everything that is written, printed or compared."""
+
+import re
+from urllib.parse import unquote
+
+# Before the @ of these stands the container, not a user.
+CONTAINERS = {"abfs", "abfss", "adl", "az", "wasb", "wasbs"}
+# Their host is a bucket, which has no port: whatever follows a colon there is a password.
+BUCKETS = CONTAINERS | {"gcs", "gs", "oci", "r2", "s3", "s3a", "s3n"}
+SCHEME = re.compile(r"(?<![\w+.-])([A-Za-z][\w+.-]*)://")
+LINK = re.compile(r"::(?=[A-Za-z][\w+.-]*(?:://|::))")  # between the parts of a chained URL
+PARAMETER = re.compile(r"[?#&;]([^?#&;=\s]+)=")
+SECRET = re.compile(
+    r"^x-(amz|goog|ms|oss|cos)-|^(sig|sas|key|pwd|auth|jwt|code)$|signature|token|secret|passw|credential|authorization"
+    r"|(access|account|api|shared|private|subscription)[-_.]?key|accessid|session",
+    re.IGNORECASE,
+)
+CLOSING = "\"'`<>()[]{},.;:!"  # what may follow a URL in a sentence without being part of it
+
+
+def anonymous(url: str) -> str:
+    """The URL without user and password, and without its query where a signature, a token or a key is in it.
+
+    What is no URL comes back as it is. Where a password leaves it open how far it reaches, it counts as the longer.
+    """
+    return "::".join(_without_user(_without_signature(link)) for link in LINK.split(url))
+
+
+def redacted(text: str) -> str:
+    """The text with every URL in it made anonymous."""
+    return re.sub(r"[A-Za-z][\w+.-]*://\S+", _anonymous_word, text)
+
+
+def _anonymous_word(found: re.Match[str]) -> str:
+    url = found[0].rstrip(CLOSING)
+    return anonymous(url) + found[0][len(url) :]
+
+
+def _without_signature(url: str) -> str:
+    """A signed query means nothing without its signature, and changes whenever it is signed: all of it goes."""
+    if not SCHEME.search(url):
+        return url
+    for found in PARAMETER.finditer(url):
+        if SECRET.search(unquote(found[1])):
+            begin = max(url.rfind(mark, 0, found.start() + 1) for mark in "?#")
+            return url[: begin if begin >= 0 else found.start()]
+    return url
+
+
+def _without_user(url: str) -> str:
+    """A URL may have others inside, as those of a proxy do."""
+    begins = [found.start() for found in SCHEME.finditer(url)]
+    pieces = [url[i:j] for i, j in zip([0, *begins], [*begins, len(url)], strict=True)]
+    return "".join(map(_one_without_user, pieces))
+
+
+def _one_without_user(url: str) -> str:
+    found = SCHEME.match(url)
+    if found is None:
+        return url
+    scheme, rest = found[1].lower(), url[found.end() :]
+    query = re.search(r"[?#][^?#=@]*=", rest)
+    place = rest[: query.start()] if query and "@" in rest[: query.start()] else rest
+    authority = re.split("[/?#]", place, maxsplit=1)[0]
+    if _has_password(scheme, authority):
+        return url[: found.end()] + rest[place.rfind("@") + 1 :]  # a password may have / and @ in it
+    if scheme in CONTAINERS:
+        return url
+    return url[: found.end()] + rest[authority.rfind("@") + 1 :]
+
+
+def _has_password(scheme: str, authority: str) -> bool:
+    """Whether a colon stands where no port, no IPv6 address and no container explains it."""
+    if ":" not in authority.split("@", 1)[0].split("[", 1)[0]:
+        return False
+    return scheme in BUCKETS or re.fullmatch(r"[^:@]*:\d{0,5}", authority) is None

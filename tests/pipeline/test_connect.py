@@ -1,0 +1,61 @@
+"""A local Ray is for the process that started it and for nobody else."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+STARTED = """
+import ipaddress, json, os, subprocess, sys
+import psutil, ray
+from exspec.pipeline.graph import connect
+from exspec.pipeline.job import Job
+
+def joined(address):
+    # The version of the cluster is what whoever joins asks for first; joining itself would try again for long.
+    code = '''import sys
+from ray._raylet import GcsClient
+try:
+    GcsClient(address=sys.argv[1]).internal_kv_get(b"x", b"n", 5)
+    print("answered")
+except Exception as error:
+    print(type(error).__name__, error)'''
+    own = [sys.executable, "-c", code, address]
+    return subprocess.run(own, capture_output=True, text=True, timeout=100).stdout
+
+def in_a_worker():
+    return os.getpid()
+
+job, before, found = Job(target="t", input="in", output="out"), dict(os.environ), []
+for turn in range(2):  # a notebook may do so
+    connect(job)
+    assert ray.get(ray.remote(in_a_worker).remote()) != os.getpid()
+    me = psutil.Process()
+    sockets = [c for p in [me, *me.children(recursive=True)] for c in p.net_connections("inet")]
+    listening = {c.laddr.ip for c in sockets if c.status == "LISTEN"}
+    stranger = joined(ray.get_runtime_context().gcs_address) if turn == 0 else ""
+    found.append({"listening": sorted(listening), "joined": stranger})
+    ray.shutdown()
+same = {k: v for k, v in os.environ.items() if "AUTH" in k} == {k: v for k, v in before.items() if "AUTH" in k}
+print(json.dumps({"found": found, "same": same}))
+"""
+
+
+@pytest.mark.parametrize("given", [{}, {"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "another cluster's"}])
+def test_a_local_ray_listens_on_loopback_and_asks_for_a_token(given: dict[str, str], tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_A")} | {"HOME": str(tmp_path), **given}
+    started = subprocess.run(
+        [sys.executable, "-c", STARTED], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert started.returncode == 0, started.stderr[-3000:]
+    result: dict[str, Any] = json.loads(started.stdout.splitlines()[-1])
+    for found in result["found"]:
+        assert found["listening"]
+        assert [ip for ip in found["listening"] if not ip.removeprefix("::ffff:").startswith("127.")] == []
+    assert result["found"][0]["joined"].startswith("AuthenticationError"), result["found"][0]["joined"]
+    assert result["same"], "the environment is as it was"
+    assert not (tmp_path / ".ray").exists(), "no token of the user's was written"

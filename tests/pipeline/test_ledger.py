@@ -1,0 +1,82 @@
+"""Who is to blame for a process that died: the row that was alone twice, and nobody whom a machine was taken from."""
+
+import pytest
+
+from exspec.actors.generator import _parts
+from exspec.actors.ledger import Attempt
+from exspec.pipeline.ledger import Book
+
+MOST = 6  # a job's default of attempts
+
+
+def groups(attempt: Attempt, rows: int) -> list[list[int]]:
+    """The groups of a repeated chunk in the generator's order."""
+    rest = [i for i in range(rows) if i not in attempt.bad]
+    innocent, suspects = ([i for i in rest if (i in attempt.suspects) == suspect] for suspect in (False, True))
+    return [*_parts(suspects), *_parts(innocent)]
+
+
+def run(book: Book, rows: int, poison: set[int]) -> tuple[Attempt, int]:
+    """Begin the chunk again and again until no row kills; returns the last attempt, and how many processes died."""
+    deaths = 0
+    while True:
+        attempt = book.begin("p")
+        if attempt.number > MOST or len(attempt.bad) > MOST:
+            return attempt, deaths
+        left = poison - attempt.bad
+        if attempt.number == 1 and not left:
+            return attempt, deaths
+        if attempt.number > 1:
+            for group in groups(attempt, rows):
+                book.mark("p", group)
+                if left & set(group):
+                    break
+                book.mark("p", [])
+            else:
+                return attempt, deaths
+        deaths += 1
+
+
+def test_two_preemptions_of_a_small_chunk_blame_nobody() -> None:
+    """Every row of it is a group of its own: once the second cost the row that was being decoded."""
+    book = Book()
+    book.begin("p")
+    second = book.begin("p")
+    book.mark("p", groups(second, 8)[3])
+    third = book.begin("p")
+    assert (third.number, third.bad, third.suspects) == (3, set(), {3})
+    assert groups(third, 8)[0] == [3], "the suspect comes first, alone"
+    assert run(book, 8, set())[0].bad == set()
+
+
+def test_preemptions_at_different_rows_blame_nobody() -> None:
+    book = Book()
+    book.begin("p")
+    for row in (3, 5, 1):
+        attempt = book.begin("p")
+        assert [row] in groups(attempt, 8)
+        book.mark("p", [row])
+    assert book.begin("p").bad == set()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 9, 20, 64, 100])
+@pytest.mark.parametrize("place", [0.0, 0.5, 0.99])
+def test_the_row_that_kills_is_found_and_no_other(rows: int, place: float) -> None:
+    poison = int(place * rows)
+    last, deaths = run(Book(), rows, {poison})
+    assert last.bad == {poison}
+    assert last.number <= 4
+    assert deaths <= 5
+
+
+@pytest.mark.parametrize("poison", [{0, 1}, {3, 60}, {10, 20, 30}])
+def test_several_rows_that_kill(poison: set[int]) -> None:
+    last, _ = run(Book(), 64, poison)
+    assert last.bad == poison
+    assert last.number <= MOST
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64, 1000])
+def test_the_search_is_bounded_where_every_row_kills(rows: int) -> None:
+    _, deaths = run(Book(), rows, set(range(rows)))
+    assert deaths <= 3 * MOST + 3
