@@ -165,9 +165,8 @@ class Writer(Output):
             self.commit(found)
 
     def sweep(self) -> None:
-        """Remove what earlier owners staged and nobody needs."""
-        needed = {self.state.staged(name) for name in self.state.names()} | {self.state.done}
-        self.folder.each(self.folder.remove, [n for n in self._old_staged() if n not in needed])
+        """Remove what earlier owners staged: what is the job's was moved to its place by `settle`, or adopted."""
+        self.folder.each(self.folder.remove, self._old_staged())
 
     def _old_staged(self) -> list[str]:
         return [f"{STAGED}/{n}" for n in sorted(self.folder.names(STAGED)) if n.split("-")[0] < self.prefix]

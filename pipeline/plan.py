@@ -28,6 +28,11 @@ class Shard:
     version: str = ""
     values: str = ""
 
+    @property
+    def content(self) -> tuple[str, int, int, str]:
+        """What does not change while its rows do not."""
+        return self.name, self.rows, self.size, self.etag
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -50,6 +55,11 @@ class Plan:
     rows_per_chunk: int
     limit: int | None = None
     schema: str = ""  # that the shards share, as Arrow serializes it, in base64
+
+    def same(self, other: "Plan") -> bool:
+        """Whether both have the same rows, wherever their shards lie."""
+        contents = ([shard.content for shard in plan.shards] for plan in (self, other))
+        return self.limit == other.limit and next(contents) == next(contents)
 
     @property
     def rows(self) -> int:
@@ -83,7 +93,7 @@ class Plan:
             other = now.pop(shard.name, shard if shard.name in settled else None)
             if other is None:
                 raise JobError(f"{shard.url}: planned shard has vanished; put it back, or start over with --restart")
-            if (other.rows, other.size, other.etag) != (shard.rows, shard.size, shard.etag):
+            if other.content != shard.content:
                 then, found_now = (f"{s.rows} rows and {s.size} bytes" for s in (shard, other))
                 what = f"{then} then, {found_now} now" if then != found_now else f"{then}, but others than then"
                 raise JobError(

@@ -247,8 +247,7 @@ def execute(prepared: Prepared, retry_errors: bool = False, load: Any = None, qu
 
 def finished(output: Output, plan: Plan) -> bool:
     """Whether the output holds the plan's rows, in files that are as they were written, and says that it is done."""
-    known = output.state.plan
-    if output.state.done is None or (known.shards, known.limit) != (plan.shards, plan.limit):
+    if output.state.done is None or not output.state.plan.same(plan):
         return False
     sizes = output.folder.sizes()
     return SUCCESS in sizes and all(sizes.get(name) == size for name, size in output.state.sizes().items())

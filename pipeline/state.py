@@ -82,8 +82,8 @@ def given_by(name: str) -> int | None:
 class State:
     """The log folded. job: the identity that its parts carry, None before it began. began: when, in seconds.
 
-    taken: the entry with which the present owner took the output, None where it is free; last: the latest such. done: staged name of the
-    marker of a finished job.
+    taken: the entry with which the present owner took the output, None where it is free; last: the latest of its kind.
+    done: staged name of the marker of a finished job.
     """
 
     def __init__(self) -> None:

@@ -165,7 +165,7 @@ def test_binary_ids_are_hexadecimal(pair: Pair, tmp_path: Path) -> None:
 def test_what_an_actor_staged_for_a_driver_that_died_is_kept(pair: Pair, tmp_path: Path) -> None:
     """A part that nobody committed is committed by the next run, not decoded again; half of one is thrown away."""
     jobs.write_shards(tmp_path / "in", rows=20)
-    job = jobs.job(pair, tmp_path / "in", tmp_path / "out", limit=8)
+    job = jobs.job(pair, tmp_path / "in", tmp_path / "out", limit=5)
     assert execute(prepare(job), load=jobs.ArithmeticLoader(), quiet=True) == 0
     (whole,) = (tmp_path / "out").glob("part-*")
     content = whole.read_bytes()
