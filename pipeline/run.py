@@ -241,8 +241,13 @@ def execute(prepared: Prepared, retry_errors: bool = False, load: Any = None, qu
         print(f"nothing to do: all {plan.rows} rows are in {prepared.folder.url}")
         return 0
     action = "restart" if prepared.restart else "retry" if retry_errors else "run"
-    with take(output, action, prepared.job.wait) as writer:
-        return _Run(prepared, writer, load, quiet).run(retry_errors)
+    try:
+        with take(output, action, prepared.job.wait) as writer:
+            return _Run(prepared, writer, load, quiet).run(retry_errors)
+    except OSError as error:
+        raise BrokenOffError(
+            f"output {prepared.folder.url}: {type(error).__name__}: {error}; what is committed is kept, run it again"
+        ) from error
 
 
 def finished(output: Output, plan: Plan) -> bool:

@@ -327,11 +327,98 @@ def test_a_disk_that_fills_up_sets_chunks_aside_and_the_job_resumes(
     assert run(job) == 1
     printed = capsys.readouterr().out
     assert re.search(r"set aside: .*cannot be written: OSError: .*No space left on device", printed)
+    assert "set aside: stopped: 3 chunks could not be written; the last: " in printed
     assert not (out / "_SUCCESS").exists()
     assert 0 < len(jobs.read_output(out)) < 60
     subprocess.run(["mount", "-o", "remount,size=16m", out.parent], check=True)
     assert run(job) == 0
     jobs.assert_complete(out, 60)
+
+
+def test_a_job_whose_rows_all_fail_is_a_failure(pair: Pair, source: Path, tmp_path: Path) -> None:
+    """And one that goes wrong by more than it may stops before it has gone through all rows."""
+    template = "{{ prompt.nothing }}"
+    assert run(jobs.job(pair, source, tmp_path / "one", prompt_template=template)) == 1
+    assert len(jobs.read_output(tmp_path / "one")) == 60
+    assert not (tmp_path / "one" / "_SUCCESS").exists()
+    half = "{% if key is even %}{{ prompt.nothing }}{% else %}w1{% endif %}"
+    job = jobs.job(pair, source, tmp_path / "two", prompt_template=half, max_error_share=0.1)
+    assert execute(prepare(job), load=jobs.ArithmeticLoader(0.05), quiet=True) == 1
+    report = json.loads((tmp_path / "two" / "_report.json").read_text())
+    assert "rows have an error, more than max_error_share" in report["set_aside"][-1]
+    assert 6 < report["errors"] < 30
+    assert run(job.model_copy(update={"max_error_share": 0.5})) == 0
+    assert len(jobs.read_output(tmp_path / "two")) == 60
+
+
+def test_values_that_cannot_be_read_are_their_rows_errors(pair: Pair, tmp_path: Path) -> None:
+    """A carried column may hold what it likes: it comes out as it went in."""
+    (tmp_path / "in").mkdir()
+    broken = pa.array([b"good", b"\xff\xfe", b"good", b"good"]).cast(pa.binary()).view(pa.string())
+    late = pa.array([0, 2**62, 1, 2], pa.int64()).view(pa.timestamp("us", tz="Nowhere/At-All"))
+    table = pa.table({"prompt": ["w1", "w2", "w3", "w4"], "note": broken, "at": late, "stop": [1, None, None, None]})
+    pq.write_table(table, tmp_path / "in" / "s.parquet")
+    plain = {"id_column": None, "max_new_tokens_column": None, "max_new_tokens": 3}
+    assert run(jobs.job(pair, tmp_path / "in", tmp_path / "out", stop_column="stop", **plain)) == 0
+    (part,) = (tmp_path / "out").glob("part-*")
+    out = pq.read_table(part)
+    assert [error is None for error in out["error"].to_pylist()] == [False, True, True, True]
+    assert out["error"][0].as_py().startswith("column 'stop': expected")
+    assert out["note"].combine_chunks().view(pa.binary()).to_pylist()[1] == b"\xff\xfe"
+    assert out["at"].cast(pa.int64()).to_pylist() == [0, 2**62, 1, 2]
+    assert out["prompt_tokens"].to_pylist()[1:] == [1, 1, 1]
+    template = {"prompt_template": "{{ note }}", "carry": []}
+    assert run(jobs.job(pair, tmp_path / "in", tmp_path / "two", **plain, **template)) == 0
+    (part,) = (tmp_path / "two").glob("part-*")
+    assert [bool(error) for error in pq.read_table(part)["error"].to_pylist()] == [False, True, False, False]
+
+
+def test_a_chunk_that_cannot_be_read_is_set_aside_by_name(
+    pair: Pair, source: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """A damaged page: the other chunks come, and the exit code says that rows are missing."""
+    shard = source / "shard-1.parquet"
+    offset = pq.read_metadata(shard).row_group(2).column(1).data_page_offset
+    content = bytearray(shard.read_bytes())
+    content[offset : offset + 30] = bytes(30)
+    shard.write_bytes(content)
+    assert run(jobs.job(pair, source, tmp_path / "out")) == 1
+    printed = capsys.readouterr().out
+    assert re.search(r"set aside: .*shard-1.parquet, rows 8 to 15: cannot be read: ", printed)
+    assert re.search(r"set aside: .*shard-1.parquet, rows 16 to 19: cannot be read: ", printed)
+    assert set(jobs.read_output(tmp_path / "out")) == {str(n) for n in range(60) if not 28 <= n < 40}
+
+
+def test_a_shard_rewritten_during_the_run_is_set_aside(pair: Pair, source: Path, tmp_path: Path, capsys: Any) -> None:
+    """Once its old and its new rows were mixed, and the job said that it was done."""
+    job = jobs.job(pair, source, tmp_path / "out")
+    prepared = prepare(job)
+    table = pq.read_table(source / "shard-1.parquet")
+    pq.write_table(table.set_column(1, "prompt", pa.array(["w1"] * 20)), source / "shard-1.parquet", row_group_size=7)
+    assert execute(prepared, load=jobs.ArithmeticLoader(), quiet=True) == 1
+    assert "set aside: shard-1.parquet: has changed since it was planned" in capsys.readouterr().out
+    assert set(jobs.read_output(tmp_path / "out")) == {str(n) for n in range(60) if not 20 <= n < 40}
+    assert not (tmp_path / "out" / "_SUCCESS").exists()
+
+
+def test_another_kind_of_device_is_another_job(pair: Pair, source: Path, tmp_path: Path) -> None:
+    assert run(jobs.job(pair, source, tmp_path / "out", limit=8)) == 0
+    with pytest.raises(JobError, match="device was 'cpu' and is 'cuda'"):
+        prepare(jobs.job(pair, source, tmp_path / "out", device="cuda"))
+    (part, *_) = (tmp_path / "out").glob("part-*")
+    (told,) = json.loads(pq.read_metadata(part).metadata[b"exspec"])["chunks"]
+    assert set(told["hardware"]) == {"device", "torch"}
+
+
+def test_with_fixed_shapes_a_job_goes_on_with_another_draft_or_none(pair: Pair, source: Path, tmp_path: Path) -> None:
+    """The draft changes no token, so it is no part of what a job is."""
+    once = jobs.job(pair, source, tmp_path / "once")
+    assert execute(prepare(once), quiet=True) == 0
+    out = tmp_path / "out"
+    for settings in ({"limit": 20}, {"limit": 40, "draft": pair[0]}, {"draft": None, "method": "plain"}):
+        assert execute(prepare(jobs.job(pair, source, out, **settings)), quiet=True) == 0
+    texts = [{n: row["completion"] for n, row in jobs.read_output(f).items()} for f in (out, tmp_path / "once")]
+    assert texts[0] == texts[1]
 
 
 def test_a_device_that_the_cluster_lacks_is_refused(pair: Pair, source: Path, tmp_path: Path) -> None:
