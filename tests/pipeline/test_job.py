@@ -7,7 +7,7 @@ import pytest
 from exspec.actors.engine import request
 from exspec.pipeline import job as settings
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.job import FREE, FREE_IF_EXACT, Job, differences, fingerprint, hardware, load_job
+from exspec.pipeline.job import FREE, FREE_IF_EXACT, Dtype, Job, differences, fingerprint, hardware, load_job
 from exspec.pipeline.labels import LabelJob
 
 BASE: dict[str, Any] = {"target": "t", "draft": "d", "input": "in", "output": "out"}
@@ -41,7 +41,7 @@ def test_without_fixed_shapes_another_draft_under_the_same_name_is_told() -> Non
 
 
 def test_what_decides_tokens_is_told_in_a_sentence_each() -> None:
-    now = fingerprint(Job(**BASE, max_new_tokens=128, dtype="bfloat16"), MODELS | {"target": "sha256:3"}, "cuda")
+    now = fingerprint(Job(**BASE, max_new_tokens=128, dtype=Dtype.bfloat16), MODELS | {"target": "sha256:3"}, "cuda")
     assert differences(keys(), now) == [
         "device was 'cpu' and is 'cuda'",
         "dtype was 'float32' and is 'bfloat16'",

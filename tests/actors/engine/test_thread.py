@@ -51,7 +51,7 @@ def test_no_request_ends_the_engine_for_the_others(extreme: dict[str, Any]) -> N
     with EngineThread(engine()) as thread:
         good = [thread.submit(Request(i, [1 + i], max_new_tokens=9)) for i in range(3)]
         sampling = extreme.get("sampling", Sampling())
-        given = {"id": "extreme", "prompt": [1], "max_new_tokens": 3} | extreme
+        given: dict[str, Any] = {"id": "extreme", "prompt": [1], "max_new_tokens": 3} | extreme
         try:
             made = sampling if isinstance(sampling, Sampling) else Sampling(**sampling)
             thread.submit(Request(**given | {"sampling": made})).exception(timeout=60)
