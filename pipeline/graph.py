@@ -77,7 +77,7 @@ def _private() -> Iterator[None]:
     too, gets its environment back, for the token is of no use to other clusters.
     """
     from ray._private import ray_constants
-    from ray._raylet import AuthenticationTokenLoader
+    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
     before = {name: os.environ.pop(name, None) for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN")}
     clusters = ray_constants.ENABLE_RAY_CLUSTER

@@ -50,7 +50,7 @@ class Sampling:
 
 
 def _computable(value: object) -> bool:
-    return isinstance(value, Real) and SMALLEST <= value <= LARGEST
+    return isinstance(value, Real) and SMALLEST <= float(value) <= LARGEST
 
 
 def _whole(value: object) -> bool:

@@ -37,7 +37,12 @@ def test_a_book_narrows_down_to_the_row_that_kills() -> None:
 def test_a_row_whose_settings_cannot_be_computed_is_an_error_of_its_own() -> None:
     """It ended the process, again and again, until its whole chunk was set aside."""
     kept: list[Any] = []
-    keep = SimpleNamespace(commit=lambda _, __, results, *___: kept.extend(results) or {})
+
+    def commit(_: Any, __: Any, results: list[Any], *___: Any) -> dict[str, Any]:
+        kept.extend(results)
+        return {}
+
+    keep: Any = SimpleNamespace(commit=commit)
     quiet: Any = SimpleNamespace(report=lambda *_: None)
     generator = Generator(jobs.ArithmeticLoader(), {}, keep, Book(), quiet, 3, lambda _: FreeText())
     work = {"_prompt": [1], "_skip": False, "_max_new_tokens": 4, "_seed": 0, "_stop": []}
