@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import fsspec
+from fsspec import asyn
 from fsspec.implementations.local import LocalFileSystem
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
@@ -24,6 +26,8 @@ STAGED, PROBES = "_staged", "_staged/probes"  # below a folder; readers of Parqu
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"}
 PATIENCE = 180  # seconds of trying again
 PERMANENT = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+REFUSALS = ("NoCredentials", "InvalidAccessKey", "SignatureDoesNotMatch", "NoSuchBucket", "OSError Forbidden: ")
+CLIENTS = ("botocore", "aiohttp", "gcsfs", "google.auth", "azure.core")  # whose errors are no OSErrors
 HOPELESS = {errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.ENAMETOOLONG}
 
 
@@ -111,7 +115,16 @@ class Folder:
         if self.local:
             attempt(lambda: _write_local(Path(path), content, Path.replace))
         else:
-            attempt(lambda: self.fs.pipe_file(path, content))
+            attempt(lambda: self._put(path, content))
+
+    def _put(self, path: str, content: bytes) -> None:
+        self._make_parent(path)
+        self.fs.pipe_file(path, content)
+
+    def _make_parent(self, path: str) -> None:
+        """Object stores have no folders to be made."""
+        if not self.whole_puts:
+            self.fs.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
 
     def create(self, name: str, content: bytes) -> bool:
         """Write the file whole if there is none; of several who try, one succeeds. Returns whether it was this one.
@@ -135,11 +148,12 @@ class Folder:
                 raise FileExistsError(path) if _was_there(error) else error from error
         else:
             temporary = f"{path}.{uuid.uuid4().hex}"
-            self.fs.pipe_file(temporary, content)
             try:
+                self._put(temporary, content)
                 self.fs.mv(temporary, path)
             except Exception as error:
-                self.fs.rm_file(temporary)
+                with suppress(Exception):  # what is left of it is in nobody's way
+                    self.fs.rm_file(temporary)
                 raise FileExistsError(path) if self.fs.exists(path) else error from error
 
     @property
@@ -169,7 +183,7 @@ class Folder:
             if self.local:
                 _write_local(Path(f"{self.path}/{name}"), content, Path.replace)
             else:
-                self.fs.pipe_file(f"{self.path}/{name}", content)
+                self._put(f"{self.path}/{name}", content)
             return name
 
         return attempt(put)
@@ -185,6 +199,7 @@ class Folder:
         else:
             with tempfile.TemporaryDirectory(prefix="exspec-") as here:
                 yield (place := Path(here) / "staged"), name
+                self._make_parent(f"{self.path}/{name}")
                 attempt(lambda: self.fs.put_file(str(place), f"{self.path}/{name}"))
 
     def move(self, name: str, new: str) -> None:
@@ -194,7 +209,7 @@ class Folder:
             Path(here).replace(there)
         elif self.whole_puts:
             self.fs.invalidate_cache()
-            attempt(lambda: self.fs.cp_file(here, there))
+            attempt(lambda: self._copy(here, there))
             self.remove(name)
         else:
             attempt(lambda: self.fs.mv(here, there))
@@ -206,7 +221,17 @@ class Folder:
             Path(there).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(here, there)
         else:
-            attempt(lambda: self.fs.cp_file(here, there))
+            self._make_parent(there)
+            attempt(lambda: self._copy(here, there))
+
+    def _copy(self, here: str, there: str) -> None:
+        """Copy to the end: Azure may answer before it has copied, and what was removed meanwhile is lost."""
+        self.fs.cp_file(here, there)
+        if hasattr(self.fs, "service_client"):  # adlfs's, and only its
+            while (status := _copy_status(self.fs, there)) == "pending":
+                time.sleep(0.2)
+            if status in ("aborted", "failed"):
+                raise OSError(f"{there}: the store {status} the copy")
 
     def remove(self, name: str) -> None:
         """Remove the file if it is there."""
@@ -231,6 +256,20 @@ def _write_local(place: Path, content: bytes, name: Callable[[Path, Path], Any])
         name(temporary, place)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _copy_status(fs: Any, path: str) -> str | None:
+    """How far Azure has come with the copy that the file is; None where it is none."""
+
+    async def ask() -> Any:
+        container, name, _ = fs.split_path(path)
+        async with fs.service_client.get_blob_client(container, name) as blob:
+            return (await blob.get_blob_properties()).copy.status
+
+    try:
+        return asyn.sync(fs.loop, ask)  # type: ignore[no-any-return]
+    except Exception as error:
+        raise FileNotFoundError(path) if _status(error) == 404 else error from error
 
 
 def _was_there(error: OSError) -> bool:
@@ -266,6 +305,16 @@ def _may_pass(error: BaseException) -> bool:
     if isinstance(error, PERMANENT) or getattr(error, "errno", None) in HOPELESS:
         return False
     text = f"{type(error).__name__} {error}"
-    if any(word in text for word in ("NoCredentials", "InvalidAccessKey", "SignatureDoesNotMatch", "NoSuchBucket")):
+    if any(word in text for word in REFUSALS):
         return False
-    return isinstance(error, OSError) or type(error).__module__.startswith(("botocore", "aiohttp"))
+    status = _status(error)
+    if status and 400 <= status < 500 and status not in (408, 429) and "PendingCopyOperation" not in text:
+        return False
+    return isinstance(error, OSError) or type(error).__module__.startswith(CLIENTS)
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status that Google's or Azure's client tells, where it does."""
+    client = type(error).__module__
+    told = getattr(error, "code" if client.startswith("gcsfs") else "status_code", None)
+    return int(str(told)) if str(told).isdecimal() else None
