@@ -199,7 +199,7 @@ class Folder:
         else:
             with tempfile.TemporaryDirectory(prefix="exspec-") as here:
                 yield (place := Path(here) / "staged"), name
-                self._make_parent(f"{self.path}/{name}")
+                attempt(lambda: self._make_parent(f"{self.path}/{name}"))
                 attempt(lambda: self.fs.put_file(str(place), f"{self.path}/{name}"))
 
     def move(self, name: str, new: str) -> None:
@@ -221,7 +221,7 @@ class Folder:
             Path(there).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(here, there)
         else:
-            self._make_parent(there)
+            attempt(lambda: self._make_parent(there))
             attempt(lambda: self._copy(here, there))
 
     def _copy(self, here: str, there: str) -> None:
