@@ -96,15 +96,10 @@ def load_model(
 def load_part(loader: Any, name: str, revision: str | None, trust_remote_code: bool = False, **options: Any) -> Any:
     """What one of transformers' Auto classes finds under a hub id or folder. Raises ModelError naming it.
 
-    Without trust_remote_code a model that names code of its own is refused, and nothing asks on the terminal.
+    Without trust_remote_code a model that needs code of its own is refused, and nothing asks on the terminal.
     """
     try:
-        config, _ = PretrainedConfig.get_config_dict(name, revision=revision)
-        if config.get("auto_map") and not trust_remote_code:
-            raise ModelError(f"{name}: its config names code of its own (auto_map); {REFUSED_CODE}")
         return loader.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code, **options)
-    except ModelError:
-        raise
     except (OSError, ValueError) as error:
         raise ModelError(f"{name}: {_reason(error, options)}") from error
 

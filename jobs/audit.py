@@ -74,12 +74,23 @@ class Comparison:
     differences: list[Difference]
 
 
-def audit(output: str, options: dict[str, Any], count: int, share: float | None, seed: int, generate: bool) -> int:
-    """Audit a job; returns the exit code: 1 where plain decoding in the job's shape gives anything else."""
+def audit(
+    output: str,
+    options: dict[str, Any],
+    count: int,
+    share: float | None,
+    seed: int,
+    generate: bool,
+    permissions: dict[str, bool],
+) -> int:
+    """Audit a job; returns the exit code: 1 where plain decoding in the job's shape gives anything else.
+
+    permissions: whether code and pickles of the model may run; what somebody else's job allowed does not count here.
+    """
     folder = Folder(output, options)
     done = read_output(folder)
     description, plan = done.state.description, done.state.plan
-    job = settings(description, options)
+    job = settings(description, options).model_copy(update=permissions)
     device = str(description["device"])
     if device == "cuda" and not torch.cuda.is_available():
         raise JobError(f"{output}: the job ran on cuda, and its shapes can only be compared there; no GPU is at hand")

@@ -159,7 +159,7 @@ class Bench:
         """transformers' `generate` on one prompt at a time."""
         model: Any = self.pair.target
         if dtype != model.dtype:
-            model = type(model).from_pretrained(model.name_or_path, dtype=dtype).to(model.device).eval()
+            model = load_model(model.name_or_path, dtype, model.device)
         return [self._generate([prompt], model)[0] for prompt in self.prompts]
 
     def _generate(

@@ -14,6 +14,7 @@ import typer
 from exspec.jobs.options import with_settings
 from exspec.pipeline.job import Dtype, Job
 from exspec.pipeline.labels import LabelJob
+from exspec.pipeline.secrets import redacted
 
 app = typer.Typer(
     name="exspec",
@@ -252,6 +253,12 @@ def audit(
     share: Annotated[float | None, typer.Option(min=0, max=1, help="Share of all rows, in place of a count.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the sample.")] = 0,
     generate: Annotated[bool, typer.Option(help="Compare with transformers' generate in float32 too.")] = True,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
+    ] = False,
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="Load weights that are not safetensors.")
+    ] = False,
     storage_options: Options = None,
 ) -> None:
     """Decode a sample of a finished job again by plain decoding, and compare.
@@ -262,7 +269,8 @@ def audit(
     """
     from exspec.jobs import audit as job
 
-    raise typer.Exit(job.audit(output, _options(storage_options), count, share, seed, generate))
+    permissions = {"trust_remote_code": trust_remote_code, "allow_pickle": allow_pickle}
+    raise typer.Exit(job.audit(output, _options(storage_options), count, share, seed, generate, permissions))
 
 
 @command(
@@ -463,7 +471,7 @@ def main() -> None:
             traceback.print_exception(error)
             print("exspec: this is a fault of exspec; nothing that is committed is lost", file=sys.stderr)
             sys.exit(3)
-        print(f"exspec: {message}", file=sys.stderr)
+        print(f"exspec: {redacted(message)}", file=sys.stderr)
         sys.exit(getattr(error, "code", 2))
 
 

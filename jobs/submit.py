@@ -17,7 +17,8 @@ from exspec.jobs.demo import DRAFT, TARGET
 from exspec.jobs.submitted import ARGUMENTS
 from exspec.jobs.wheel import build_wheel
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.job import anonymous, load_job, read_job_file
+from exspec.pipeline.job import load_job, read_job_file
+from exspec.pipeline.secrets import anonymous
 
 COMMANDS = ("run", "label", "audit")
 PLACES = ("input", "output", "target", "draft")  # settings and arguments that may be paths

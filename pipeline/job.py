@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.secrets import anonymous as anonymous
+from exspec.pipeline.secrets import anonymous
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -110,7 +110,8 @@ class Writer(Output):
         """Add what has come to the plan, and shards as they are found now; nothing where there is no change."""
         before = self.state.plan
         known = dict(enumerate(before.shards))
-        shards = [(n, asdict(shard)) for n, shard in enumerate(plan.shards) if known.get(n) != shard]
+        now = enumerate(shard.published() for shard in plan.shards)
+        shards = [(n, asdict(shard)) for n, shard in now if known.get(n) != shard]
         if shards or plan.limit != before.limit:
             self._append({"kind": "extend", "shards": shards, "limit": plan.limit})
             self._withdraw()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import pyarrow as pa
 
 from exspec.pipeline.errors import JobError
+from exspec.pipeline.secrets import anonymous
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,10 @@ class Shard:
     version: str = ""
     values: str = ""
 
+    def published(self) -> "Shard":
+        """The shard as it may be written: without what may hold a secret."""
+        return replace(self, url=anonymous(self.url))
+
     @property
     def content(self) -> tuple[str, int, int, str]:
         """What does not change while its rows do not."""
@@ -44,7 +49,7 @@ class Chunk:
     rows: int
 
     def __str__(self) -> str:
-        return f"{self.shard.url}, rows {self.first} to {self.first + self.rows - 1}"
+        return f"{anonymous(self.shard.url)}, rows {self.first} to {self.first + self.rows - 1}"
 
 
 @dataclass(frozen=True)

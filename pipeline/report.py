@@ -15,6 +15,7 @@ import jinja2
 from exspec.actors.engine import EngineStatistics
 from exspec.pipeline.contents import tables
 from exspec.pipeline.output import AUDIT, REPORT, REPORT_PAGE, Output, settings
+from exspec.pipeline.secrets import redacted
 from exspec.pipeline.state import State, Summary
 from exspec.pipeline.storage import Folder
 
@@ -101,7 +102,7 @@ class Report:
                 for seconds, chunk, count in sorted(totals.slowest, reverse=True)
             ],
             "answers": self.answers,
-            "set_aside": self.set_aside,
+            "set_aside": [redacted(text) for text in self.set_aside],
             "missing": self.missing,
         }
 
@@ -120,7 +121,7 @@ class Report:
         ]
         if len(f["rows_by_hardware"]) > 1:
             lines.append(f"mixed hardware or versions: {f['rows_by_hardware']}; see rows_by_hardware in the report")
-        lines += [f"set aside: {chunk}" for chunk in self.set_aside or self.missing]
+        lines += [f"set aside: {chunk}" for chunk in f["set_aside"] or f["missing"]]
         return [*lines, f"report: {url}/_report.html"]
 
 

@@ -33,6 +33,7 @@ from exspec.pipeline.plan import Chunk, Plan, Shard, encode_schema
 from exspec.pipeline.progress import Progress
 from exspec.pipeline.prompts import Prompts, prompt_column
 from exspec.pipeline.report import Report, write_report
+from exspec.pipeline.secrets import anonymous
 from exspec.pipeline.shape import LONGEST, Settled, Shape, sample, settle, shape_of, stored_shape
 from exspec.pipeline.shards import Since, changed, find_shards
 from exspec.pipeline.state import State
@@ -238,7 +239,7 @@ def execute(prepared: Prepared, retry_errors: bool = False, load: Any = None, qu
         )
     output, plan = prepared.output, prepared.plan
     if not (prepared.restart or retry_errors) and finished(output, plan):
-        print(f"nothing to do: all {plan.rows} rows are in {prepared.folder.url}")
+        print(f"nothing to do: all {plan.rows} rows are in {anonymous(prepared.folder.url)}")
         return 0
     action = "restart" if prepared.restart else "retry" if retry_errors else "run"
     try:
@@ -295,7 +296,9 @@ class _Run:
         if fresh:
             return (Task(chunk) for chunk in self.plan.chunks()), Counter()
         missing = (Task(chunk) for chunk in _under(self.plan, self.writer.state))
-        failed = [Task(*found) for found in self.writer.state.chunks(errors=True)] if retry_errors else []
+        found = self.writer.state.chunks(errors=True) if retry_errors else ()
+        # The log's URLs hold no secrets; those that were found do.
+        failed = [Task(replace(c, shard=self.plan.shards[c.number]), file, start) for c, file, start in found]
         return chain(missing, failed), Counter(str(task.file) for task in failed)
 
     def _connect(self) -> None:
@@ -328,7 +331,7 @@ class _Run:
             | {"python": platform.python_version()},
         }
         if self.prepared.restart and self.writer.state.job is not None:
-            print(f"the output as it was is in {self.writer.set_aside().url}")
+            print(f"the output as it was is in {anonymous(self.writer.set_aside().url)}")
         self.writer.begin(description, self.plan)
         return settled.config
 
@@ -384,7 +387,7 @@ class _Run:
             report.set_aside.append(stopped)
         report.complete(state, self.job.evaluate(partial(tables, self.writer)))
         figures = report.figures()
-        for line in report.closing_lines(figures, self.folder.url):
+        for line in report.closing_lines(figures, anonymous(self.folder.url)):
             print(line)
         whole = state.complete and not report.set_aside and not _too_many(figures, self.job)
         try:

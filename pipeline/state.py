@@ -208,5 +208,5 @@ class State:
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
     return {name: value for name, value in vars(plan).items() if name != "shards"} | {
-        "shards": [asdict(shard) for shard in plan.shards]
+        "shards": [asdict(shard.published()) for shard in plan.shards]
     }
