@@ -25,7 +25,7 @@ from exspec.actors.engine import METHODS, Engine, EngineConfig, EngineStatistics
 from exspec.actors.engine.cached_model import context_length
 from exspec.actors.engine.calibration import Calibration, calibrate
 from exspec.actors.engine.engine import model_end_ids
-from exspec.actors.models import Pair, load_pair
+from exspec.actors.models import Pair, load_model, load_pair
 from exspec.jobs.demo import DRAFT, TARGET
 from exspec.jobs.demo.messages import examples
 
