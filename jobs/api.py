@@ -51,8 +51,7 @@ def _table(table: Any, folder: str | None, settings: dict[str, Any]) -> Any:
         raise JobError(f"generate: {anonymous(source.url)} holds other files; give another folder")
     buffer = io.BytesIO()
     pq.write_table(table, buffer)
-    written = source.write("rows.parquet", buffer.getvalue(), replace=False)
-    if not written and source.read("rows.parquet") != buffer.getvalue():
+    if not source.create("rows.parquet", buffer.getvalue()):
         raise JobError(f"generate: {anonymous(source.url)} holds other rows; give another folder")
     output = _run(folder, settings)
     parts = sorted(name for name in output.names() if name.startswith("part-"))

@@ -25,16 +25,16 @@ from exspec.actors.engine.constraint import tokens_of
 from exspec.actors.engine.engine import model_end_ids
 from exspec.actors.generator import KILLER
 from exspec.actors.models import Pair, StopStrings, completion_text
-from exspec.pipeline.contents import read_range
 from exspec.pipeline.errors import JobError
+from exspec.pipeline.input.plan import Chunk, decode_schema
+from exspec.pipeline.input.prompts import Prompts
+from exspec.pipeline.input.rows import RowError, rows
+from exspec.pipeline.input.shards import read_chunk, vanished
 from exspec.pipeline.job import Dtype, Job
-from exspec.pipeline.output import AUDIT, Output, read_output, settings
-from exspec.pipeline.plan import Chunk, decode_schema
-from exspec.pipeline.prompts import Prompts
-from exspec.pipeline.report import rewrite
-from exspec.pipeline.rows import RowError, rows
+from exspec.pipeline.output.contents import read_range
+from exspec.pipeline.output.owner import AUDIT, Output, read_output, settings
+from exspec.pipeline.output.report import rewrite
 from exspec.pipeline.shape import pair_of
-from exspec.pipeline.shards import read_chunk, vanished
 from exspec.pipeline.storage import Folder
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from exspec.pipeline.compact import compact as merge
+from exspec.pipeline.output.compact import compact as merge
 from exspec.pipeline.storage import Folder
 
 

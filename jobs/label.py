@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from exspec.jobs import run as jobs
-from exspec.pipeline.contents import tables
 from exspec.pipeline.labels import LabelJob
-from exspec.pipeline.output import DESCRIPTION, REVIEW, Output, read_output, take
-from exspec.pipeline.report import rewrite
-from exspec.pipeline.review import write_review
+from exspec.pipeline.output.contents import tables
+from exspec.pipeline.output.owner import DESCRIPTION, REVIEW, Output, read_output, take
+from exspec.pipeline.output.report import rewrite
+from exspec.pipeline.output.review import write_review
 from exspec.pipeline.run import execute, prepare
 
 

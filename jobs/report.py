@@ -6,8 +6,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from exspec.pipeline.output import read_output
-from exspec.pipeline.report import price, rewrite
+from exspec.pipeline.output.owner import read_output
+from exspec.pipeline.output.report import price, rewrite
 from exspec.pipeline.storage import Folder
 
 COMPARED = ("rows", "errors", "completion_tokens", "seconds", "tokens_per_second", "acceptance_rate",

@@ -13,11 +13,11 @@ from exspec.actors.engine import Room
 from exspec.jobs.demo import DRAFT, TARGET
 from exspec.jobs.tables import candidates_table
 from exspec.pipeline.errors import JobError
+from exspec.pipeline.input.rows import RowError, rows, values
+from exspec.pipeline.input.shards import read_chunk
 from exspec.pipeline.job import AUTO, Job, load_job
-from exspec.pipeline.rows import RowError, rows, values
 from exspec.pipeline.run import Prepared, execute, prepare
 from exspec.pipeline.shape import Settled, memory_of, sample, settle, shape_of
-from exspec.pipeline.shards import read_chunk
 
 J = TypeVar("J", bound=Job)
 DEMO_PAIR = {"target": str(TARGET), "draft": str(DRAFT)}

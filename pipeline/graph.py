@@ -19,17 +19,17 @@ import pyarrow as pa
 from exspec.actors.engine import Engine, EngineConfig, Room
 from exspec.actors.generator import WORK, Generator
 from exspec.actors.models import load_part
-from exspec.pipeline.contents import read_range
 from exspec.pipeline.errors import JobError
+from exspec.pipeline.input.plan import Chunk
+from exspec.pipeline.input.prompts import Prompts
+from exspec.pipeline.input.rows import RowError, rows
+from exspec.pipeline.input.shards import Unreadable, read_ranges
 from exspec.pipeline.job import Job
 from exspec.pipeline.ledger import RayLedger
 from exspec.pipeline.metrics import RayMeter
-from exspec.pipeline.parts import PartSink, Task, carried_columns
-from exspec.pipeline.plan import Chunk
-from exspec.pipeline.prompts import Prompts
-from exspec.pipeline.rows import RowError, rows
+from exspec.pipeline.output.contents import read_range
+from exspec.pipeline.output.parts import PartSink, Task, carried_columns
 from exspec.pipeline.shape import pair_of
-from exspec.pipeline.shards import Unreadable, read_ranges
 from exspec.pipeline.storage import Folder
 from exspec.pipeline.weights import local_model
 

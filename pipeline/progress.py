@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from exspec.pipeline.report import Report
+from exspec.pipeline.output.report import Report
 
 EVERY = 10  # seconds between lines where there is no terminal
 

@@ -22,21 +22,21 @@ from exspec.actors.engine import EngineConfig, Room
 from exspec.actors.engine.cached_model import context_length
 from exspec.actors.engine.memory import fit
 from exspec.actors.models import ModelError, check_config, check_vocabularies, load_part
-from exspec.pipeline.collect import Collector, StopError, collect
-from exspec.pipeline.contents import tables
 from exspec.pipeline.errors import BrokenOffError, JobError
 from exspec.pipeline.graph import PairLoader, check_cluster, connect, device, on_a_device, results
+from exspec.pipeline.input.plan import Chunk, Plan, Shard, encode_schema
+from exspec.pipeline.input.prompts import Prompts, prompt_column
+from exspec.pipeline.input.shards import Since, changed, find_shards
 from exspec.pipeline.job import Job, differences, fingerprint
-from exspec.pipeline.output import DESCRIPTION, SUCCESS, Output, Writer, take
-from exspec.pipeline.parts import PartSink, Task, carried_columns, read_staged
-from exspec.pipeline.plan import Chunk, Plan, Shard, encode_schema
+from exspec.pipeline.output.collect import Collector, StopError, collect
+from exspec.pipeline.output.contents import tables
+from exspec.pipeline.output.owner import DESCRIPTION, SUCCESS, Output, Writer, take
+from exspec.pipeline.output.parts import PartSink, Task, carried_columns, read_staged
+from exspec.pipeline.output.report import Report, write_report
+from exspec.pipeline.output.state import State
 from exspec.pipeline.progress import Progress
-from exspec.pipeline.prompts import Prompts, prompt_column
-from exspec.pipeline.report import Report, write_report
 from exspec.pipeline.secrets import anonymous
 from exspec.pipeline.shape import LONGEST, Settled, Shape, sample, settle, shape_of, stored_shape
-from exspec.pipeline.shards import Since, changed, find_shards
-from exspec.pipeline.state import State
 from exspec.pipeline.storage import PROBES, Folder
 from exspec.pipeline.weights import local_model, model_digest, resolved
 

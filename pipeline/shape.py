@@ -14,11 +14,11 @@ from exspec.actors.engine.memory import MEBIBYTE, MemoryPlan, fit, free_memory, 
 from exspec.actors.engine.twin import packs
 from exspec.actors.models import Pair, load_pair
 from exspec.pipeline.errors import JobError
+from exspec.pipeline.input.plan import Plan, decode_schema
+from exspec.pipeline.input.prompts import Prompts
+from exspec.pipeline.input.rows import RowError, rows
+from exspec.pipeline.input.shards import read_chunk
 from exspec.pipeline.job import AUTO, Job
-from exspec.pipeline.plan import Plan, decode_schema
-from exspec.pipeline.prompts import Prompts
-from exspec.pipeline.rows import RowError, rows
-from exspec.pipeline.shards import read_chunk
 from exspec.pipeline.weights import local_model
 
 LONGEST = 4096  # tokens of a slot unless the job says otherwise

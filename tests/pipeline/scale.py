@@ -24,13 +24,13 @@ import pyarrow.parquet as pq
 
 from exspec.actors.engine import Completion, EngineConfig, EngineStatistics, Request, SequenceStatistics
 from exspec.pipeline.graph import read_together
-from exspec.pipeline.output import Output, take
-from exspec.pipeline.parts import Task
-from exspec.pipeline.plan import Chunk, Plan, Shard
-from exspec.pipeline.report import Report
+from exspec.pipeline.input.plan import Chunk, Plan, Shard
+from exspec.pipeline.input.shards import find_shards
+from exspec.pipeline.output.owner import Output, take
+from exspec.pipeline.output.parts import Task
+from exspec.pipeline.output.report import Report
+from exspec.pipeline.output.state import File, Summary
 from exspec.pipeline.run import execute, finished, prepare
-from exspec.pipeline.shards import find_shards
-from exspec.pipeline.state import File, Summary
 from exspec.pipeline.storage import Folder
 from tests.pipeline import jobs
 

@@ -28,10 +28,10 @@ from moto.server import ThreadedMotoServer
 
 from exspec.pipeline import storage
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.log import LOG
-from exspec.pipeline.output import SUCCESS, LostError, Output, Writer, read_output, take
+from exspec.pipeline.output.log import LOG
+from exspec.pipeline.output.owner import SUCCESS, LostError, Output, Writer, read_output, take
 from exspec.pipeline.storage import STAGED, Folder, etag
-from tests.pipeline.test_output import plan, staged
+from tests.pipeline.output.test_output import plan, staged
 
 KINDS = ("local", "s3", "gcs", "azure", "renaming")
 DEVSTORE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="  # everybody's

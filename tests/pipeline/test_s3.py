@@ -16,9 +16,9 @@ import pytest
 import s3fs
 from moto.server import ThreadedMotoServer
 
-from exspec.pipeline.contents import tables
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.output import read_output
+from exspec.pipeline.output.contents import tables
+from exspec.pipeline.output.owner import read_output
 from exspec.pipeline.run import execute, prepare
 from exspec.pipeline.storage import Folder
 from tests.pipeline import jobs

@@ -17,14 +17,14 @@ from moto.server import ThreadedMotoServer
 from typer.testing import CliRunner
 
 from exspec.jobs import cli
-from exspec.pipeline import lease
-from exspec.pipeline.compact import Compacted, compact, mend
-from exspec.pipeline.contents import read_range, tables
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.output import Output, read_output, take
-from exspec.pipeline.parts import GENERATED, described, encode, summarize
-from exspec.pipeline.plan import Plan, Shard
-from exspec.pipeline.report import rebuild
+from exspec.pipeline.input.plan import Plan, Shard
+from exspec.pipeline.output import lease
+from exspec.pipeline.output.compact import Compacted, compact, mend
+from exspec.pipeline.output.contents import read_range, tables
+from exspec.pipeline.output.owner import Output, read_output, take
+from exspec.pipeline.output.parts import GENERATED, described, encode, summarize
+from exspec.pipeline.output.report import rebuild
 from exspec.pipeline.run import execute, prepare
 from exspec.pipeline.storage import Folder
 from tests.pipeline import jobs

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from exspec.pipeline.log import LOG
+from exspec.pipeline.output.log import LOG
 from exspec.pipeline.storage import PROBES, Folder
 
 BEAT = 5.0  # seconds between two signs of life
@@ -74,7 +74,7 @@ def dead(folder: Folder, taken: dict[str, Any]) -> bool:
     """Whether the owner who took the output is dead. Waits for a sign of life until that is sure."""
     if taken["machine"] == _machine():
         try:
-            return psutil.Process(taken["pid"]).create_time() != taken["started"]
+            return bool(psutil.Process(taken["pid"]).create_time() != taken["started"])
         except psutil.NoSuchProcess:
             return True
     name = sign_name(taken["lease"])

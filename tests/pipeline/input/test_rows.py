@@ -5,7 +5,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from exspec.pipeline.rows import RowError, rows
+from exspec.pipeline.input.rows import RowError, rows
 
 
 def text(*content: bytes, large: bool = False) -> pa.Array:

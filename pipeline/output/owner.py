@@ -15,13 +15,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
-from exspec.pipeline import lease as leases
 from exspec.pipeline.errors import BrokenOffError, JobError
+from exspec.pipeline.input.plan import Plan
 from exspec.pipeline.job import Job
 from exspec.pipeline.labels import LabelJob
-from exspec.pipeline.log import Entry, Log, entry_name
-from exspec.pipeline.plan import Plan
-from exspec.pipeline.state import File, State, file_name, given_by, plan_to_json
+from exspec.pipeline.output import lease as leases
+from exspec.pipeline.output.log import Entry, Log, entry_name
+from exspec.pipeline.output.state import File, State, file_name, given_by, plan_to_json
 from exspec.pipeline.storage import STAGED, Folder
 
 SUCCESS, DESCRIPTION = "_SUCCESS", "_job.json"

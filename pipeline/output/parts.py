@@ -14,11 +14,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from exspec.actors.generator import WORK, RowResult
-from exspec.pipeline.contents import read_range
 from exspec.pipeline.errors import JobError
+from exspec.pipeline.input.plan import Chunk
 from exspec.pipeline.job import Job
-from exspec.pipeline.plan import Chunk
-from exspec.pipeline.state import File, Summary
+from exspec.pipeline.output.contents import read_range
+from exspec.pipeline.output.state import File, Summary
 from exspec.pipeline.storage import Folder
 
 _COLUMNS: dict[str, tuple[pa.DataType, str]] = {

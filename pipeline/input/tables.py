@@ -13,7 +13,7 @@ from urllib.parse import unquote
 import pyarrow as pa
 
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.plan import encode_row
+from exspec.pipeline.input.plan import encode_row
 from exspec.pipeline.storage import attempt
 
 LOG, METADATA = "/_delta_log/", "/metadata/"

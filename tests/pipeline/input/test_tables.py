@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.plan import Chunk, Plan, encode_schema
-from exspec.pipeline.shards import Since, find_shards, read_chunk
+from exspec.pipeline.input.plan import Chunk, Plan, encode_schema
+from exspec.pipeline.input.shards import Since, find_shards, read_chunk
 
 
 def planned(*urls: Any, before: Plan | None = None, since: Since | None = None) -> Plan:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from exspec.pipeline.plan import Shard
+from exspec.pipeline.input.plan import Shard
 from exspec.pipeline.storage import attempt, etag
 
 LOOKERS = 16  # files looked at at once

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.plan import Chunk, Shard, decode_row
-from exspec.pipeline.schemas import nullable
-from exspec.pipeline.snapshot import difference, locate
+from exspec.pipeline.input.plan import Chunk, Shard, decode_row
+from exspec.pipeline.input.schemas import nullable
+from exspec.pipeline.input.snapshot import difference, locate
 from exspec.pipeline.storage import attempt
 
 AT_ONCE = 8 << 20  # bytes of row groups that are fetched together; a larger one comes page by page

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.plan import Chunk, Plan, Shard, encode_schema
-from exspec.pipeline.shards import changed, find_shards, read_chunk, vanished
+from exspec.pipeline.input.plan import Chunk, Plan, Shard, encode_schema
+from exspec.pipeline.input.shards import changed, find_shards, read_chunk, vanished
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 20), st.none() | st.integers(1, 100))

@@ -13,13 +13,13 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 
-from exspec.pipeline import lease
-from exspec.pipeline.compact import compact
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.output import BusyError, LostError, Output, read_output, take
-from exspec.pipeline.plan import Chunk, Plan, Shard
+from exspec.pipeline.input.plan import Chunk, Plan, Shard
+from exspec.pipeline.output import lease
+from exspec.pipeline.output.compact import compact
+from exspec.pipeline.output.owner import BusyError, LostError, Output, read_output, take
+from exspec.pipeline.output.state import File, State, Summary
 from exspec.pipeline.run import execute, prepare
-from exspec.pipeline.state import File, State, Summary
 from exspec.pipeline.storage import Folder
 from tests.pipeline import jobs
 from tests.pipeline.test_faults import start_driver, wait_for_parts

@@ -14,11 +14,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from exspec.pipeline.contents import batches, open_part, read_groups, read_range
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.output import Writer, read_output, take
-from exspec.pipeline.parts import FOOTER, footer, md5
-from exspec.pipeline.state import File, Summary
+from exspec.pipeline.output.contents import batches, open_part, read_groups, read_range
+from exspec.pipeline.output.owner import Writer, read_output, take
+from exspec.pipeline.output.parts import FOOTER, footer, md5
+from exspec.pipeline.output.state import File, Summary
 from exspec.pipeline.storage import STREAMS, Folder
 
 ROW_GROUP = 64 << 20  # bytes in memory of a row group

@@ -11,10 +11,10 @@ from transformers import AutoTokenizer
 from exspec.actors.engine import Engine, EngineConfig, Request, RequestError, Room
 from exspec.jobs.demo import TARGET
 from exspec.pipeline.errors import JobError
+from exspec.pipeline.input.plan import Shard
+from exspec.pipeline.input.prompts import Prompts, RowError, row_seed
+from exspec.pipeline.input.rows import rows
 from exspec.pipeline.job import Job
-from exspec.pipeline.plan import Shard
-from exspec.pipeline.prompts import Prompts, RowError, row_seed
-from exspec.pipeline.rows import rows
 from tests import tiny
 
 SHARD = Shard("a.parquet", "a.parquet", 9, 9, "")

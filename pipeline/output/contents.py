@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.output import Output
+from exspec.pipeline.output.owner import Output
 from exspec.pipeline.storage import STREAMS, Folder, attempt
 
 READ_AHEAD = 64 << 20  # bytes of files that are read before they are asked for

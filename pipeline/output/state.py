@@ -11,10 +11,11 @@ from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from exspec.pipeline.log import Entry
-from exspec.pipeline.plan import Chunk, Plan, Shard
+from exspec.pipeline.input.plan import Chunk, Plan, Shard
+from exspec.pipeline.output.log import Entry
 
 PART = re.compile(r"part-\d{7,}-\d{12}-\d+-(\d{6,})\.parquet")
+FILE = ("name", "staged", "size", "digest", "weight")
 TABLES = """
 CREATE TABLE file (name TEXT PRIMARY KEY, staged TEXT, size INT, digest TEXT, weight INT) WITHOUT ROWID;
 CREATE TABLE chunk (shard INT, first INT, rows INT, errors INT, start INT, file TEXT, summary TEXT,
@@ -136,7 +137,7 @@ class State:
                 self._add(new)
 
     def _add(self, file: dict[str, Any]) -> None:
-        row = [file[key] for key in ("name", "staged", "size", "digest", "weight")]
+        row = [file[key] for key in FILE]
         self._table.execute("INSERT INTO file VALUES (?, ?, ?, ?, ?)", row)
         starts = accumulate((s["rows"] for s in file["chunks"]), initial=0)
         chunks = (
@@ -179,9 +180,9 @@ class State:
         return str(self._one("SELECT staged FROM file WHERE name = ?", name))
 
     def file(self, name: str) -> File:
-        asked = "SELECT name, staged, size, digest, weight FROM file WHERE name = ?"
+        asked = f"SELECT {', '.join(FILE)} FROM file WHERE name = ?"
         row = self._table.execute(asked, (name,)).fetchone()
-        return File(*row, list(self.summaries(name)))
+        return File(**dict(zip(FILE, row, strict=True)), chunks=list(self.summaries(name)))
 
     def summaries(self, file: str | None = None) -> Iterator[Summary]:
         """The summaries of all chunks, or of a file's, in order."""

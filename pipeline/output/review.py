@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.csv
 
 from exspec.pipeline.labels import LabelJob
-from exspec.pipeline.output import REVIEW
+from exspec.pipeline.output.owner import REVIEW
 from exspec.pipeline.storage import Folder
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import jinja2
 
 from exspec.actors.engine import EngineStatistics
-from exspec.pipeline.contents import tables
-from exspec.pipeline.output import AUDIT, REPORT, REPORT_PAGE, Output, settings
+from exspec.pipeline.output.contents import tables
+from exspec.pipeline.output.owner import AUDIT, REPORT, REPORT_PAGE, Output, settings
+from exspec.pipeline.output.state import State, Summary
 from exspec.pipeline.secrets import redacted
-from exspec.pipeline.state import State, Summary
 from exspec.pipeline.storage import Folder
 
 SUMMED = ("rows", "errors", "prompt_tokens", "completion_tokens", "rounds", "forced")

@@ -11,12 +11,12 @@ import fsspec
 import pyarrow as pa
 
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.plan import Plan, Shard, decode_row, decode_schema
-from exspec.pipeline.reading import FORMAT, Bytes, Unreadable, first_line, read_chunk, read_footer, read_ranges
-from exspec.pipeline.schemas import nullable, refuse_twins, unified
-from exspec.pipeline.snapshot import changed, locate, look, vanished
+from exspec.pipeline.input.plan import Plan, Shard, decode_row, decode_schema
+from exspec.pipeline.input.reading import FORMAT, Bytes, Unreadable, first_line, read_chunk, read_footer, read_ranges
+from exspec.pipeline.input.schemas import nullable, refuse_twins, unified
+from exspec.pipeline.input.snapshot import changed, locate, look, vanished
+from exspec.pipeline.input.tables import Table, find_tables, read_iceberg, read_table
 from exspec.pipeline.storage import attempt
-from exspec.pipeline.tables import Table, find_tables, read_iceberg, read_table
 
 __all__ = ["Since", "Unreadable", "changed", "find_shards", "read_chunk", "read_ranges", "vanished"]
 READERS = 16  # footers read at once

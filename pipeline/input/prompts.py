@@ -18,11 +18,11 @@ from exspec.actors.answers import asked
 from exspec.actors.engine import Request, Room, Sampling
 from exspec.actors.models import StopStrings
 from exspec.pipeline.errors import JobError
+from exspec.pipeline.input.plan import Shard
+from exspec.pipeline.input.rows import Row
+from exspec.pipeline.input.rows import RowError as RowError
+from exspec.pipeline.input.schemas import is_json, is_list, is_text
 from exspec.pipeline.job import Job
-from exspec.pipeline.plan import Shard
-from exspec.pipeline.rows import Row
-from exspec.pipeline.rows import RowError as RowError
-from exspec.pipeline.schemas import is_json, is_list, is_text
 
 MESSAGES = "messages"
 DEFAULT_COLUMNS = (MESSAGES, "prompt", "message", "text")

@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from exspec.pipeline import reading, snapshot
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.plan import Plan
-from exspec.pipeline.shards import Since, Unreadable, changed, find_shards, read_ranges
+from exspec.pipeline.input import reading, snapshot
+from exspec.pipeline.input.plan import Plan
+from exspec.pipeline.input.shards import Since, Unreadable, changed, find_shards, read_ranges
 from exspec.pipeline.storage import etag
 
 

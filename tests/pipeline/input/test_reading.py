@@ -14,10 +14,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exspec.pipeline import reading
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.plan import Chunk, Shard
-from exspec.pipeline.shards import Unreadable, find_shards, read_chunk, read_ranges
+from exspec.pipeline.input import reading
+from exspec.pipeline.input.plan import Chunk, Shard
+from exspec.pipeline.input.shards import Unreadable, find_shards, read_chunk, read_ranges
 
 
 class CountedFileSystem(MemoryFileSystem):

@@ -5,12 +5,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from exspec.pipeline.compact import mend
 from exspec.pipeline.job import Job
-from exspec.pipeline.output import Writer
-from exspec.pipeline.parts import Task
-from exspec.pipeline.report import Report
-from exspec.pipeline.state import File
+from exspec.pipeline.output.compact import mend
+from exspec.pipeline.output.owner import Writer
+from exspec.pipeline.output.parts import Task
+from exspec.pipeline.output.report import Report
+from exspec.pipeline.output.state import File
 
 TOGETHER, EVERY = 256, 2.0  # parts that are committed together at most, and the seconds until they are
 
