@@ -10,7 +10,7 @@ demo: setup
 	$(BIN)/exspec run --input out/messages --output out/completions --actors 2 --rows-per-chunk 16
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not slow"
 
 setup: .venv/installed
 

@@ -150,11 +150,15 @@ class Prompts:
         """What an actor asks its engine for this row, under its shard and number. Raises RowError."""
         job, own, tokens = self.job, self.settings(row, shard, number), self.tokens(row)
         self.room(len(tokens), own.max_new_tokens)
+        try:
+            sampling = Sampling(own.temperature, job.top_k, job.top_p, own.seed, job.repetition_penalty)
+        except ValueError as error:
+            raise RowError(str(error)) from error
         return Request(
             id=(shard.name, number),
             prompt=tokens,
             max_new_tokens=own.max_new_tokens,
-            sampling=Sampling(own.temperature, job.top_k, job.top_p, own.seed, job.repetition_penalty),
+            sampling=sampling,
             stop=StopStrings(self.tokenizer, own.stop) if own.stop else None,
             **asked(self.answers),
         )
