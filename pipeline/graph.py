@@ -232,8 +232,8 @@ class Reader:
     def __init__(self, job: Job, schema: pa.Schema, room: Room) -> None:
         self.job, self.schema, self.room = job, schema, room
 
-    def __call__(self, block: pa.Table) -> Iterator[pa.Table]:
-        tasks: list[Task] = pickle.loads(block["tasks"][0].as_py())
+    def __call__(self, descriptors: pa.Table) -> Iterator[pa.Table]:
+        tasks: list[Task] = pickle.loads(descriptors["tasks"][0].as_py())
         for _, group in groupby(tasks, key=lambda task: task.chunk.number):
             yield from self._shard(list(group))
 
@@ -247,7 +247,7 @@ class Reader:
         found = read_ranges(tasks[0].chunk.shard, ranges, columns, self.job.storage_options, self.schema)
         for task, table in zip(tasks, found, strict=True):
             if isinstance(table, Unreadable):
-                yield _block(task, None, table.reason)
+                yield block(task, None, table.reason)
                 continue
             skip = self._fine(task) if task.file else [False] * task.chunk.rows
             given = enumerate(rows(table, needed))
@@ -256,7 +256,7 @@ class Reader:
             table = table.select(list(dict.fromkeys(kept)))
             for name in WORK:
                 table = table.append_column(name, generated[name])
-            yield _block(task, table, None)
+            yield block(task, table, None)
 
     def _fine(self, task: Task) -> list[bool]:
         """Rows that have no error, and stay as they are."""
@@ -265,7 +265,7 @@ class Reader:
         return [error is None for table in tables for error in table["error"].to_pylist()]
 
 
-def _block(task: Task, rows: pa.Table | None, unreadable: str | None) -> pa.Table:
+def block(task: Task, rows: pa.Table | None, unreadable: str | None) -> pa.Table:
     """A chunk as one row: Ray looks at none of the columns that a user's input may have."""
     stream = None
     if rows is not None:

@@ -1,6 +1,5 @@
 """The actor without Ray: what it asks of its ledger, and how a suspect chunk runs alone."""
 
-import pickle
 import threading
 import time
 from types import SimpleNamespace
@@ -10,8 +9,10 @@ import pyarrow as pa
 
 from exspec.actors.answers import FreeText
 from exspec.actors.generator import Generator, Turns
-from exspec.pipeline.graph import WORK_SCHEMA
+from exspec.pipeline.graph import WORK_SCHEMA, block
+from exspec.pipeline.input.plan import Chunk, Shard
 from exspec.pipeline.ledger import Book
+from exspec.pipeline.output.parts import Task
 from tests.pipeline import jobs
 
 
@@ -46,9 +47,9 @@ def test_a_row_whose_settings_cannot_be_computed_is_an_error_of_its_own() -> Non
     quiet: Any = SimpleNamespace(report=lambda *_: None)
     generator = Generator(jobs.ArithmeticLoader(), {}, keep, Book(), quiet, 3, lambda _: FreeText())
     work = {"_prompt": [1], "_skip": False, "_max_new_tokens": 4, "_seed": 0, "_stop": []}
-    chunk = {"_chunk": pickle.dumps(SimpleNamespace(part="p"))}
-    rows = [work | chunk | {"_temperature": t} for t in (0.0, 1e-39, float("inf"), 0.0)]
-    generator(pa.Table.from_pylist(rows, schema=WORK_SCHEMA))
+    rows = [work | {"_temperature": t} for t in (0.0, 1e-39, float("inf"), 0.0)]
+    task = Task(Chunk(Shard("s", "file:///s", 4, 1, ""), 0, 0, 4))
+    generator(block(task, pa.Table.from_pylist(rows, schema=WORK_SCHEMA), None))
     first, cold, hot, last = kept
     assert [r.error for r in (first, last)] == [None, None]
     assert first.completion.tokens == last.completion.tokens
