@@ -135,19 +135,24 @@ class Writer(Output):
         """Mark the job as done."""
         staged = self.folder.stage(json.dumps({"job": self.state.job}).encode(), self.prefix)
         self._append({"kind": "done", "staged": staged})
-        self.folder.move(staged, SUCCESS)
+        self._move(staged, SUCCESS)
+        self._marked = True
 
     def settle(self) -> None:
         """Do what earlier owners left undone, and find out which files are gone or damaged: their rows are missing."""
         shown, sizes = self.folder.sizes(), self.state.sizes()
+        self._marked = SUCCESS in shown
+        if self.state.done is None:
+            self._withdraw()  # before anything goes that it speaks of
         dead = [n for n in shown if self._given(n) and n not in sizes]
         self.folder.each(self.folder.remove, dead)
         self.folder.each(self._show, [n for n in sizes if n not in shown])
-        self._mark(SUCCESS in shown)
         lost = [n for n in sizes if shown.get(n) != sizes[n] and self.folder.size(n) != sizes[n]]
         if lost:
             self.lost = sum(s.rows for name in lost for s in self.state.summaries(name))
             self.commit([], lost)
+        elif self.state.done is not None and not self._marked:
+            self._mark(self.state.done)
 
     def adopt(self, read: Callable[[Folder, str], tuple[str, File] | None]) -> None:
         """Take over what earlier owners' actors staged for this job and nobody committed.
@@ -177,13 +182,11 @@ class Writer(Output):
         taken = any(mine == (s.shard, s.first) for f in others for s in f.chunks)
         return taken or bool(self.state.holders(*mine, chunk.rows))
 
-    def _mark(self, marked: bool) -> None:
-        self._marked = marked
-        if self.state.done is None:
-            self._withdraw()
-        elif not marked:
-            self._move(self.state.done, SUCCESS)
-            self._marked = True
+    def _mark(self, staged: str) -> None:
+        self._move(staged, SUCCESS)
+        self._marked = True
+        if self.folder.size(SUCCESS) is None:  # one who had lost the output has removed it since
+            self.finish()
 
     def _withdraw(self) -> None:
         """Whoever waits for the marker does not look while rows are on their way."""
