@@ -11,7 +11,7 @@ import sqlite3
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -164,8 +164,9 @@ class Writer(Output):
             job, file = read(self.folder, name) or (None, None)
             if file and job == self.state.job and not any(self._held(s, found) for s in file.chunks):
                 own = f"{STAGED}/{self.prefix}-{uuid.uuid4().hex}"  # who lost the output may be removing the old name
-                self.folder.move(name, own)
-                found.append(replace(file, staged=own))
+                with suppress(FileNotFoundError):  # he has been quicker
+                    self.folder.move(name, own)
+                    found.append(replace(file, staged=own))
         if found:
             self.commit(found)
 
@@ -198,10 +199,8 @@ class Writer(Output):
         self._move(self.state.staged(name), name)
 
     def _move(self, name: str, new: str) -> None:
-        try:
+        with suppress(FileNotFoundError):  # it is there already, or `settle` of the next owner finds that it is gone
             self.folder.move(name, new)
-        except FileNotFoundError:  # it is there already, or `settle` of the next owner finds that it is gone
-            return
 
     def _refuse_twice(self, new: Sequence[File], old: set[str]) -> None:
         seen: dict[tuple[int, int], str] = {}
