@@ -100,10 +100,15 @@ class Writer(Output):
         """Copy the job into a folder beside this one, where it can be read and resumed; the same one at every try."""
         began = time.strftime("%Y%m%d-%H%M%S", time.gmtime(self.state.began))
         aside = Folder(f"{self.folder.url}-before-{began}-{str(self.state.job)[:8]}", self.folder.options)
-        there = self.folder.names()
-        beside = [name for name in (*BESIDE, SUCCESS) if name in there]
+        names, there = self.state.names(), self.folder.names()
+        beside = [name for name in BESIDE if name in there]
+        aside.remove(SUCCESS)  # of an earlier try, after which others went on here; now it comes last
+        aside.each(aside.remove, aside.names() - {*names, *beside})
         log = [entry_name(n) for n in range(1, self.epoch)]
-        self.folder.each(lambda name: self.folder.copy(name, aside), [*self.state.names(), *beside, *log])
+        self.folder.each(lambda name: self.folder.copy(name, aside), [*names, *log])
+        for name in [*beside, *([SUCCESS] if self.state.done is not None else [])]:
+            with suppress(FileNotFoundError):  # one who lost the output has removed it since
+                self.folder.copy(name, aside)
         return aside
 
     def extend(self, plan: Plan) -> None:
