@@ -10,7 +10,7 @@ import json
 import sqlite3
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any
@@ -153,6 +153,7 @@ class Writer(Output):
         self.folder.each(self.folder.remove, dead)
         self.folder.each(self._show, [n for n in sizes if n not in shown])
         lost = [n for n in sizes if shown.get(n) != sizes[n] and self.folder.size(n) != sizes[n]]
+        self._end_moves(shown, bool(lost))
         if lost:
             self.lost = sum(s.rows for name in lost for s in self.state.summaries(name))
             self.commit([], lost)
@@ -177,7 +178,7 @@ class Writer(Output):
 
     def sweep(self) -> None:
         """Remove what earlier owners staged and nobody needs."""
-        needed = {self.state.staged(name) for name in self.state.names()} | {self.state.done}
+        needed = {staged for _, staged in self.state.places()} | {self.state.done}
         self.folder.each(self.folder.remove, [n for n in self._old_staged() if n not in needed])
 
     def _old_staged(self) -> list[str]:
@@ -187,6 +188,14 @@ class Writer(Output):
         mine = (chunk.shard, chunk.first)
         taken = any(mine == (s.shard, s.first) for f in others for s in f.chunks)
         return taken or bool(self.state.holders(*mine, chunk.rows))
+
+    def _end_moves(self, shown: Container[str], lost: bool) -> None:
+        """Remove what was copied and is still staged: who lost the output might copy it again when it is dead."""
+        here = {f"{STAGED}/{name}" for name in self.folder.names(STAGED)}
+        copied = {staged for name, staged in self.state.places() if name in shown}
+        if self._marked or lost:
+            copied.add(str(self.state.done))
+        self.folder.each(self.folder.remove, sorted(here & copied))
 
     def _mark(self, staged: str) -> None:
         self._move(staged, SUCCESS)
