@@ -10,8 +10,8 @@ import json
 import sqlite3
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -100,10 +100,15 @@ class Writer(Output):
         """Copy the job into a folder beside this one, where it can be read and resumed; the same one at every try."""
         began = time.strftime("%Y%m%d-%H%M%S", time.gmtime(self.state.began))
         aside = Folder(f"{self.folder.url}-before-{began}-{str(self.state.job)[:8]}", self.folder.options)
-        there = self.folder.names()
-        beside = [name for name in (*BESIDE, SUCCESS) if name in there]
+        names, there = self.state.names(), self.folder.names()
+        beside = [name for name in BESIDE if name in there]
+        aside.remove(SUCCESS)  # of an earlier try, after which others went on here; now it comes last
+        aside.each(aside.remove, aside.names() - {*names, *beside})
         log = [entry_name(n) for n in range(1, self.epoch)]
-        self.folder.each(lambda name: self.folder.copy(name, aside), [*self.state.names(), *beside, *log])
+        self.folder.each(lambda name: self.folder.copy(name, aside), [*names, *log])
+        for name in [*beside, *([SUCCESS] if self.state.done is not None else [])]:
+            with suppress(FileNotFoundError):  # one who lost the output has removed it since
+                self.folder.copy(name, aside)
         return aside
 
     def extend(self, plan: Plan) -> None:
@@ -136,19 +141,25 @@ class Writer(Output):
         """Mark the job as done."""
         staged = self.folder.stage(json.dumps({"job": self.state.job}).encode(), self.prefix)
         self._append({"kind": "done", "staged": staged})
-        self.folder.move(staged, SUCCESS)
+        self._move(staged, SUCCESS)
+        self._marked = True
 
     def settle(self) -> None:
         """Do what earlier owners left undone, and find out which files are gone or damaged: their rows are missing."""
         shown, sizes = self.folder.sizes(), self.state.sizes()
+        self._marked = SUCCESS in shown
+        if self.state.done is None:
+            self._withdraw()  # before anything goes that it speaks of
         dead = [n for n in shown if self._given(n) and n not in sizes]
         self.folder.each(self.folder.remove, dead)
         self.folder.each(self._show, [n for n in sizes if n not in shown])
-        self._mark(SUCCESS in shown)
         lost = [n for n in sizes if shown.get(n) != sizes[n] and self.folder.size(n) != sizes[n]]
+        self._end_moves(shown, bool(lost))
         if lost:
             self.lost = sum(s.rows for name in lost for s in self.state.summaries(name))
             self.commit([], lost)
+        elif self.state.done is not None and not self._marked:
+            self._mark(self.state.done)
 
     def adopt(self, read: Callable[[Folder, str], tuple[str, File] | None]) -> None:
         """Take over what earlier owners' actors staged for this job and nobody committed.
@@ -160,8 +171,9 @@ class Writer(Output):
             job, file = read(self.folder, name) or (None, None)
             if file and job == self.state.job and not any(self._held(s, found) for s in file.chunks):
                 own = f"{STAGED}/{self.prefix}-{uuid.uuid4().hex}"  # who lost the output may be removing the old name
-                self.folder.move(name, own)
-                found.append(replace(file, staged=own))
+                with suppress(FileNotFoundError):  # he has been quicker
+                    self.folder.move(name, own)
+                    found.append(replace(file, staged=own))
         if found:
             self.commit(found)
 
@@ -177,13 +189,19 @@ class Writer(Output):
         taken = any(mine == (s.shard, s.first) for f in others for s in f.chunks)
         return taken or bool(self.state.holders(*mine, chunk.rows))
 
-    def _mark(self, marked: bool) -> None:
-        self._marked = marked
-        if self.state.done is None:
-            self._withdraw()
-        elif not marked:
-            self._move(self.state.done, SUCCESS)
-            self._marked = True
+    def _end_moves(self, shown: Container[str], lost: bool) -> None:
+        """Remove what was copied and is still staged: who lost the output might copy it again when it is dead."""
+        here = {f"{STAGED}/{name}" for name in self.folder.names(STAGED)}
+        copied = {staged for name, staged in self.state.places() if name in shown}
+        if self._marked or lost:
+            copied.add(str(self.state.done))
+        self.folder.each(self.folder.remove, sorted(here & copied))
+
+    def _mark(self, staged: str) -> None:
+        self._move(staged, SUCCESS)
+        self._marked = True
+        if self.folder.size(SUCCESS) is None:  # one who had lost the output has removed it since
+            self.finish()
 
     def _withdraw(self) -> None:
         """Whoever waits for the marker does not look while rows are on their way."""
@@ -195,10 +213,8 @@ class Writer(Output):
         self._move(self.state.staged(name), name)
 
     def _move(self, name: str, new: str) -> None:
-        try:
+        with suppress(FileNotFoundError):  # it is there already, or `settle` of the next owner finds that it is gone
             self.folder.move(name, new)
-        except FileNotFoundError:  # it is there already, or `settle` of the next owner finds that it is gone
-            return
 
     def _refuse_twice(self, new: Sequence[File], old: set[str]) -> None:
         seen: dict[tuple[int, int], str] = {}

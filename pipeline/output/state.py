@@ -176,6 +176,10 @@ class State:
         """Names of the files, in the order of their rows."""
         return [name for (name,) in self._table.execute("SELECT name FROM file ORDER BY name")]
 
+    def places(self) -> Iterator[tuple[str, str]]:
+        """Every file's name, and the one before it was shown."""
+        return iter(self._table.execute("SELECT name, staged FROM file"))
+
     def staged(self, name: str) -> str:
         return str(self._one("SELECT staged FROM file WHERE name = ?", name))
 

@@ -62,7 +62,7 @@ def test_no_request_ends_the_engine_for_the_others(extreme: dict[str, Any]) -> N
     with EngineThread(engine()) as thread:
         good = [thread.submit(Request(i, [1 + i], max_new_tokens=9)) for i in range(3)]
         error = outcome(thread, extreme)
-        assert error is None or (isinstance(error, ValueError) and "expected" in str(error))
+        assert error is None or isinstance(error, ValueError), "refused in words, or decoded"
         later = thread.submit(Request("later", [5], max_new_tokens=9))
         for row, future in (*((1 + i, f) for i, f in enumerate(good)), (5, later)):
             assert future.result(timeout=60).tokens == ArithmeticModel.continuation([row], 9)

@@ -1,0 +1,402 @@
+"""Whoever works on one output at the same time, in whatever order, is killed or wakes up again: a reader of the folder
+never sees a row twice, a marker beside missing rows or rows of two jobs, and the next run completes the job.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from exspec.pipeline.errors import JobError
+from exspec.pipeline.output import DESCRIPTION, SUCCESS, BusyError, LostError, Output, Writer, read_output, take
+from exspec.pipeline.plan import Chunk, Plan, Shard
+from exspec.pipeline.state import File, Summary
+from exspec.pipeline.storage import STAGED, Folder
+from tests.pipeline import simulation
+from tests.pipeline.simulation import Halt, MemoryFolder, Request, Store
+
+SHARDS = [Shard(f"{n}.parquet", f"in/{n}.parquet", rows, 1, "") for n, rows in enumerate((4, 2, 2))]
+PLAN, EXTENDED = Plan(SHARDS[:2], 2), Plan(SHARDS, 2)
+Rows = frozenset[tuple[int, int]]  # shard and row
+
+
+class Refused(JobError):
+    """The output is not one that this process may work on."""
+
+
+class NoLease:
+    """Signs of life that nobody looks for."""
+
+    def __init__(self, folder: Folder, nonce: str) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+def dead(honest: bool) -> Callable[[Any, dict[str, Any]], bool]:
+    return lambda _, taken: not honest or bool(simulation.current.ask(("dead", taken["lease"][0])))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where programs run. honest: they take no living process for a dead one."""
+
+    local: bool = False
+    backwards: bool = False
+    honest: bool = False
+
+    def take(self, output: Output, action: str) -> Any:
+        return take(output, action, lease=NoLease, dead=dead(self.honest))
+
+    @property
+    def folder(self) -> Any:
+        return MemoryFolder("out", {"local": self.local, "backwards": self.backwards})
+
+
+def encoded(job: str, settings: str, chunks: list[Chunk], errors: bool) -> tuple[bytes, list[Summary]]:
+    """A file of chunks as bytes, and what it tells of them. The first row of all may be one with an error."""
+    rows = [(c.number, c.first + i) for c in chunks for i in range(c.rows)]
+    told = [[n, row, f"{settings}:{n}:{row}", errors and (n, row) == (0, 0)] for n, row in rows]
+    return json.dumps({"job": job, "rows": told}).encode(), [summary(c, errors) for c in chunks]
+
+
+def summary(chunk: Chunk, errors: bool) -> Summary:
+    wrong = int(errors and (chunk.number, chunk.first) == (0, 0))
+    return Summary(chunk.number, chunk.first, chunk.rows, wrong, 0, 0, [], [], 0, 0, {}, "", {}, 0.0, 0.0, 1)
+
+
+def stage(writer: Writer, chunks: list[Chunk], errors: bool) -> File:
+    settings = writer.state.description["settings"]
+    content, summaries = encoded(str(writer.state.job), settings, chunks, errors)
+    return File("", writer.folder.stage(content, writer.prefix), len(content), "", 1, summaries)
+
+
+def read_staged(folder: Folder, name: str) -> tuple[str, File] | None:
+    try:
+        content = folder.read(name)
+        told = json.loads(content)
+        rows = told["rows"]
+    except (FileNotFoundError, KeyError):
+        return None
+    firsts = [(n, row, wrong) for n, row, _, wrong in rows if row % 2 == 0]
+    chunks = [summary(Chunk(SHARDS[n], n, row, 2), wrong) for n, row, wrong in firsts]
+    return told["job"], File("", name, len(content), "", 1, chunks)
+
+
+def run(
+    place: Place,
+    settings: str = "one",
+    plan: Plan = PLAN,
+    errors: bool = False,
+    restart: bool = False,
+    retry: bool = False,
+    broken: bool = False,
+) -> str:
+    """errors: a row cannot be decoded. broken: is killed when parts are staged, and one is committed."""
+    output = Output(place.folder).read()
+    if not (restart or retry) and finished(output, plan):
+        return "complete"
+    with place.take(output, "run") as writer:
+        state = writer.state
+        fresh = restart or state.job is None
+        if not fresh:
+            if state.description["settings"] != settings:
+                raise Refused("the job has other settings")
+            plan = max(plan, state.plan, key=lambda p: len(p.shards))
+            writer.adopt(read_staged)
+        writer.sweep()
+        missing = list(plan.chunks() if fresh else plan.chunks(state.held()))
+        if restart and state.job is not None:
+            writer.set_aside()
+        if fresh:
+            writer.begin({"settings": settings}, plan)
+        else:
+            writer.extend(plan)
+        writer.folder.write(DESCRIPTION, settings.encode())
+        parts = [stage(writer, [chunk], errors) for chunk in missing[:2]]
+        if parts:
+            writer.commit(parts[:1])
+        if broken:
+            raise Halt
+        if parts := [*parts[1:], *(stage(writer, [chunk], errors) for chunk in missing[2:])]:
+            writer.commit(parts)
+        if retry:
+            mend(writer)
+        return finish(writer)
+
+
+def finished(output: Output, plan: Plan) -> bool:
+    state = output.state
+    if state.done is None or len(plan.shards) > len(state.plan.shards):
+        return False
+    sizes = output.folder.sizes()
+    return SUCCESS in sizes and all(sizes.get(name) == size for name, size in state.sizes().items())
+
+
+def mend(writer: Writer) -> None:
+    for chunk, name, _ in list(writer.state.chunks(errors=True)):
+        part, file = stage(writer, [chunk], False), writer.state.file(name)
+        if len(file.chunks) == 1:
+            writer.commit([part], [name])
+        else:
+            read_whole(writer, name)
+            whole = stage(writer, [chunk_of(s) for s in file.chunks], False)
+            writer.commit([whole], [name])
+            writer.folder.each(writer.folder.remove, [part.staged])
+
+
+def chunk_of(s: Summary) -> Chunk:
+    return Chunk(SHARDS[s.shard], s.shard, s.first, s.rows)
+
+
+def read_whole(writer: Writer, name: str) -> bytes:
+    content = writer.folder.read(name)
+    assert len(content) == writer.state.sizes()[name]
+    return content
+
+
+def finish(writer: Writer) -> str:
+    if not writer.state.complete:
+        return "left"
+    if writer.state.done is None:
+        writer.finish()
+    return "complete"
+
+
+def compact(place: Place) -> str:
+    with place.take(read_output(place.folder), "compact") as writer:
+        if not writer.state.complete:
+            raise Refused("rows are missing")
+        writer.sweep()
+        names = writer.state.names()
+        if len(names) > 1:
+            contents = [json.loads(read_whole(writer, name)) for name in names]
+            rows = [row for content in contents for row in content["rows"]]
+            content = json.dumps({"job": writer.state.job, "rows": rows}).encode()
+            staged = writer.folder.stage(content, writer.prefix)
+            writer.commit([File("", staged, len(content), "", 1, list(writer.state.summaries()))], names)
+        return finish(writer)
+
+
+def late_actor(place: Place) -> str:
+    """An actor whose owner died and who ends his part nevertheless. He read the identity of his job when he began."""
+    output = Output(place.folder).read()
+    if output.state.job is None or output.state.taken is None:
+        return "left"
+    chunk = Chunk(SHARDS[0], 0, 2, 2)
+    content, _ = encoded(output.state.job, output.state.description["settings"], [chunk], False)
+    place.folder.stage(content, f"{output.log.length:010d}")
+    return "left"
+
+
+PROGRAMS: dict[str, Callable[[Place], str]] = {
+    "run": run,
+    "other": partial(run, settings="two"),
+    "flaky": partial(run, errors=True),
+    "extended": partial(run, plan=EXTENDED),
+    "retry": partial(run, retry=True),
+    "restart": partial(run, settings="two", restart=True),
+    "again": partial(run, restart=True),
+    "compact": compact,
+    "actor": late_actor,
+    "broken": partial(run, broken=True),
+}
+STARTS: dict[str, tuple[str, ...]] = {
+    "empty": (),
+    "half": ("broken",),
+    "complete": ("flaky",),
+    "compacted": ("flaky", "compact"),
+}
+
+
+def started(start: str, place: Place) -> dict[str, bytes]:
+    files: dict[str, bytes] = {}
+    for n, name in enumerate(STARTS[start]):
+        simulation.alone("PQ"[n], partial(PROGRAMS[name], place), files)
+    return files
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a log tells, by an independent reading. shown: of every file its staged name and rows. plan: the rows to be.
+
+    marked: job and rows as of the last entry that said done. clean: chunks that were decoded without an error.
+    """
+
+    job: str = ""
+    settings: str = "one"
+    plan: Rows = frozenset()
+    shown: dict[str, tuple[str, Rows]] = field(default_factory=dict)
+    done: str = ""
+    marked: tuple[str, Rows] | None = None
+    owner: str = ""
+    clean: frozenset[tuple[int, int]] = frozenset()
+
+    @property
+    def rows(self) -> Rows:
+        return frozenset().union(*(rows for _, rows in self.shown.values()))
+
+    @property
+    def complete(self) -> bool:
+        return bool(self.job) and self.rows == self.plan
+
+    def then(self, entry: dict[str, Any]) -> "Told":
+        author, kind = entry["nonce"][0], entry["kind"]
+        if kind == "take":
+            return replace(self, owner=author)
+        assert author == self.owner, f"an entry ({kind}) of {author}, while the owner is {self.owner or 'nobody'}"
+        if kind == "end":
+            return replace(self, owner="")
+        if kind == "begin":
+            plan = rows_of(entry["plan"]["shards"])
+            return Told(entry["job"], entry["description"]["settings"], plan, marked=self.marked, owner=author)
+        if kind == "extend":
+            return replace(self, plan=self.plan | rows_of([s for _, s in entry["shards"]]), done="")
+        if kind == "done":
+            assert self.complete, "done, while rows are missing"
+            return replace(self, done=entry["staged"], marked=(self.job, self.plan))
+        assert kind == "swap"
+        return self._swapped(entry)
+
+    def _swapped(self, entry: dict[str, Any]) -> "Told":
+        shown, clean = dict(self.shown), set(self.clean)
+        for name in entry["old"]:
+            del shown[name]
+        for new in entry["new"]:
+            for s in new["chunks"]:
+                place = (s["shard"], s["first"])
+                assert not (s["errors"] and place in clean), f"{place} has an error again"
+                clean |= set() if s["errors"] else {place}
+            rows = frozenset((s["shard"], s["first"] + i) for s in new["chunks"] for i in range(s["rows"]))
+            assert not any(rows & other for _, other in shown.values()), f"rows of {new['name']} are told twice"
+            shown[new["name"]] = (new["staged"], rows)
+        return replace(self, shown=shown, clean=frozenset(clean), done="")
+
+
+def rows_of(shards: list[dict[str, Any]]) -> Rows:
+    return frozenset((int(s["name"][0]), row) for s in shards for row in range(s["rows"]))
+
+
+class Invariants:
+    """What has to hold of the content of a store, of every change of it, and of those who end."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.mended = 0
+        self._told: dict[tuple[bytes, ...], Told] = {(): Told()}
+        self._files: dict[bytes, tuple[str, list[list[Any]]]] = {}
+        self._asides: set[Store] = set()
+
+    def told(self, entries: tuple[bytes, ...]) -> Told:
+        if entries not in self._told:
+            self._told[entries] = self.told(entries[:-1]).then(json.loads(entries[-1]))
+        return self._told[entries]
+
+    def file(self, content: bytes) -> tuple[str, list[list[Any]]]:
+        if content not in self._files:
+            loaded = json.loads(content)
+            self._files[content] = (loaded["job"], loaded["rows"])
+        return self._files[content]
+
+    def changed(self, before: Store, request: Request, after: Store, letter: str) -> None:
+        """No file comes that the log does not tell of, and none goes that it does; then what a reader sees."""
+        told = self.told(entries(after))
+        there, here = dict(before), dict(after)
+        for path in sorted(there.keys() ^ here.keys()):
+            folder, _, name = path.partition("/")
+            if folder != "out" or "/" in name:
+                continue
+            if name == SUCCESS:
+                assert path in there or told.done, "the marker comes, and the log does not say done"
+                owner = letter == told.owner
+                assert path in here or not told.done or not owner, "the owner removes the marker of what is done"
+            elif name[0] == "_":
+                continue
+            elif path in here:
+                assert name in told.shown, f"{name} comes, which the log does not tell of"
+            else:
+                assert name not in told.shown, f"{name} goes, which the log tells of"
+        for name, (staged, _) in told.shown.items():
+            assert f"out/{name}" in here or f"out/{staged}" in here, f"{name} is nowhere"
+        for folder in {path.partition("/")[0] for path in here}:
+            self.read(after, folder)
+
+    def read(self, store: Store, folder: str) -> list[list[Any]]:
+        """The rows that a reader of a folder sees."""
+        files = {p[len(folder) + 1 :]: content for p, content in store if p.startswith(f"{folder}/")}
+        found = [self.file(content) for name, content in sorted(files.items()) if name[0] not in "_."]
+        rows = [row for _, rows in found for row in rows]
+        places = [(shard, row) for shard, row, _, _ in rows]
+        assert len(set(places)) == len(places), f"{folder}: rows twice"
+        jobs = {job for job, _ in found}
+        assert len(jobs) < 2, f"{folder}: rows of jobs {jobs}"
+        if SUCCESS in files:
+            marked = self.told(entries(store, folder)).marked
+            assert marked is not None, f"{folder}: a marker, and the log does not say done"
+            assert marked == (min(jobs, default=""), frozenset(places)), f"{folder}: a marker, and rows are missing"
+        return rows
+
+    def ended(self, store: Store, letter: str, ended: tuple[str, Any]) -> None:
+        """Who says that the job is complete tells the truth, and nobody loses an output that nobody took."""
+        log = entries(store)
+        kinds = [(json.loads(e)["kind"], json.loads(e)["nonce"][0]) for e in log]
+        took = kinds.index(("take", letter)) if ("take", letter) in kinds else len(log)
+        lost = next((n for n in range(took + 1, len(log)) if kinds[n][0] == "take"), len(log))
+        how, what = ended
+        if how == "returned":
+            ends = [lost] if took < lost else range(len(log) + 1)  # who found it so never took it
+            then = [self.told(log[:end]) for end in ends]
+            assert what == "left" or any(t.done and t.complete for t in then), f"{letter} says complete, and it was not"
+            if what == "complete" and "begin" in {kind for kind, _ in kinds[took:lost]}:
+                self.check_aside(store, self.told(log[:took]).job)
+        elif how == "LostError":
+            assert lost < len(log), f"{letter} lost the output to nobody: {what}"
+        elif how not in ("Refused", "BusyError", "ConnectionError") and "holds no job" not in what:
+            assert lost < len(log), f"{letter}, the owner, ended with {how}: {what}"
+
+    def check_aside(self, store: Store, job: str) -> None:
+        """A job that was set aside is whole, and can be resumed there."""
+        for folder in {path.partition("/")[0] for path, _ in store if job and f"-{job[:8]}/" in path}:
+            files = {f"out{p[len(folder) :]}": content for p, content in store if p.startswith(f"{folder}/")}
+            aside = tuple(sorted(files.items()))
+            if aside not in self._asides:
+                self._asides.add(aside)
+                self.left(aside)
+
+    def left(self, store: Store) -> None:
+        """Whatever is left, one more run completes the job, and a compaction after it leaves nothing behind."""
+        self.mended += 1
+        before, files = self.told(entries(store)), dict(store)
+        ended = simulation.alone("X", partial(run, self.place, before.settings), files)
+        assert ended == ("returned", "complete"), f"the next run: {ended}"
+        self.check_whole(files, before)
+        ended = simulation.alone("Y", partial(compact, self.place), files)
+        assert ended == ("returned", "complete"), f"the next compaction: {ended}"
+        self.check_whole(files, before)
+        staged = [path for path in files if path.startswith(f"out/{STAGED}/")]
+        assert not staged, f"left behind: {staged}"
+
+    def check_whole(self, files: dict[str, bytes], before: Told) -> None:
+        store = tuple(sorted(files.items()))
+        told, rows = self.told(entries(store)), self.read(store, "out")
+        assert f"out/{SUCCESS}" in files, "no marker after the next run"
+        assert told.job == before.job or not before.job, "the next run began another job"
+        assert {(shard, row) for shard, row, _, _ in rows} == told.plan >= before.plan
+        assert all(value == f"{before.settings}:{shard}:{row}" for shard, row, value, _ in rows), "wrong values"
+        wrong = {(shard, row - row % 2) for shard, row, _, error in rows if error}
+        assert not wrong & before.clean, f"an error came back over {wrong}"
+
+
+def entries(store: Store, folder: str = "out") -> tuple[bytes, ...]:
+    below = f"{folder}/_log/"
+    return tuple(content for path, content in store if path.startswith(below))
+
+
+@pytest.fixture(autouse=True)
+def _imitated() -> Iterator[None]:
+    with simulation.imitated():
+        yield
