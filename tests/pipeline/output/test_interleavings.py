@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.output import DESCRIPTION, SUCCESS, BusyError, LostError, Output, Writer, read_output, take
-from exspec.pipeline.plan import Chunk, Plan, Shard
-from exspec.pipeline.state import File, Summary
+from exspec.pipeline.input.plan import Chunk, Plan, Shard
+from exspec.pipeline.output.owner import DESCRIPTION, SUCCESS, Output, Writer, read_output, take
+from exspec.pipeline.output.state import File, Summary
 from exspec.pipeline.storage import STAGED, Folder
-from tests.pipeline import simulation
-from tests.pipeline.simulation import Halt, MemoryFolder, Request, Store
+from tests.pipeline.output import simulation
+from tests.pipeline.output.simulation import Halt, MemoryFolder, Request, Store
 
 SHARDS = [Shard(f"{n}.parquet", f"in/{n}.parquet", rows, 1, "") for n, rows in enumerate((4, 2, 2))]
 PLAN, EXTENDED = Plan(SHARDS[:2], 2), Plan(SHARDS, 2)

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 from unittest import mock
 
 from exspec.pipeline import log, output, state
-from exspec.pipeline.state import TABLES
+from exspec.pipeline.output.state import TABLES
 from exspec.pipeline.storage import STAGED
 
 T = TypeVar("T")
@@ -389,9 +389,7 @@ class Explored:
     stores: int = 0
 
     def __add__(self, other: "Explored") -> "Explored":
-        return Explored(
-            self.moments + other.moments, self.schedules + other.schedules, self.stores + other.stores
-        )
+        return Explored(self.moments + other.moments, self.schedules + other.schedules, self.stores + other.stores)
 
 
 Link = tuple[Any, str] | None
@@ -473,7 +471,9 @@ class Explorer:
         node = at.nodes[i]
         assert node.request is not None
         if node.request[0] == "dead":
-            return Step(at.store, self.world.step(node, self.world.value(self._dead(at, node.request[1])), at.store), False)
+            return Step(
+                at.store, self.world.step(node, self.world.value(self._dead(at, node.request[1])), at.store), False
+            )
         step = node.steps.get(at.store)
         if step is None:
             store, answer = self.world.effect(at.store, node.request)
