@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -228,10 +229,9 @@ class Writer(Output):
     def _append(self, entry: Entry) -> None:
         entry = {"at": time.time()} | entry
         if not self.log.append(entry):
-            self.read()
-            taken = self.state.last
+            taken = next(copy(self.log).read(), {})  # its own log stays behind: a lost owner never finds a free number
             raise LostError(
-                f"{self.folder.url}: was taken over by {taken['action']} on {taken['host']}, for this process "
+                f"{self.folder.url}: was taken over by {taken.get('action')} on {taken.get('host')}, for this process "
                 f"gave no sign of life for {leases.PATIENCE:.0f} s; what it had committed is kept"
             )
         self.state.fold(entry)
@@ -269,8 +269,7 @@ def take(
             writer.settle()
             yield writer
         finally:
-            if (output.state.taken or {}).get("lease") == nonce:  # who lost it does not end the next owner's time
-                output.log.append({"kind": "end", "at": time.time()})
+            output.log.append({"kind": "end", "at": time.time()})
     finally:
         life.end()
 
