@@ -256,7 +256,7 @@ def finished(output: Output, plan: Plan) -> bool:
     if output.state.done is None or not output.state.plan.same(plan):
         return False
     sizes = output.folder.sizes()
-    return SUCCESS in sizes and all(sizes.get(name) == size for name, size in output.state.sizes().items())
+    return SUCCESS in sizes and all(sizes.get(name) == size for name, size in output.state.sizes())
 
 
 class _Run:

@@ -95,7 +95,7 @@ class _Source:
 
 
 def _sources(writer: Writer, names: list[str], target: int) -> Iterator[_Source]:
-    folder, sizes = writer.folder, writer.state.sizes()
+    folder, sizes = writer.folder, dict(writer.state.sizes())
 
     def load(file: File) -> _Source:
         if len(file.chunks) > 1 or file.size >= target:

@@ -17,7 +17,7 @@ READ_AHEAD = 64 << 20  # bytes of files that are read before they are asked for
 
 def tables(output: Output, columns: list[str] | None) -> Iterator[pa.Table]:
     """Columns, or all, of the files of a job in the order of their rows; of a large file a row group at a time."""
-    folder, shown, sizes = output.folder, output.folder.names(), output.state.sizes()
+    folder, shown, sizes = output.folder, output.folder.names(), dict(output.state.sizes())
 
     def read(name: str) -> Iterator[pa.Table]:
         place = name if name in shown else output.place(name)

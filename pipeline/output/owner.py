@@ -147,14 +147,14 @@ class Writer(Output):
 
     def settle(self) -> None:
         """Do what earlier owners left undone, and find out which files are gone or damaged: their rows are missing."""
-        shown, sizes = self.folder.sizes(), self.state.sizes()
+        shown = self.folder.sizes()
         self._marked = SUCCESS in shown
         if self.state.done is None:
             self._withdraw()  # before anything goes that it speaks of
-        dead = [n for n in shown if self._given(n) and n not in sizes]
+        dead = [n for n in shown if self._given(n) and not self.state.has(n)]
         self.folder.each(self.folder.remove, dead)
-        self.folder.each(self._show, [n for n in sizes if n not in shown])
-        lost = [n for n in sizes if shown.get(n) != sizes[n] and self.folder.size(n) != sizes[n]]
+        self.folder.each(self._show, [n for n, _ in self.state.sizes() if n not in shown])
+        lost = [n for n, size in self.state.sizes() if shown.get(n) != size and self.folder.size(n) != size]
         self._end_moves(shown, bool(lost))
         if lost:
             self.lost = sum(s.rows for name in lost for s in self.state.summaries(name))
@@ -193,7 +193,7 @@ class Writer(Output):
     def _end_moves(self, shown: Container[str], lost: bool) -> None:
         """Remove what was copied and is still staged: who lost the output might copy it again when it is dead."""
         here = {f"{STAGED}/{name}" for name in self.folder.names(STAGED)}
-        copied = {staged for name, staged in self.state.places() if name in shown}
+        copied = {staged for name, staged in self.state.places() if staged in here and name in shown}
         if self._marked or lost:
             copied.add(str(self.state.done))
         self.folder.each(self.folder.remove, sorted(here & copied))

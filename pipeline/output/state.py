@@ -168,9 +168,13 @@ class State:
         asked = "SELECT file FROM chunk WHERE shard = ? AND first < ? AND first + rows > ?"
         return {name for (name,) in self._table.execute(asked, (shard, first + rows, first))}
 
-    def sizes(self) -> dict[str, int]:
-        """Bytes of the files by name."""
-        return dict(self._table.execute("SELECT name, size FROM file"))
+    def sizes(self) -> Iterator[tuple[str, int]]:
+        """Every file's name and bytes."""
+        return iter(self._table.execute("SELECT name, size FROM file"))
+
+    def has(self, name: str) -> bool:
+        """Whether a file is the job's."""
+        return bool(self._one("SELECT count(*) FROM file WHERE name = ?", name))
 
     def names(self) -> list[str]:
         """Names of the files, in the order of their rows."""

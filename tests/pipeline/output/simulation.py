@@ -21,7 +21,8 @@ from random import Random
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 from unittest import mock
 
-from exspec.pipeline import log, output, state
+from exspec.pipeline.output import log, state
+from exspec.pipeline.output import owner as output
 from exspec.pipeline.output.state import TABLES
 from exspec.pipeline.storage import STAGED
 
