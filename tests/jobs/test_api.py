@@ -57,15 +57,6 @@ def test_a_dataset_comes_back_as_a_dataset(pair: dict[str, str], tmp_path: Path)
     assert rows == dict(enumerate(expected(pair)))
 
 
-class BreaksOff:
-    """Fails in the block that holds the last key."""
-
-    def __call__(self, block: pa.Table) -> pa.Table:
-        if ROWS - 1 in block["key"].to_pylist():
-            raise OSError("no room is left")
-        return block
-
-
 @pytest.mark.usefixtures("ray_session")
 def test_a_dataset_of_which_some_rows_were_never_written_is_no_input(pair: dict[str, str], tmp_path: Path) -> None:
     """Its first blocks were there once, and a later run took them for the whole."""
@@ -74,7 +65,7 @@ def test_a_dataset_of_which_some_rows_were_never_written_is_no_input(pair: dict[
     whole = ray.data.from_arrow([table().slice(i, 7) for i in (0, 7, 14)])
     ray.data.DataContext.get_current().execution_options.preserve_order = True
     with pytest.raises(Exception, match="no room is left"):
-        generate(whole.map_batches(BreaksOff(), batch_format="pyarrow"), str(tmp_path), **pair, **SHAPE)
+        generate(whole.map_batches(jobs.BreaksOff(ROWS - 1), batch_format="pyarrow"), str(tmp_path), **pair, **SHAPE)
     # The block that failed may have been the first to be written; here another one was.
     if not list(tmp_path.glob("input/*.parquet")):
         table().slice(0, 7).to_pandas().to_parquet(tmp_path / "input" / "0.parquet")

@@ -142,6 +142,18 @@ class RefusingLoader(ArithmeticLoader):
         return engine, words
 
 
+class BreaksOff:
+    """Fails in the block that holds a key."""
+
+    def __init__(self, key: int) -> None:
+        self.key = key
+
+    def __call__(self, block: pa.Table) -> pa.Table:
+        if self.key in block["key"].to_pylist():
+            raise OSError("no room is left")
+        return block
+
+
 def job(pair: tuple[str, str], source: Any, output: Any, **settings: Any) -> Job:
     return Job(**{
         "target": pair[0], "draft": pair[1], "input": [str(source)], "output": str(output), "rows_per_chunk": 8,
