@@ -37,11 +37,11 @@ from exspec.pipeline.output.state import State
 from exspec.pipeline.progress import Progress
 from exspec.pipeline.secrets import anonymous
 from exspec.pipeline.shape import LONGEST, Settled, Shape, sample, settle, shape_of, stored_shape
-from exspec.pipeline.storage import PROBES, Folder
+from exspec.pipeline.storage import PROBE, Folder
 from exspec.pipeline.weights import local_model, model_digest, resolved
 
 COLUMNS = ("id_column", "max_new_tokens_column", "temperature_column", "seed_column", "stop_column")
-PROBE = 1 << 20  # bytes that an output must have room for
+ROOM = 1 << 20  # bytes that an output must have room for
 T = TypeVar("T")
 
 
@@ -141,8 +141,8 @@ def _open(folder: Folder) -> Output:
 
 
 def _probe(folder: Folder) -> None:
-    probe = f"{PROBES}/{time.time_ns()}"
-    folder.write(probe, bytes(PROBE))  # as large as a part may be
+    probe = f"{PROBE}-{time.time_ns()}"
+    folder.write(probe, bytes(ROOM))  # as large as a part may be
     folder.remove(probe)
     folder.check_create()
 

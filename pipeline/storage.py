@@ -22,7 +22,7 @@ from exspec.pipeline.errors import JobError
 
 T = TypeVar("T")
 STREAMS = 16  # files worked on at once
-STAGED, PROBES = "_staged", "_staged/probes"  # below a folder; readers of Parquet folders pass over such names
+STAGED, PROBE = "_staged", "_probe"  # a folder below, and what names of trials begin with; readers pass over both
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"}
 PATIENCE = 180  # seconds of trying again
 PERMANENT = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
@@ -164,7 +164,7 @@ class Folder:
 
     def check_create(self) -> None:
         """Raises JobError where the store lets two writers create one file: then nothing keeps two runs apart."""
-        name = f"{PROBES}/{uuid.uuid4().hex}"
+        name = f"{PROBE}-{uuid.uuid4().hex}"
         try:
             if not self.create(name, b"first") or self.create(name, b"second") or self.read(name) != b"first":
                 raise JobError(

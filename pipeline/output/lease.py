@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from exspec.pipeline.output.log import LOG
-from exspec.pipeline.storage import PROBES, Folder
+from exspec.pipeline.storage import PROBE, Folder
 
 BEAT = 5.0  # seconds between two signs of life
 PATIENCE = 60.0  # seconds without one, after which an owner is dead
@@ -97,7 +97,7 @@ def _sign(folder: Folder, name: str) -> bytes | None:
 
 def _silent(folder: Folder, name: str) -> float:
     """Seconds since the last sign, by the store's own clock; 0 where it has none."""
-    probe = f"{PROBES}/clock-{os.getpid()}"
+    probe = f"{PROBE}-clock-{os.getpid()}"
     folder.write(probe, b"")
     try:
         now, then = folder.modified(probe), folder.modified(name)

@@ -80,7 +80,7 @@ def test_labels_with_gold_review_report_and_audit(messages: Path, tmp_path: Path
         (24, 24)
     ] * 2
     part = sorted(out.glob("part-*"))[1]
-    table = pq.read_table(part)
+    content, table = part.read_bytes(), pq.read_table(part)
     labels = table["label_urgency"].to_pylist()
     labels[3] = "low" if labels[3] != "low" else "high"
     place = table.schema.get_field_index("label_urgency")
@@ -91,6 +91,8 @@ def test_labels_with_gold_review_report_and_audit(messages: Path, tmp_path: Path
     assert difference["id"] == table["id"][3].as_py()
     assert json.loads(difference["stored"]) == {"label_urgency": labels[3]}
 
+    part.write_bytes(content)
+    assert call("report", str(out)).exit_code == 0
     before = json.loads((out / "_report.json").read_text())["answers"]
     assert call("compact", str(out)).exit_code == 0
     assert len(list(out.glob("part-*"))) == 1
