@@ -27,6 +27,8 @@ from exspec.jobs.wheel import build_wheel
 from exspec.pipeline.errors import JobError
 from tests.jobs.cluster import Head, ray_head
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 EXSPEC = str(Path(sys.executable).with_name("exspec"))
 ROWS, SECRET = 32, "kept-to-itself"

@@ -37,6 +37,8 @@ from tests.k8s.manifests import (
     pod_templates,
 )
 
+pytestmark = pytest.mark.slow
+
 ROWS = 96
 TOKEN = "a-token-of-this-test-and-no-other"
 HEAD, WORKER = "127.0.0.2", "127.0.0.3"  # Ray takes 127.0.0.1 for the address of the host

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 STARTED = """
 import ipaddress, json, os, subprocess, sys
 import psutil, ray

@@ -6,7 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.pipeline import jobs
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 
