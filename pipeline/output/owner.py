@@ -83,6 +83,7 @@ class Writer(Output):
         self.epoch = self.log.length
         self.lost = 0  # rows that were in files which are gone or damaged
         self._marked = True
+        self._aside: Folder | None = None
 
     @property
     def prefix(self) -> str:
@@ -91,26 +92,34 @@ class Writer(Output):
 
     def begin(self, description: dict[str, Any], plan: Plan) -> None:
         """Make this the output of a new job; what another one wrote into it is removed."""
-        old = self.state.names()
+        old, marked = self.state.names(), self._marked
         job = uuid.uuid4().hex
         self._append({"kind": "begin", "job": job, "description": description, "plan": plan_to_json(plan)})
+        if self._aside is not None and marked:
+            self._copy(SUCCESS, self._aside)  # only now: who lost the output does not come so far
         self._withdraw()
         self.folder.each(self.folder.remove, [*old, *BESIDE] if old else [])
 
     def set_aside(self) -> Folder:
-        """Copy the job into a folder beside this one, where it can be read and resumed; the same one at every try."""
+        """Copy the job into a folder beside this one, where it can be read and resumed; the same one at every try.
+
+        Its marker follows when another job begins.
+        """
         began = time.strftime("%Y%m%d-%H%M%S", time.gmtime(self.state.began))
         aside = Folder(f"{self.folder.url}-before-{began}-{str(self.state.job)[:8]}", self.folder.options)
         names, there = self.state.names(), self.folder.names()
         beside = [name for name in BESIDE if name in there]
-        aside.remove(SUCCESS)  # of an earlier try, after which others went on here; now it comes last
-        aside.each(aside.remove, aside.names() - {*names, *beside})
+        aside.each(aside.remove, aside.names() - {*names, *beside})  # of an earlier try, after which others went on
         log = [entry_name(n) for n in range(1, self.epoch)]
         self.folder.each(lambda name: self.folder.copy(name, aside), [*names, *log])
-        for name in [*beside, *([SUCCESS] if self.state.done is not None else [])]:
-            with suppress(FileNotFoundError):  # one who lost the output has removed it since
-                self.folder.copy(name, aside)
+        for name in beside:
+            self._copy(name, aside)
+        self._aside = aside
         return aside
+
+    def _copy(self, name: str, aside: Folder) -> None:
+        with suppress(FileNotFoundError):  # one who lost the output has removed it since
+            self.folder.copy(name, aside)
 
     def extend(self, plan: Plan) -> None:
         """Add what has come to the plan, and shards as they are found now; nothing where there is no change."""
