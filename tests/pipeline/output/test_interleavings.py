@@ -2,28 +2,44 @@
 never sees a row twice, a marker beside missing rows or rows of two jobs, and the next run completes the job.
 """
 
+import inspect
 import json
+import textwrap
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import combinations_with_replacement
+from random import Random
+from types import FunctionType
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Chunk, Plan, Shard
+from exspec.pipeline.output.log import Log
 from exspec.pipeline.output.owner import DESCRIPTION, SUCCESS, Output, Writer, read_output, take
 from exspec.pipeline.output.state import File, Summary
 from exspec.pipeline.storage import STAGED, Folder
 from tests.pipeline.output import simulation
-from tests.pipeline.output.simulation import Halt, MemoryFolder, Request, Store
+from tests.pipeline.output.simulation import (
+    Explored,
+    Explorer,
+    MemoryFolder,
+    Moment,
+    Store,
+    ViolationError,
+    World,
+)
 
 SHARDS = [Shard(f"{n}.parquet", f"in/{n}.parquet", rows, 1, "") for n, rows in enumerate((4, 2, 2))]
 PLAN, EXTENDED = Plan(SHARDS[:2], 2), Plan(SHARDS, 2)
 Rows = frozenset[tuple[int, int]]  # shard and row
 
 
-class Refused(JobError):
+class RefusedError(JobError):
     """The output is not one that this process may work on."""
 
 
@@ -95,8 +111,11 @@ def run(
     restart: bool = False,
     retry: bool = False,
     broken: bool = False,
+    hasty: bool = False,
 ) -> str:
-    """errors: a row cannot be decoded. broken: is killed when parts are staged, and one is committed."""
+    """errors: a row cannot be decoded. broken: is killed when parts are staged, and one is committed. hasty: does not
+    look for what others staged.
+    """
     output = Output(place.folder).read()
     if not (restart or retry) and finished(output, plan):
         return "complete"
@@ -105,10 +124,11 @@ def run(
         fresh = restart or state.job is None
         if not fresh:
             if state.description["settings"] != settings:
-                raise Refused("the job has other settings")
+                raise RefusedError("the job has other settings")
             plan = max(plan, state.plan, key=lambda p: len(p.shards))
             writer.adopt(read_staged)
-        writer.sweep()
+        if not hasty:
+            writer.sweep()
         missing = list(plan.chunks() if fresh else plan.chunks(state.held()))
         if restart and state.job is not None:
             writer.set_aside()
@@ -118,15 +138,22 @@ def run(
             writer.extend(plan)
         writer.folder.write(DESCRIPTION, settings.encode())
         parts = [stage(writer, [chunk], errors) for chunk in missing[:2]]
-        if parts:
-            writer.commit(parts[:1])
-        if broken:
-            raise Halt
-        if parts := [*parts[1:], *(stage(writer, [chunk], errors) for chunk in missing[2:])]:
-            writer.commit(parts)
+        try:
+            flush(writer, parts, 1)
+            if broken:
+                simulation.halt()
+            parts += [stage(writer, [chunk], errors) for chunk in missing[2:]]
+        finally:  # as the collector of what actors staged does
+            flush(writer, parts, 3)
         if retry:
             mend(writer)
         return finish(writer)
+
+
+def flush(writer: Writer, parts: list[File], most: int) -> None:
+    if parts:
+        writer.commit(parts[:most])
+        del parts[:most]
 
 
 def finished(output: Output, plan: Plan) -> bool:
@@ -134,7 +161,7 @@ def finished(output: Output, plan: Plan) -> bool:
     if state.done is None or len(plan.shards) > len(state.plan.shards):
         return False
     sizes = output.folder.sizes()
-    return SUCCESS in sizes and all(sizes.get(name) == size for name, size in state.sizes().items())
+    return SUCCESS in sizes and all(sizes.get(name) == size for name, size in state.sizes())
 
 
 def mend(writer: Writer) -> None:
@@ -155,7 +182,7 @@ def chunk_of(s: Summary) -> Chunk:
 
 def read_whole(writer: Writer, name: str) -> bytes:
     content = writer.folder.read(name)
-    assert len(content) == writer.state.sizes()[name]
+    assert len(content) == writer.state.file(name).size
     return content
 
 
@@ -170,7 +197,7 @@ def finish(writer: Writer) -> str:
 def compact(place: Place) -> str:
     with place.take(read_output(place.folder), "compact") as writer:
         if not writer.state.complete:
-            raise Refused("rows are missing")
+            raise RefusedError("rows are missing")
         writer.sweep()
         names = writer.state.names()
         if len(names) > 1:
@@ -201,6 +228,7 @@ PROGRAMS: dict[str, Callable[[Place], str]] = {
     "retry": partial(run, retry=True),
     "restart": partial(run, settings="two", restart=True),
     "again": partial(run, restart=True),
+    "hasty": partial(run, settings="two", restart=True, hasty=True),
     "compact": compact,
     "actor": late_actor,
     "broken": partial(run, broken=True),
@@ -282,10 +310,13 @@ def rows_of(shards: list[dict[str, Any]]) -> Rows:
 
 
 class Invariants:
-    """What has to hold of the content of a store, of every change of it, and of those who end."""
+    """What has to hold of the content of a store, of every change of it, and of those who end.
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
+    faulty: the store may fail, and so may its users.
+    """
+
+    def __init__(self, place: Place, faulty: bool) -> None:
+        self.place, self.faulty = place, faulty
         self.mended = 0
         self._told: dict[tuple[bytes, ...], Told] = {(): Told()}
         self._files: dict[bytes, tuple[str, list[list[Any]]]] = {}
@@ -302,7 +333,7 @@ class Invariants:
             self._files[content] = (loaded["job"], loaded["rows"])
         return self._files[content]
 
-    def changed(self, before: Store, request: Request, after: Store, letter: str) -> None:
+    def changed(self, before: Store, after: Store, letter: str) -> None:
         """No file comes that the log does not tell of, and none goes that it does; then what a reader sees."""
         told = self.told(entries(after))
         there, here = dict(before), dict(after)
@@ -353,9 +384,14 @@ class Invariants:
             assert what == "left" or any(t.done and t.complete for t in then), f"{letter} says complete, and it was not"
             if what == "complete" and "begin" in {kind for kind, _ in kinds[took:lost]}:
                 self.check_aside(store, self.told(log[:took]).job)
+        elif self.faulty:
+            assert how in ("ConnectionError", "FileNotFoundError", "JobError", "RefusedError", "LostError"), (
+                f"{how}: {what}"
+            )
         elif how == "LostError":
             assert lost < len(log), f"{letter} lost the output to nobody: {what}"
-        elif how not in ("Refused", "BusyError", "ConnectionError") and "holds no job" not in what:
+            assert not self.place.honest, f"{letter} lives, and lost the output"
+        elif how not in ("RefusedError", "BusyError") and "holds no job" not in what:
             assert lost < len(log), f"{letter}, the owner, ended with {how}: {what}"
 
     def check_aside(self, store: Store, job: str) -> None:
@@ -396,7 +432,216 @@ def entries(store: Store, folder: str = "out") -> tuple[bytes, ...]:
     return tuple(content for path, content in store if path.startswith(below))
 
 
-@pytest.fixture(autouse=True)
-def _imitated() -> Iterator[None]:
+@dataclass(frozen=True)
+class Case:
+    """Programs that begin together on what others have left. every: see `Explorer`."""
+
+    start: str
+    programs: tuple[str, ...]
+    place: Place = Place()
+    switches: int = -1
+    faults: int = 0
+    kills: bool = False
+    every: int = 10
+
+    def began(self) -> tuple[Explorer, Moment]:
+        world = World([partial(PROGRAMS[name], self.place) for name in self.programs])
+        store = world.store(started(self.start, self.place))
+        explorer = Explorer(world, Invariants(self.place, self.faults > 0), self.place.honest, self.kills, self.every)
+        return explorer, Moment(store, world.start(store), (), self.faults, self.switches)
+
+    def explore(self) -> Explored:
+        """Every schedule. The message of a violation is what `replay` takes."""
+        with simulation.imitated(), self.told():
+            explorer, moment = self.began()
+            return explorer.all(moment)
+
+    def walk(self, seed: int, walks: int) -> Explored:
+        """Schedules at random."""
+        with simulation.imitated(), self.told():
+            explorer, moment = self.began()
+            for n in range(walks):
+                explorer.one(moment, Random(f"{seed}, {n}"))
+            return Explored(0, walks, 0)
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        try:
+            yield
+        except ViolationError as error:
+            raise ViolationError(f"{self!r} {error}") from error
+
+
+def replay(case: Case, schedule: str) -> None:
+    """Print the steps of a schedule, as a violation tells it, up to the violation."""
     with simulation.imitated():
-        yield
+        explorer, moment = replace(case, every=1).began()
+        explorer.replay(moment, schedule)
+
+
+DISK, OBJECTS = Place(local=True), Place()
+NAMES = ("run", "other", "extended", "retry", "restart", "compact")
+PAIRS = list(combinations_with_replacement(NAMES, 2))
+
+
+@pytest.mark.parametrize("place", [DISK, OBJECTS], ids=["disk", "objects"])
+@pytest.mark.parametrize("start", STARTS)
+def test_two_at_once_with_two_switches(start: str, place: Place) -> None:
+    """One pauses or is killed anywhere, the other too, and the first goes on; and the next run after each of these."""
+    found = sum((Case(start, pair, place, switches=2, every=20).explore() for pair in PAIRS), Explored())
+    print(found)
+    assert found.schedules > 9000
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("half", ("run", "run"), DISK, every=50),
+        Case("complete", ("retry", "compact"), DISK, every=50),
+        Case("complete", ("extended", "run"), OBJECTS, every=50),
+        Case("complete", ("compact", "compact"), OBJECTS, every=50),
+    ],
+    ids=lambda case: f"{case.start}-{'-'.join(case.programs)}",
+)
+def test_every_order_of_two(case: Case) -> None:
+    found = case.explore()
+    print(found)
+    assert found.schedules > 500_000
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("half", ("run", "run", "compact"), OBJECTS, switches=2, every=50),
+        Case("complete", ("compact", "run", "extended"), OBJECTS, switches=2, every=50),
+        Case("complete", ("retry", "retry", "restart"), OBJECTS, switches=2, every=50),
+        Case("half", ("run", "actor", "extended"), OBJECTS, switches=2, every=50),
+    ],
+    ids=lambda case: f"{case.start}-{'-'.join(case.programs)}",
+)
+def test_three_at_once(case: Case) -> None:
+    found = case.explore()
+    print(found)
+    assert found.schedules > 5000
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_a_store_that_fails_once(start: str) -> None:
+    """An answer is lost, or a request comes late, or twice: anywhere, with another at work."""
+    pairs = [("extended", "run"), ("retry", "compact")]
+    found = sum((Case(start, pair, switches=1, faults=1, every=50).explore() for pair in pairs), Explored())
+    print(found)
+    assert found.schedules > 20_000
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_nobody_who_lives_loses_an_output(start: str) -> None:
+    """Where no living process is taken for dead, though one is killed anywhere."""
+    pairs = [("run", "run"), ("extended", "compact"), ("retry", "restart")]
+    place = Place(honest=True)
+    found = sum((Case(start, pair, place, switches=1, kills=True, every=50).explore() for pair in pairs), Explored())
+    print(found)
+    assert found.schedules > 20_000
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_many_at_random(seed: int) -> None:
+    """Three or four, with kills, those who wake up again, and a store that fails."""
+    random = Random(seed)
+    names = [*NAMES, "actor", "flaky", "again"]
+    for n in range(10):
+        programs = tuple(random.choices(names, k=random.choice([3, 4])))
+        place = Place(random.random() < 0.3, random.random() < 0.5)
+        case = Case(random.choice(list(STARTS)), programs, place, faults=0 if place.local else 2, kills=True)
+        case.walk(1000 * seed + n, 20)
+
+
+RUNS = Case("half", ("run", "run"), DISK, switches=2, every=1)
+RETRY = Case("complete", ("retry", "run"), DISK, switches=2, every=1)
+RESTART = Case("complete", ("restart", "run"), DISK, switches=2, every=1)
+ADOPTED = Case("half", ("restart", "run"), DISK, switches=2, every=1)
+
+
+@dataclass(frozen=True)
+class Sabotage:
+    """A text in the source of a function, and what to write instead; and where it has to be seen."""
+
+    where: Any
+    name: str
+    before: str
+    after: str
+    case: Case
+
+    def __str__(self) -> str:
+        return f"{self.name}: {' '.join(self.before.split())[:40]}"
+
+    @contextmanager
+    def done(self) -> Iterator[None]:
+        there, function = {}, getattr(self.where, self.name)
+        source = textwrap.dedent(inspect.getsource(function))
+        assert source.count(self.before) == 1, f"{self.name} has changed; write the sabotage anew"
+        exec("from __future__ import annotations\n" + source.replace(self.before, self.after), there)
+        code, module = there[self.name].__code__, vars(inspect.getmodule(function))
+        with mock.patch.object(self.where, self.name, FunctionType(code, module, self.name, function.__defaults__)):
+            yield
+
+
+ENTRY = 'self._append({"kind": "swap", "new": files, "old": list(old)})'
+REMOVED = "self.folder.each(self.folder.remove, old)"
+SHOWN = "self.folder.each(self._show, [f.name for f in named])"
+SABOTAGES = [
+    Sabotage(Writer, "commit", ENTRY, f"[self.folder.move(f.staged, f.name) for f in named]; {ENTRY}", RUNS),
+    Sabotage(Writer, "commit", f"{REMOVED}\n    {SHOWN}", f"{SHOWN}\n    {REMOVED}", RETRY),
+    Sabotage(Writer, "commit", "self._withdraw()", "pass", RETRY),
+    Sabotage(Writer, "commit", "file_name(file.chunks, number)", "file_name(file.chunks, 1)", RUNS),
+    Sabotage(Writer, "begin", "[*old, *BESIDE] if old else []", "BESIDE", RESTART),
+    Sabotage(Writer, "begin", "self._withdraw()", "pass", RESTART),
+    Sabotage(
+        Writer,
+        "set_aside",
+        "aside.each(aside.remove,",
+        "list(",
+        Case("complete", ("again", "compact", "again"), DISK, switches=1, every=1),
+    ),
+    Sabotage(Writer, "set_aside", "[*names, *log]", "names", RESTART),
+    Sabotage(
+        Writer,
+        "finish",
+        "self._move(staged, SUCCESS)",
+        "self.folder.remove(staged); self.folder.write(SUCCESS, b'')",
+        Case("half", ("run", "extended"), DISK, switches=2, every=100),
+    ),
+    Sabotage(Writer, "settle", "self._given(n) and", "given_by(n) and", RUNS),
+    Sabotage(Writer, "settle", "self.folder.each(self.folder.remove, dead)", "pass", RETRY),
+    Sabotage(Writer, "settle", "self.folder.each(self._show,", "list(", RUNS),
+    Sabotage(Writer, "settle", "self._withdraw()", "pass", RETRY),
+    Sabotage(
+        Writer,
+        "settle",
+        "self._end_moves(shown, bool(lost))",
+        "pass",
+        Case("complete", ("retry", "run", "hasty"), switches=2, every=100),
+    ),
+    Sabotage(Writer, "_mark", "self.finish()", "pass", RUNS),
+    Sabotage(Writer, "adopt", "self.folder.move(name, own)", "own = name", ADOPTED),
+    Sabotage(Writer, "adopt", "suppress(FileNotFoundError)", "suppress()", ADOPTED),
+    Sabotage(
+        Writer,
+        "adopt",
+        "job == self.state.job and",
+        "",
+        Case("half", ("restart", "actor", "other"), DISK, switches=1, every=1),
+    ),
+    Sabotage(Writer, "_held", "bool(self.state.holders(*mine, chunk.rows))", "False", RUNS),
+    Sabotage(Writer, "_old_staged", 'if n.split("-")[0] < self.prefix', "", RUNS),
+    Sabotage(Writer, "_append", "copy(self.log).read()", "self.log.read()", RUNS),
+    Sabotage(Log, "append", "if not self.folder.create(", "if self.folder.write(", RUNS),
+]
+
+
+@pytest.mark.parametrize("sabotage", SABOTAGES, ids=str)
+def test_a_sabotage_is_seen(sabotage: Sabotage) -> None:
+    """What the protocol takes care of, left out: the check sees each, or it would show nothing."""
+    with sabotage.done(), pytest.raises(ViolationError) as seen:
+        sabotage.case.explore()
+    print(str(seen.value)[:400])
