@@ -2,7 +2,8 @@
 
 import base64
 from collections.abc import Iterable, Iterator, Set
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import pyarrow as pa
 
@@ -60,6 +61,14 @@ class Plan:
     rows_per_chunk: int
     limit: int | None = None
     schema: str = ""  # that the shards share, as Arrow serializes it, in base64
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as it may be written: without secrets in the shards' URLs."""
+        return vars(self) | {"shards": [asdict(shard.published()) for shard in self.shards]}
+
+    @classmethod
+    def from_json(cls, loaded: dict[str, Any]) -> "Plan":
+        return cls(**loaded | {"shards": [Shard(**shard) for shard in loaded["shards"]]})
 
     def same(self, other: "Plan") -> bool:
         """Whether both have the same rows, wherever their shards lie."""

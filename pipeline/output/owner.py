@@ -22,7 +22,7 @@ from exspec.pipeline.job import Job
 from exspec.pipeline.labels import LabelJob
 from exspec.pipeline.output import lease as leases
 from exspec.pipeline.output.log import Entry, Log, entry_name
-from exspec.pipeline.output.state import File, State, file_name, given_by, plan_to_json
+from exspec.pipeline.output.state import File, State, file_name, given_by
 from exspec.pipeline.storage import STAGED, Folder
 
 SUCCESS, DESCRIPTION = "_SUCCESS", "_job.json"
@@ -94,7 +94,7 @@ class Writer(Output):
         """Make this the output of a new job; what another one wrote into it is removed."""
         old, marked = self.state.names(), self._marked
         job = uuid.uuid4().hex
-        self._append({"kind": "begin", "job": job, "description": description, "plan": plan_to_json(plan)})
+        self._append({"kind": "begin", "job": job, "description": description, "plan": plan.to_json()})
         if self._aside is not None and marked:
             self._copy(SUCCESS, self._aside)  # only now: who lost the output does not come so far
         self._withdraw()

@@ -7,7 +7,7 @@ import json
 import re
 import sqlite3
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -111,8 +111,7 @@ class State:
     def _begin(self, entry: Entry) -> None:
         self.job, self.description, self.done = entry["job"], entry["description"], None
         self.began = float(entry["at"])
-        plan = entry["plan"]
-        self.plan = Plan(**plan | {"shards": [Shard(**s) for s in plan["shards"]]})
+        self.plan = Plan.from_json(entry["plan"])
         self._table.executescript("DELETE FROM file; DELETE FROM chunk;")
 
     def _extend(self, entry: Entry) -> None:
@@ -213,9 +212,3 @@ class State:
 
     def _one(self, asked: str, *values: Any) -> Any:
         return self._table.execute(asked, values).fetchone()[0]
-
-
-def plan_to_json(plan: Plan) -> dict[str, Any]:
-    return {name: value for name, value in vars(plan).items() if name != "shards"} | {
-        "shards": [asdict(shard.published()) for shard in plan.shards]
-    }

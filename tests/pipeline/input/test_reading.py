@@ -189,7 +189,7 @@ def test_a_column_whose_name_is_the_path_of_another_is_told_apart(tmp_path: Path
     pq.write_table(pa.table({"a": [{"b": 1}], "a.b": [2]}), tmp_path / "s.parquet")
     (shard,), _ = find_shards([str(tmp_path)], {})
     for name, value in (("a", {"b": 1}), ("a.b", 2)):
-        assert read_chunk(Chunk(shard, 0, 1), {}, [name]).to_pylist() == [{name: value}]
+        assert read_chunk(Chunk(shard, 0, 0, 1), {}, [name]).to_pylist() == [{name: value}]
 
 
 def damaged(tmp_path: Path, column: int, **options: Any) -> Shard:
@@ -227,7 +227,7 @@ def test_what_is_damaged_does_not_take_the_rest_with_it(tmp_path: Path, options:
     other = list(read_ranges(shard, ranges, ["n"], {}))
     assert all(isinstance(item, pa.Table) for item in other), "a column that nobody needs may be damaged"
     with pytest.raises(JobError, match=r"s\.parquet, rows 1900 to 1909: cannot be read: "):
-        read_chunk(Chunk(shard, 1900, 10), {})
+        read_chunk(Chunk(shard, 0, 1900, 10), {})
 
 
 def test_a_file_whose_end_is_lost_gives_an_item_for_each_range(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def planned(*urls: Any, before: Plan | None = None, since: Since | None = None) 
 
 
 def read(plan: Plan) -> list[dict[str, Any]]:
-    return [row for shard in plan.shards for row in read_chunk(Chunk(shard, 0, shard.rows), {}).to_pylist()]
+    return [row for shard in plan.shards for row in read_chunk(Chunk(shard, 0, 0, shard.rows), {}).to_pylist()]
 
 
 def numbers(plan: Plan) -> list[int]:
@@ -90,8 +90,8 @@ class TestDelta:
         assert sorted(read(plan), key=lambda row: row["n"]) == rows
         (shard, _), found = find_shards([str(tmp_path / "t")], {})
         assert found.equals(schema)
-        assert read_chunk(Chunk(shard, 0, 1), {}, ["kind", "n"], found).column_names == ["kind", "n"]
-        assert read_chunk(Chunk(shard, 0, 1), {}, ["kind"], found).num_rows == 1
+        assert read_chunk(Chunk(shard, 0, 0, 1), {}, ["kind", "n"], found).column_names == ["kind", "n"]
+        assert read_chunk(Chunk(shard, 0, 0, 1), {}, ["kind"], found).num_rows == 1
 
     def test_rows_deleted_by_vectors_are_refused(self, table: Path) -> None:
         log = table / "_delta_log"
