@@ -63,7 +63,7 @@ def test_a_setting_that_is_missing_has_its_default() -> None:
 def test_an_older_output_has_keys_that_are_free_now_and_no_device() -> None:
     older = keys(device=None) | {
         "draft": "gone", "draft_revision": None, "target_revision": "main", "method": "auto", "threshold": None,
-        "limit": 5, "draft (content)": "0" * 16, "target (content)": "0" * 16,
+        "limit": 5, "draft (content)": "0" * 16,
     }  # fmt: skip
     assert differences(older, keys(device="cuda")) == []
 

@@ -509,6 +509,7 @@ def test_every_order_of_two(case: Case) -> None:
     assert found.schedules > 500_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -544,6 +545,7 @@ def test_nobody_who_lives_loses_an_output(start: str) -> None:
     assert found.schedules > 20_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_many_at_random(seed: int) -> None:
     """Three or four, with kills, those who wake up again, and a store that fails."""
