@@ -75,6 +75,7 @@ def test_a_dataset_of_which_some_rows_were_never_written_is_no_input(pair: dict[
     assert not (tmp_path / "output").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 def test_a_dataset_that_was_written_whole_resumes(pair: dict[str, str], tmp_path: Path) -> None:
     import ray

@@ -56,6 +56,7 @@ def test_the_last_line_holds_every_method_and_its_figures() -> None:
     assert by_name["generate"]["occupancy"] is None
 
 
+@pytest.mark.slow
 def test_policies_and_lengths_are_methods_of_their_own() -> None:
     """Explicit and implicit drafts, and a K by method: other drafts, the same tokens."""
     long = ("--limit", "16", "--max-new-tokens", "64", "--draft-tokens", "8", "--threshold", "0.9")

@@ -121,6 +121,7 @@ def test_a_matrix_of_odd_labels_is_drawn() -> None:
     assert _confusion("$x^$", found).startswith("<svg")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 def test_json_of_a_schema_gets_typed_columns_and_what_is_cut_short_is_an_error(messages: Path, tmp_path: Path) -> None:
     schema = {

@@ -14,6 +14,7 @@ from exspec.jobs import cli
 from exspec.jobs.synthetic import SHAPES, Settings, model_bytes
 
 
+@pytest.mark.slow
 def test_acceptance_is_what_was_asked_for_and_every_token_is_plain(tmp_path: Path) -> None:
     options = ["--synthetic", "tiny:tiny", "--batch-sizes", "1,4", "--acceptances", "0.3,0.9", "--limit", "8",
                "--max-new-tokens", "40", "--device", "cpu", "--dtype", "bfloat16", "--repeats", "1",

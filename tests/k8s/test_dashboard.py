@@ -37,10 +37,10 @@ class Reporter:
 
     def report(self) -> None:
         meter = RayMeter()
-        committed: dict[str, Any] = {"set_aside": False, **dict.fromkeys(COUNTED, 3)}
-        committed |= {"drafted_by_position": [3, 2], "accepted_by_position": [2, 1]}
-        meter.report("dashboard", committed, EngineStatistics())
-        meter.report("dashboard", {"set_aside": True}, EngineStatistics())
+        chunk: dict[str, Any] = dict.fromkeys(COUNTED, 3)
+        chunk |= {"drafted_by_position": [3, 2], "accepted_by_position": [2, 1]}
+        meter.report("dashboard", {"set_aside": "", "file": {"chunks": [chunk]}}, EngineStatistics())
+        meter.report("dashboard", {"set_aside": "why"}, EngineStatistics())
 
 
 def test_the_dashboard_shows_every_metric_by_its_name(ray_session: str) -> None:

@@ -54,6 +54,7 @@ class Reaper(threading.Thread):
         self.join()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 def test_actors_killed_at_random_moments(pair: Pair, tmp_path: Path) -> None:
     jobs.write_shards(tmp_path / "in", rows=240)
@@ -66,6 +67,7 @@ def test_actors_killed_at_random_moments(pair: Pair, tmp_path: Path) -> None:
     assert report["repeated_chunks"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 @pytest.mark.parametrize(("most", "attempts"), [(4, 4), (3, 2)])
 def test_an_actor_out_of_memory_comes_back_with_a_smaller_window(
@@ -85,6 +87,7 @@ def test_an_actor_out_of_memory_comes_back_with_a_smaller_window(
         assert "died in each of 2 attempts (OutOfMemoryError: CUDA out of memory)" in report["set_aside"][0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 def test_a_row_that_kills_its_process_becomes_an_error_row(pair: Pair, tmp_path: Path) -> None:
     jobs.write_shards(tmp_path / "in", rows=60)
@@ -96,6 +99,7 @@ def test_a_row_that_kills_its_process_becomes_an_error_row(pair: Pair, tmp_path:
     assert [n for n in range(60) if n != poisoned and rows[str(n)]["completion"] != jobs.expected(n)] == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 def test_a_chunk_that_always_kills_is_set_aside_and_named(pair: Pair, tmp_path: Path, capsys: Any) -> None:
     """After the stated number of attempts; the rest is done, and the exit code says so."""
@@ -126,6 +130,7 @@ def wait_for_parts(folder: Path, count: int, process: subprocess.Popen[bytes]) -
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 def test_the_driver_killed_and_run_again(pair: Pair, tmp_path: Path) -> None:
     jobs.write_shards(tmp_path / "in", rows=120)

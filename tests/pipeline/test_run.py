@@ -43,6 +43,7 @@ def test_rows_in_are_rows_out(pair: Pair, source: Path, tmp_path: Path) -> None:
     assert field.metadata[b"description"] == b"accepted / drafted"
 
 
+@pytest.mark.slow
 def test_an_elastic_pool_grows_and_loses_nothing(pair: Pair, source: Path, tmp_path: Path) -> None:
     job = jobs.job(pair, source, tmp_path / "out", actors="1:2", rows_per_chunk=2)
     assert execute(prepare(job), load=jobs.ArithmeticLoader(0.2), quiet=True) == 0
@@ -69,6 +70,7 @@ def test_a_real_pair_gives_what_generate_gives(pair: Pair, source: Path, tmp_pat
         assert row["accepted"] == sum(row["accepted_by_position"])
 
 
+@pytest.mark.slow
 def test_what_is_auto_is_measured_once_and_kept(pair: Pair, source: Path, tmp_path: Path, capsys: Any) -> None:
     """The shape is stored with the job: a resumed run decodes in it, measures nothing, and gives the same rows."""
     auto = dict.fromkeys(("method", "batch_size", "window", "draft_tokens", "bucket"), "auto")
@@ -115,6 +117,7 @@ def test_a_budget_narrows_the_window_and_too_small_a_one_is_refused(pair: Pair, 
         execute(prepare(jobs.job(pair, source, tmp_path / "small", memory_gib=0.0001, **settings)), quiet=True)
 
 
+@pytest.mark.slow
 def test_sampled_rows_have_seeds_of_their_own_and_a_second_run_draws_the_same(
     pair: Pair, source: Path, tmp_path: Path
 ) -> None:
@@ -131,6 +134,7 @@ def test_sampled_rows_have_seeds_of_their_own_and_a_second_run_draws_the_same(
     assert texts[0] != {n: row["completion"] for n, row in jobs.read_output(tmp_path / "greedy").items()}
 
 
+@pytest.mark.slow
 def test_only_what_is_missing_runs_again(pair: Pair, source: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out"
     job = jobs.job(pair, source, out)
@@ -148,6 +152,7 @@ def test_only_what_is_missing_runs_again(pair: Pair, source: Path, tmp_path: Pat
     assert kept == {path: before[path] for path in parts if path not in parts[::3]}
 
 
+@pytest.mark.slow
 def test_new_shards_are_appended_and_changed_ones_refused(pair: Pair, source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     job = jobs.job(pair, source, out)
@@ -314,6 +319,7 @@ def test_a_full_disk_is_refused(pair: Pair, source: Path, small_disk: Any) -> No
         prepare(jobs.job(pair, source, small_disk("size=512k") / "out"))
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_sets_chunks_aside_and_the_job_resumes(
     pair: Pair, source: Path, small_disk: Any, capsys: Any
 ) -> None:
@@ -335,6 +341,7 @@ def test_a_disk_that_fills_up_sets_chunks_aside_and_the_job_resumes(
     jobs.assert_complete(out, 60)
 
 
+@pytest.mark.slow
 def test_a_job_whose_rows_all_fail_is_a_failure(pair: Pair, source: Path, tmp_path: Path) -> None:
     """And one that goes wrong by more than it may stops before it has gone through all rows."""
     template = "{{ prompt.nothing }}"
@@ -351,6 +358,7 @@ def test_a_job_whose_rows_all_fail_is_a_failure(pair: Pair, source: Path, tmp_pa
     assert len(jobs.read_output(tmp_path / "two")) == 60
 
 
+@pytest.mark.slow
 def test_values_that_cannot_be_read_are_their_rows_errors(pair: Pair, tmp_path: Path) -> None:
     """A carried column may hold what it likes: it comes out as it went in."""
     (tmp_path / "in").mkdir()
@@ -410,6 +418,7 @@ def test_another_kind_of_device_is_another_job(pair: Pair, source: Path, tmp_pat
     assert set(told["hardware"]) == {"device", "torch"}
 
 
+@pytest.mark.slow
 def test_with_fixed_shapes_a_job_goes_on_with_another_draft_or_none(pair: Pair, source: Path, tmp_path: Path) -> None:
     """The draft changes no token, so it is no part of what a job is."""
     once = jobs.job(pair, source, tmp_path / "once")

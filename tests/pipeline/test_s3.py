@@ -69,6 +69,7 @@ def fetch(endpoint: str, bucket: str, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 def test_a_job_from_bucket_to_bucket(pair: Pair, endpoint: str, bucket: str, tmp_path: Path, capsys: Any) -> None:
     job = jobs.job(pair, f"s3://{bucket}/in", f"s3://{bucket}/out", storage_options=options(endpoint))
@@ -95,6 +96,7 @@ def test_the_first_writer_wins(endpoint: str, bucket: str) -> None:
     assert folder.modified("part") is not None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 def test_a_restart_keeps_the_old_output_and_leaves_one_job(
     pair: Pair, endpoint: str, bucket: str, tmp_path: Path, capsys: Any
@@ -171,6 +173,7 @@ def faulty(endpoint: str) -> Iterator[str]:
     thread.join()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 def test_a_store_that_throttles_and_cuts_connections(
     pair: Pair, endpoint: str, faulty: str, bucket: str, tmp_path: Path

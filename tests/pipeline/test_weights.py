@@ -296,5 +296,5 @@ def test_a_job_with_its_pair_in_object_storage(stored: str, endpoint: str, tmp_p
     assert execute(prepare(job), quiet=True) == 0
     rows = jobs.read_output(tmp_path / "out")
     assert [row["error"] for row in rows.values()] == [None] * 24
-    assert not prepare(job).missing
+    assert not list(prepare(job).missing)
     assert "testsecret" not in (tmp_path / "out" / "_job.json").read_text()

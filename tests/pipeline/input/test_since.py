@@ -20,6 +20,7 @@ def night(pair: Pair, place: Path, **settings: Any) -> int:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 def test_each_row_once_though_old_shards_go_and_late_ones_look_old(pair: Pair, tmp_path: Path) -> None:
     jobs.write_shards(tmp_path / "all", rows=60, shards=4)
@@ -43,6 +44,7 @@ def test_each_row_once_though_old_shards_go_and_late_ones_look_old(pair: Pair, t
     jobs.assert_complete(tmp_path / "out", 60)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 def test_a_shard_that_has_grown_or_is_not_done_is_not_left_out(pair: Pair, tmp_path: Path) -> None:
     jobs.write_shards(tmp_path / "in", rows=60)

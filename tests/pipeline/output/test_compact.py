@@ -427,6 +427,7 @@ def store() -> Iterator[dict[str, Any]]:
     server.stop()
 
 
+@pytest.mark.slow
 def test_killed_after_any_operation_on_object_storage(finished: Path, store: dict[str, Any]) -> None:
     """There nothing can be renamed: a copy and a removal, and a kill between the two."""
     fs = s3fs.S3FileSystem(**store, skip_instance_cache=True)

@@ -77,6 +77,7 @@ def test_two_drivers_with_other_settings_prepared_at_once(pair: Pair, tmp_path: 
     assert json.loads((tmp_path / "out" / "_job.json").read_text())["job"]["max_new_tokens"] == 50
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 def test_what_comes_second_leaves_and_says_so(pair: Pair, tmp_path: Path) -> None:
     """Run, retry, restart and compact, while a run of another process is at work; nothing of it is disturbed."""
@@ -97,6 +98,7 @@ def test_what_comes_second_leaves_and_says_so(pair: Pair, tmp_path: Path) -> Non
     assert len(report["rows_by_actor"]) == 1, "nothing was decoded twice"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 def test_a_driver_that_was_stopped_wakes_up_after_another_finished(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -140,6 +142,7 @@ def test_a_refused_run_leaves_the_marker(pair: Pair, tmp_path: Path) -> None:
         assert (tmp_path / "out" / "_SUCCESS").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 def test_a_limit_may_grow(pair: Pair, tmp_path: Path) -> None:
     """Though it cuts a chunk in two; rows that are done stay."""
@@ -161,6 +164,7 @@ def test_binary_ids_are_hexadecimal(pair: Pair, tmp_path: Path) -> None:
     assert set(jobs.read_output(tmp_path / "out")) == {"01ff", "s.parquet:1"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 def test_what_an_actor_staged_for_a_driver_that_died_is_kept(pair: Pair, tmp_path: Path) -> None:
     """A part that nobody committed is committed by the next run, not decoded again; half of one is thrown away."""
