@@ -184,8 +184,8 @@ def parts(fs: s3fs.S3FileSystem) -> dict[str, str]:
     """The output's parts and when each was written."""
     if not fs.exists("exspec/completions"):
         return {}
-    found = {info["name"]: str(info["LastModified"]) for info in fs.ls("exspec/completions", detail=True, refresh=True)}
-    return {name: written for name, written in found.items() if "/part-" in name}
+    found = fs.ls("exspec/completions", detail=True, refresh=True)
+    return {info["name"]: str(info["LastModified"]) for info in found if "/part-" in info["name"]}
 
 
 def await_that(holds: Any, what: str, cluster: Cluster, attempt: str) -> None:
