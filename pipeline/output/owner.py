@@ -96,20 +96,20 @@ class Writer(Output):
         job = uuid.uuid4().hex
         self._append({"kind": "begin", "job": job, "description": description, "plan": plan.to_json()})
         if self._aside is not None and marked:
-            self._copy(SUCCESS, self._aside)  # only now: who lost the output does not come so far
+            self._copy(SUCCESS, self._aside)
         self._withdraw()
         self.folder.each(self.folder.remove, [*old, *BESIDE] if old else [])
 
     def set_aside(self) -> Folder:
-        """Copy the job into a folder beside this one, where it can be read and resumed; the same one at every try.
+        """Copy the job into a folder beside this one, where it can be read and resumed.
 
-        Its marker follows when another job begins.
+        It is this owner's alone, for one who lost the output may be copying still. Its marker follows when another job
+        begins: a copy that was broken off has none.
         """
         began = time.strftime("%Y%m%d-%H%M%S", time.gmtime(self.state.began))
-        aside = Folder(f"{self.folder.url}-before-{began}-{str(self.state.job)[:8]}", self.folder.options)
+        aside = Folder(f"{self.folder.url}-before-{began}-{self.epoch}", self.folder.options)
         names, there = self.state.names(), self.folder.names()
         beside = [name for name in BESIDE if name in there]
-        aside.each(aside.remove, aside.names() - {*names, *beside})  # of an earlier try, after which others went on
         log = [entry_name(n) for n in range(1, self.epoch)]
         self.folder.each(lambda name: self.folder.copy(name, aside), [*names, *log])
         for name in beside:

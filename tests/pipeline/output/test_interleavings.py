@@ -383,7 +383,7 @@ class Invariants:
             then = [self.told(log[:end]) for end in ends]
             assert what == "left" or any(t.done and t.complete for t in then), f"{letter} says complete, and it was not"
             if what == "complete" and "begin" in {kind for kind, _ in kinds[took:lost]}:
-                self.check_aside(store, self.told(log[:took]).job)
+                self.check_aside(store, f"-{took + 1}/")
         elif self.faulty:
             assert how in ("ConnectionError", "FileNotFoundError", "JobError", "RefusedError", "LostError"), (
                 f"{how}: {what}"
@@ -394,9 +394,9 @@ class Invariants:
         elif how not in ("RefusedError", "BusyError") and "holds no job" not in what:
             assert lost < len(log), f"{letter}, the owner, ended with {how}: {what}"
 
-    def check_aside(self, store: Store, job: str) -> None:
+    def check_aside(self, store: Store, end: str) -> None:
         """A job that was set aside is whole, and can be resumed there."""
-        for folder in {path.partition("/")[0] for path, _ in store if job and f"-{job[:8]}/" in path}:
+        for folder in {path.partition("/")[0] for path, _ in store if end in path}:
             files = {f"out{p[len(folder) :]}": content for p, content in store if p.startswith(f"{folder}/")}
             aside = tuple(sorted(files.items()))
             if aside not in self._asides:
@@ -601,8 +601,8 @@ SABOTAGES = [
     Sabotage(
         Writer,
         "set_aside",
-        "aside.each(aside.remove,",
-        "list(",
+        "-{self.epoch}",
+        "",
         Case("complete", ("again", "compact", "again"), DISK, switches=1, every=1),
     ),
     Sabotage(Writer, "set_aside", "[*names, *log]", "names", RESTART),
