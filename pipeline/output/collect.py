@@ -50,9 +50,10 @@ class Collector:
 
     def flush(self) -> None:
         """Commit the parts that have come."""
-        if self.parts:
-            self.writer.commit(self.parts)
-            self.parts, self.last = [], time.monotonic()
+        parts, self.parts = self.parts, []  # a commit that fails is not tried again: the next run adopts them
+        if parts:
+            self.writer.commit(parts)
+            self.last = time.monotonic()
 
 
 def collect(job: Job, results: Iterable[dict[str, Any]], report: Report, collector: Collector) -> Iterator[None]:
