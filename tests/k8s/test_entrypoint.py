@@ -39,7 +39,7 @@ from tests.k8s.manifests import (
 
 pytestmark = pytest.mark.slow
 
-ROWS = 96
+ROWS = 960  # so many that a head can die between the first commit and the last, however fast the machine
 TOKEN = "a-token-of-this-test-and-no-other"
 HEAD, WORKER = "127.0.0.2", "127.0.0.3"  # Ray takes 127.0.0.1 for the address of the host
 PATIENCE = 240  # seconds, on a machine with better things to do
