@@ -1,7 +1,7 @@
-"""The actor beside a GPU: rows in, one committed chunk out.
+"""The actor beside a GPU: rows in, one staged file out.
 
-It is handed what it works with: a loader of engine and tokenizer, a sink that commits, a ledger that counts attempts.
-It knows no paths, and it runs in a plain process as well as under Ray.
+It is handed what it works with: a loader of engine and tokenizer, a sink that stages them, a ledger that
+counts attempts. It knows no paths, and it runs in a plain process as well as under Ray.
 """
 
 import logging
@@ -42,7 +42,7 @@ class RowResult:
 
 
 class Sink(Protocol):
-    def commit(
+    def stage(
         self,
         task: Any,
         block: pa.Table,
@@ -111,7 +111,7 @@ class Generator:
                 return self._set_aside(task, died, "decoding")
             results = self._survive(task, block, attempt)
         try:
-            file = self.sink.commit(task, block, results, self.name, self.hardware, started, attempt.number)
+            file = self.sink.stage(task, block, results, self.name, self.hardware, started, attempt.number)
         except Exception as error:  # storage that refuses for good would refuse a second decoding too
             return self._set_aside(task, f"cannot be written: {type(error).__name__}: {error}", "output")
         return {"set_aside": "", "task": task, "file": file}

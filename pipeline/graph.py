@@ -1,4 +1,4 @@
-"""The Ray Data graph: chunks are read and rendered on CPUs, generated and committed by actors, one summary row each."""
+"""The Ray Data graph: chunks are read and rendered on CPUs, generated and staged by actors, one summary row each."""
 
 import logging
 import os
@@ -240,7 +240,8 @@ class Reader:
     def _shard(self, tasks: list[Task]) -> Iterator[pa.Table]:
         """The tasks of one shard, which is read in one pass."""
         prompts = _prompts(type(self.job), self.job.model_dump_json(), self.schema).within(self.room)
-        kept = [*carried_columns(self.job, self.schema), *([self.job.id_column] if self.job.id_column else [])]
+        carried, name = carried_columns(self.job, self.schema), self.job.id_column
+        kept = list(dict.fromkeys([*carried, *([name] if name else [])]))
         needed = prompts.columns(self.schema)
         columns = list(dict.fromkeys([*kept, *needed]))
         ranges = [(task.chunk.first, task.chunk.rows) for task in tasks]
@@ -253,9 +254,9 @@ class Reader:
             given = enumerate(rows(table, needed))
             work = [_work(prompts, task.chunk, i, row, skip[i]) for i, row in given]
             generated = pa.Table.from_pylist(work, schema=WORK_SCHEMA)
-            table = table.select(list(dict.fromkeys(kept)))
-            for name in WORK:
-                table = table.append_column(name, generated[name])
+            table = table.select(kept)
+            for column in WORK:
+                table = table.append_column(column, generated[column])
             yield block(task, table, None)
 
     def _fine(self, task: Task) -> list[bool]:

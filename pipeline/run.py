@@ -68,7 +68,7 @@ class Prepared:
     def missing(self) -> Iterator[Chunk]:
         """The chunks that are to run, as far as is known before the output is taken."""
         state = self.output.state
-        return self.plan.chunks() if self.restart or state.job is None else _under(self.plan, state)
+        return self.plan.chunks() if self.restart or state.job is None else self.plan.chunks(state.held())
 
 
 def prepare(job: Job, restart: bool = False) -> Prepared:
@@ -121,10 +121,6 @@ def _keys(job: Job, models: "Models", stored: str) -> dict[str, Any]:
 def _planned(state: State, plan: Plan, settled: set[str]) -> Plan:
     """The stored plan with what has come since; raises JobError where a planned shard is another now."""
     return replace(state.plan, limit=plan.limit, schema=plan.schema).extended(plan.shards, settled)
-
-
-def _under(plan: Plan, state: State) -> Iterator[Chunk]:
-    return plan.chunks(state.held())
 
 
 def _open(folder: Folder) -> Output:
@@ -295,7 +291,7 @@ class _Run:
         """What is to be done: missing chunks, and with `retry_errors` those with errors; and the latter by file."""
         if fresh:
             return (Task(chunk) for chunk in self.plan.chunks()), Counter()
-        missing = (Task(chunk) for chunk in _under(self.plan, self.writer.state))
+        missing = (Task(chunk) for chunk in self.plan.chunks(self.writer.state.held()))
         found = self.writer.state.chunks(errors=True) if retry_errors else ()
         # The log's URLs hold no secrets; those that were found do.
         failed = [Task(replace(c, shard=self.plan.shards[c.number]), file, start) for c, file, start in found]

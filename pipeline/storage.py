@@ -20,6 +20,7 @@ from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
 
 from exspec.pipeline.errors import JobError
 
+A = TypeVar("A")
 T = TypeVar("T")
 STREAMS = 16  # files worked on at once
 STAGED, PROBE = "_staged", "_probe"  # a folder below, and what names of trials begin with; readers pass over both
@@ -111,15 +112,14 @@ class Folder:
 
     def write(self, name: str, content: bytes) -> None:
         """Write the file whole, in the place of one that is there."""
-        path = f"{self.path}/{name}"
-        if self.local:
-            attempt(lambda: _write_local(Path(path), content, Path.replace))
-        else:
-            attempt(lambda: self._put(path, content))
+        attempt(lambda: self._put(f"{self.path}/{name}", content))
 
     def _put(self, path: str, content: bytes) -> None:
-        self._make_parent(path)
-        self.fs.pipe_file(path, content)
+        if self.local:
+            _write_local(Path(path), content, Path.replace)
+        else:
+            self._make_parent(path)
+            self.fs.pipe_file(path, content)
 
     def _make_parent(self, path: str) -> None:
         """Object stores have no folders to be made."""
@@ -180,10 +180,7 @@ class Folder:
 
         def put() -> str:
             name = f"{STAGED}/{prefix}-{uuid.uuid4().hex}"
-            if self.local:
-                _write_local(Path(f"{self.path}/{name}"), content, Path.replace)
-            else:
-                self._put(f"{self.path}/{name}", content)
+            self._put(f"{self.path}/{name}", content)
             return name
 
         return attempt(put)
@@ -240,8 +237,13 @@ class Folder:
 
     def each(self, action: Callable[[str], T], names: Iterable[str]) -> list[T]:
         """What an action gives for every name, several at a time."""
-        with ThreadPoolExecutor(STREAMS) as pool:
-            return list(pool.map(action, names))
+        return at_once(action, names)
+
+
+def at_once(action: Callable[[A], T], items: Iterable[A]) -> list[T]:
+    """What an action, one that waits for a store, gives for every item, in order."""
+    with ThreadPoolExecutor(STREAMS) as pool:
+        return list(pool.map(action, items))
 
 
 def _write_local(place: Path, content: bytes, name: Callable[[Path, Path], Any]) -> None:
@@ -283,8 +285,8 @@ def etag(info: dict[str, Any]) -> str:
 
     What follows from the content comes first: the same bytes, written anew, are no change.
     """
-    settings = info.get("content_settings") or {}  # Azure's
-    found = [*(info.get(k) for k in ("md5Hash", "crc32c", "content_md5")), dict(settings).get("content_md5")]
+    settings = info.get("content_settings") or {}  # Azure's: as a mapping, or an object like one
+    found = [*(info.get(k) for k in ("md5Hash", "crc32c", "content_md5")), settings.get("content_md5")]
     found += [info.get(k) for k in ("ETag", "etag", "mtime", "LastModified", "created")]
     told = next((value for value in found if value), "")
     return told.hex() if isinstance(told, bytes | bytearray) else str(told).strip('"')

@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -150,7 +149,7 @@ def _files(source: Folder) -> list[File]:
             reason = f"{reason}: {redacted(str(error))}"
         raise JobError(f"{place}: cannot be listed: {reason}") from None
     files = [
-        File(_checked(path.removeprefix(source.path).removeprefix("/"), source), int(info["size"]), _mark(info))
+        File(_checked(path.removeprefix(source.path).removeprefix("/"), source), int(info["size"]), etag(info))
         for path, info in sorted(found.items())
         if info["type"] == "file" and not path.endswith("/") and path != source.path
     ]
@@ -165,20 +164,6 @@ def _checked(name: str, source: Folder) -> str:
     if {"", ".", ".."} & set(name.split("/")) or "\\" in name or "\0" in name or PureWindowsPath(name).drive:
         raise JobError(f"{anonymous(source.url)}: holds a file {name!r}; expected names that stay below the folder")
     return name
-
-
-def _mark(info: dict[str, Any]) -> str:
-    """A file's content as its store knows it (GCS, Azure, S3), or else what tells that it was written anew."""
-    known = next((mark for mark in _content_marks(info) if mark), None)
-    return etag(info) if known is None else known.hex() if isinstance(known, bytes | bytearray) else str(known)
-
-
-def _content_marks(info: dict[str, Any]) -> Iterator[Any]:
-    settings = info.get("content_settings") or {}
-    yield info.get("md5Hash")
-    yield info.get("content_md5")
-    yield settings.get("content_md5") if isinstance(settings, dict) else getattr(settings, "content_md5", None)
-    yield info.get("crc32c")
 
 
 def _digest(place: str, files: list[File]) -> str:

@@ -1,7 +1,6 @@
 """The input: Parquet shards, found and measured by their footers."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, reduce
@@ -16,10 +15,9 @@ from exspec.pipeline.input.reading import FORMAT, Bytes, Unreadable, first_line,
 from exspec.pipeline.input.schemas import nullable, refuse_twins, unified
 from exspec.pipeline.input.snapshot import changed, locate, look, vanished
 from exspec.pipeline.input.tables import Table, find_tables, read_iceberg, read_table
-from exspec.pipeline.storage import attempt
+from exspec.pipeline.storage import at_once, attempt
 
 __all__ = ["Since", "Unreadable", "changed", "find_shards", "read_chunk", "read_ranges", "vanished"]
-READERS = 16  # footers read at once
 
 
 @dataclass(frozen=True)
@@ -76,11 +74,10 @@ def find_shards(
     if not places and not (since and known):
         raise JobError(f"input: no Parquet files in {', '.join(urls)}")
     by_name = {shard.name: shard for shard in planned}
-    with ThreadPoolExecutor(READERS) as pool:
-        if since:
-            wanted = list(pool.map(since.wants, places))
-            places = [place for place, new in zip(places, wanted, strict=True) if new]
-        footers = list(pool.map(lambda place: _footer(place, by_name.get(place.name)), places))
+    if since:
+        wanted = at_once(since.wants, places)
+        places = [place for place, new in zip(places, wanted, strict=True) if new]
+    footers = at_once(lambda place: _footer(place, by_name.get(place.name)), places)
     if not footers and not known:
         raise JobError(f"input: no Parquet files in {', '.join(urls)} are newer than since tells")
     schema = _schema(footers, known)

@@ -2,20 +2,15 @@
 
 import hashlib
 import re
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from exspec.pipeline.input.plan import Shard
-from exspec.pipeline.storage import attempt, etag
-
-LOOKERS = 16  # files looked at at once
-T = TypeVar("T")
+from exspec.pipeline.storage import at_once, attempt, etag
 
 
 def locate(url: str, options: dict[str, Any]) -> tuple[Any, str]:
@@ -61,7 +56,7 @@ def difference(shard: Shard, fs: Any, path: str) -> str | None:
 
 def changed(shards: list[Shard], options: dict[str, Any]) -> dict[str, str]:
     """What has become of the shards that are not as they were planned, by name."""
-    found = _each(lambda shard: difference(shard, *locate(shard.url, options)), shards)
+    found = at_once(lambda shard: difference(shard, *locate(shard.url, options)), shards)
     return {shard.name: what for shard, what in zip(shards, found, strict=True) if what}
 
 
@@ -72,9 +67,4 @@ def vanished(shards: list[Shard], options: dict[str, Any]) -> set[str]:
         fs, path = locate(shard.url, options)
         return not attempt(lambda: fs.exists(path))
 
-    return {shard.name for shard, is_gone in zip(shards, _each(gone, shards), strict=True) if is_gone}
-
-
-def _each(action: Callable[[Shard], T], shards: list[Shard]) -> list[T]:
-    with ThreadPoolExecutor(LOOKERS) as pool:
-        return list(pool.map(action, shards))
+    return {shard.name for shard, is_gone in zip(shards, at_once(gone, shards), strict=True) if is_gone}

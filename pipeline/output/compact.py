@@ -67,13 +67,14 @@ def mend(writer: Writer, name: str, parts: list[File]) -> None:
         writer.commit(parts, [name])
         return
     new, start, chunks = {(p.chunks[0].shard, p.chunks[0].first): p for p in parts}, 0, []
+    rows = sum(s.rows for s in file.chunks)
     with writer.folder.staging(writer.prefix) as (path, staged), _Writer(path, writer, ROW_GROUP) as out:
         for old in file.chunks:
             part = new.get((old.shard, old.first))
             chunks.append(part.chunks[0] if part else old)
             where = (part.staged, 0) if part else (name, start)
             for table in read_range(writer.folder, *where, old.rows):
-                out.write(table, file.weight * table.num_rows // sum(s.rows for s in file.chunks))
+                out.write(table, file.weight * table.num_rows // rows)
             start += old.rows
         mended = out.end(staged, chunks)
     writer.commit([mended], [name])

@@ -22,7 +22,7 @@ from exspec.pipeline.job import Job
 from exspec.pipeline.labels import LabelJob
 from exspec.pipeline.output import lease as leases
 from exspec.pipeline.output.log import Entry, Log, entry_name
-from exspec.pipeline.output.state import File, State, file_name, given_by
+from exspec.pipeline.output.state import File, State, Summary, file_name, given_by
 from exspec.pipeline.storage import STAGED, Folder
 
 SUCCESS, DESCRIPTION = "_SUCCESS", "_job.json"
@@ -194,10 +194,9 @@ class Writer(Output):
     def _old_staged(self) -> list[str]:
         return [f"{STAGED}/{n}" for n in sorted(self.folder.names(STAGED)) if n.split("-")[0] < self.prefix]
 
-    def _held(self, chunk: Any, others: Sequence[File]) -> bool:
-        mine = (chunk.shard, chunk.first)
-        taken = any(mine == (s.shard, s.first) for f in others for s in f.chunks)
-        return taken or bool(self.state.holders(*mine, chunk.rows))
+    def _held(self, chunk: Summary, others: Sequence[File]) -> bool:
+        taken = any(chunk.shares_rows(s) for f in others for s in f.chunks)
+        return taken or bool(self.state.holders(chunk.shard, chunk.first, chunk.rows))
 
     def _end_moves(self, shown: Container[str], lost: bool) -> None:
         """Remove what was copied and is still staged: who lost the output might copy it again when it is dead."""
@@ -227,13 +226,15 @@ class Writer(Output):
             self.folder.move(name, new)
 
     def _refuse_twice(self, new: Sequence[File], old: set[str]) -> None:
-        seen: dict[tuple[int, int], str] = {}
-        for file in new:
-            for s in file.chunks:
-                holders = self.state.holders(s.shard, s.first, s.rows) - old
-                if other := min(holders, default=None) or seen.get((s.shard, s.first)):
-                    raise JobError(f"{self.folder.url}: {other} holds rows of {file.staged} already")
-                seen[s.shard, s.first] = file.staged
+        chunks = sorted(((s, f.staged) for f in new for s in f.chunks), key=lambda c: (c[0].shard, c[0].first))
+        before: tuple[Summary, str] | None = None
+        for s, staged in chunks:
+            holders = self.state.holders(s.shard, s.first, s.rows) - old
+            if before and before[0].shares_rows(s):
+                holders.add(before[1])
+            if holders:
+                raise JobError(f"{self.folder.url}: {min(holders)} holds rows of {staged} already")
+            before = s, staged
 
     def _append(self, entry: Entry) -> None:
         entry = {"at": time.time()} | entry

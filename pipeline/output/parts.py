@@ -93,7 +93,7 @@ class PartSink:
         self.generated = pa.schema([*answers, *GENERATED])
         self.schema = pa.schema([*carried, *self.generated])
 
-    def commit(
+    def stage(
         self,
         task: Task,
         block: pa.Table,

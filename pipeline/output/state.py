@@ -48,6 +48,11 @@ class Summary:
     ended: float
     attempt: int
 
+    def shares_rows(self, other: "Summary") -> bool:
+        """Whether a row is in both chunks."""
+        ends = self.first + self.rows, other.first + other.rows
+        return self.shard == other.shard and max(self.first, other.first) < min(ends)
+
 
 @dataclass(frozen=True)
 class File:
@@ -83,8 +88,8 @@ def given_by(name: str) -> int | None:
 class State:
     """The log folded. job: the identity that its parts carry, None before it began. began: when, in seconds.
 
-    taken: the entry with which the present owner took the output, None where it is free; last: the latest of its kind.
-    done: staged name of the marker of a finished job.
+    taken: the entry with which the present owner took the output, None where it is free. done: staged name of the
+    marker of a finished job.
     """
 
     def __init__(self) -> None:
@@ -93,7 +98,6 @@ class State:
         self.description: dict[str, Any] = {}
         self.plan = Plan([], 1)
         self.taken: Entry | None = None
-        self.last: Entry = {}
         self.done: str | None = None
         self._table = sqlite3.connect("", isolation_level=None, check_same_thread=False)
         self._table.executescript(f"PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; {TABLES}")
@@ -103,7 +107,7 @@ class State:
         getattr(self, f"_{entry['kind']}")(entry)
 
     def _take(self, entry: Entry) -> None:
-        self.taken = self.last = entry
+        self.taken = entry
 
     def _end(self, _: Entry) -> None:
         self.taken = None

@@ -39,11 +39,11 @@ def test_a_row_whose_settings_cannot_be_computed_is_an_error_of_its_own() -> Non
     """It ended the process, again and again, until its whole chunk was set aside."""
     kept: list[Any] = []
 
-    def commit(_: Any, __: Any, results: list[Any], *___: Any) -> dict[str, Any]:
+    def stage(_: Any, __: Any, results: list[Any], *___: Any) -> dict[str, Any]:
         kept.extend(results)
         return {}
 
-    keep: Any = SimpleNamespace(commit=commit)
+    keep: Any = SimpleNamespace(stage=stage)
     quiet: Any = SimpleNamespace(report=lambda *_: None)
     generator = Generator(jobs.ArithmeticLoader(), {}, keep, Book(), quiet, 3, lambda _: FreeText())
     work = {"_prompt": [1], "_skip": False, "_max_new_tokens": 4, "_seed": 0, "_stop": []}

@@ -15,9 +15,10 @@ import torch
 from moto.server import ThreadedMotoServer
 
 from exspec.actors.models import load_model
-from exspec.pipeline import storage, weights
+from exspec.pipeline import storage
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.run import execute, prepare
+from exspec.pipeline.storage import etag
 from exspec.pipeline.weights import cache_folder, local_model, model_digest, resolved
 from tests import tiny
 from tests.pipeline import jobs
@@ -177,9 +178,9 @@ def test_secrets_of_a_url_are_in_no_message(stored: str, endpoint: str, monkeypa
     ],
 )
 def test_the_store_s_own_digest_of_a_content_counts(info: dict[str, Any], other: dict[str, Any]) -> None:
-    assert weights._mark(info) != weights._mark(other)
+    assert etag(info) != etag(other)
     rewritten = info | {"updated": "later", **({"etag": "2"} if "etag" in info else {})}
-    assert weights._mark(info) == weights._mark(rewritten), "the same content written again is the same model"
+    assert etag(info) == etag(rewritten), "the same content written again is the same model"
 
 
 @pytest.fixture

@@ -634,7 +634,7 @@ SABOTAGES = [
         "",
         Case("half", ("restart", "actor", "other"), DISK, switches=1, every=1),
     ),
-    Sabotage(Writer, "_held", "bool(self.state.holders(*mine, chunk.rows))", "False", RUNS),
+    Sabotage(Writer, "_held", "bool(self.state.holders(chunk.shard, chunk.first, chunk.rows))", "False", RUNS),
     Sabotage(Writer, "_old_staged", 'if n.split("-")[0] < self.prefix', "", RUNS),
     Sabotage(Writer, "_append", "copy(self.log).read()", "self.log.read()", RUNS),
     Sabotage(Log, "append", "if not self.folder.create(", "if self.folder.write(", RUNS),

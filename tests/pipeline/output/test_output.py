@@ -210,11 +210,27 @@ def test_rows_are_never_committed_twice(tmp_path: Path) -> None:
         first, second, third = writer.state.missing()
         writer.commit([staged(writer, first)])
         overlapping = Chunk(first.shard, 0, 7, 2)
-        for new in ([first], [second, first], [overlapping], [second, second]):
+        across = Chunk(first.shard, 0, 15, 2)
+        for new in ([first], [second, first], [overlapping], [second, second], [across, second], [second, across]):
             with pytest.raises(JobError, match="holds rows of _staged/"):
                 writer.commit([staged(writer, chunk) for chunk in new])
         assert len(writer.folder.names()) == 1
         assert list(writer.state.missing()) == [second, third]
+
+
+def test_staged_parts_that_share_rows_are_not_adopted_both(tmp_path: Path) -> None:
+    """Owners before may have cut the rows otherwise: one had a limit, or had lost a file."""
+    with take(Output(Folder(str(tmp_path / "out"))), "run") as writer:
+        writer.begin({}, plan())
+        _, second, third = writer.state.missing()
+        files = [staged(writer, chunk) for chunk in (second, Chunk(second.shard, 0, 15, 2), third)]
+    with take(Output(Folder(str(tmp_path / "out"))), "run") as writer:
+        job, found = str(writer.state.job), {file.staged: file for file in files}
+        writer.adopt(lambda _, name: (job, found[name]))
+        ranges = [(first, rows) for _, first, rows in writer.state.held()]
+        assert ranges in ([(8, 8), (16, 4)], [(15, 2)]), "by the order of the random names"
+        writer.sweep()
+        assert not writer.folder.names("_staged")
 
 
 def test_an_owner_elsewhere_is_dead_when_it_gives_no_sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
