@@ -107,7 +107,8 @@ def _run(folder: str, settings: dict[str, Any]) -> Any:
     from exspec.jobs.run import DEMO_PAIR
     from exspec.pipeline.errors import JobError
     from exspec.pipeline.job import Job, load_job
-    from exspec.pipeline.run import execute, prepare
+    from exspec.pipeline.prepare import prepare
+    from exspec.pipeline.run import execute
 
     job = load_job(Job, None, {**settings, "input": f"{folder}/input", "output": f"{folder}/output"}, DEMO_PAIR)
     prepared = prepare(job)

@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from exspec.jobs.options import with_settings
+from exspec.pipeline.errors import JobError
 from exspec.pipeline.job import Dtype, Job
 from exspec.pipeline.labels import LabelJob
 from exspec.pipeline.secrets import redacted
@@ -456,7 +457,8 @@ def messages(
 
 
 def main() -> None:
-    """Entry point: an error that a person can act on becomes one sentence and exit code 2, a fault of exspec 3.
+    """Entry point: an error that a person can act on becomes a sentence, or a line for each problem, and exit code 2,
+    a fault of exspec 3.
 
     A ValueError raised here was worded for a person; one raised in a library was not, and is a fault.
     """
@@ -464,14 +466,19 @@ def main() -> None:
         app()
     except Exception as error:
         if isinstance(error, OSError) and error.filename and error.strerror:
-            message = f"{error.filename}: {error.strerror}"
+            problems = [f"{error.filename}: {error.strerror}"]
+        elif isinstance(error, JobError):
+            problems = list(error.problems)
         elif isinstance(error, OSError) or (isinstance(error, ValueError) and _is_ours(error)):
-            message = " ".join(str(error).split())
+            problems = [str(error)]
         else:
             traceback.print_exception(error)
             print("exspec: this is a fault of exspec; nothing that is committed is lost", file=sys.stderr)
             sys.exit(3)
-        print(f"exspec: {redacted(message)}", file=sys.stderr)
+        said = [redacted(" ".join(problem.split())) for problem in problems]
+        print("exspec:", said[0] if len(said) == 1 else f"{len(said)} problems", file=sys.stderr)
+        for problem in said if len(said) > 1 else ():
+            print(f"  {problem}", file=sys.stderr)
         sys.exit(getattr(error, "code", 2))
 
 

@@ -11,7 +11,8 @@ from exspec.pipeline.output.contents import tables
 from exspec.pipeline.output.owner import DESCRIPTION, REVIEW, Output, read_output, take
 from exspec.pipeline.output.report import rewrite
 from exspec.pipeline.output.review import write_review
-from exspec.pipeline.run import execute, prepare
+from exspec.pipeline.prepare import prepare
+from exspec.pipeline.run import execute
 
 
 def label(file: Path | None, flags: dict[str, Any], restart: bool, retry_errors: bool, quiet: bool) -> int:

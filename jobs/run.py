@@ -16,7 +16,8 @@ from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.rows import RowError, rows, values
 from exspec.pipeline.input.shards import read_chunk
 from exspec.pipeline.job import AUTO, Job, load_job
-from exspec.pipeline.run import Prepared, execute, prepare
+from exspec.pipeline.prepare import Prepared, prepare
+from exspec.pipeline.run import execute
 from exspec.pipeline.shape import Settled, memory_of, sample, settle, shape_of
 
 J = TypeVar("J", bound=Job)

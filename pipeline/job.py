@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from exspec.pipeline.errors import JobError
+from exspec.pipeline.errors import JobError, meant
 from exspec.pipeline.secrets import anonymous
 
 if TYPE_CHECKING:
@@ -277,7 +277,7 @@ def load_job(kind: type[J], file: Path | None, flags: dict[str, Any], pair: dict
     try:
         return kind(**settings)
     except ValidationError as error:
-        raise JobError("; ".join(_problem(e, file, kind) for e in error.errors())) from error
+        raise JobError(*(_problem(e, file, kind) for e in error.errors())) from error
 
 
 def read_job_file(file: Path | None) -> dict[str, Any]:
@@ -291,7 +291,9 @@ def read_job_file(file: Path | None) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise JobError(f"job file {file}: not UTF-8 text (byte {error.start})") from error
     except yaml.YAMLError as error:
-        raise JobError(f"job file {file}: not YAML: {' '.join(str(error).split())}") from error
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise JobError(f"job file {file}{place}: not YAML: {' '.join(problem.split())}") from error
     if not isinstance(settings, dict):
         raise JobError(f"job file {file}: expected settings by name, not {type(settings).__name__}")
     return settings
@@ -300,7 +302,8 @@ def read_job_file(file: Path | None) -> dict[str, Any]:
 def _problem(error: Any, file: Path | None, kind: type[Job]) -> str:
     key = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
-        message = f"unknown setting, expected one of {', '.join(kind.model_fields)}"
+        known = kind.model_fields
+        message = "unknown setting" + (meant(key, known) or f", expected one of {', '.join(known)}")
     elif error["type"] == "missing":
         message = "is missing"
     elif error["type"] == "string_pattern_mismatch":

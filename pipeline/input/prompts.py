@@ -5,19 +5,20 @@ import hashlib
 import json
 import math
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jinja2
 import jinja2.meta
 import pyarrow as pa
+from jinja2 import nodes
 from jinja2.sandbox import SandboxedEnvironment
 
 from exspec.actors.answers import asked
 from exspec.actors.engine import Request, Room, Sampling
 from exspec.actors.models import StopStrings
-from exspec.pipeline.errors import JobError
+from exspec.pipeline.errors import JobError, no_column
 from exspec.pipeline.input.plan import Shard
 from exspec.pipeline.input.rows import Row
 from exspec.pipeline.input.rows import RowError as RowError
@@ -60,7 +61,7 @@ class Prompts:
         self.template: jinja2.Template | None = None
         self.variables: set[str] = set()
         if job.prompt_template:
-            self.template, self.variables = _template(job.prompt_template)
+            self.template, self.variables = _template(job.prompt_template, schema.names)
 
     def within(self, room: Room) -> "Prompts":
         """The same, but for rows that do not fit: they are refused here, as the engine would refuse them."""
@@ -185,15 +186,15 @@ class Prompts:
 
 def prompt_column(job: Job, schema: pa.Schema) -> str:
     """The prompt's column. Raises JobError naming what the input has instead."""
-    found = ", ".join(schema.names)
     if job.prompt_column is None:
         column = next((c for c in DEFAULT_COLUMNS if c in schema.names), None)
         if column is None:
-            raise JobError(f"prompt_column: none of {', '.join(DEFAULT_COLUMNS)} is in the input, which has {found}")
+            found, expected = ", ".join(schema.names), ", ".join(DEFAULT_COLUMNS)
+            raise JobError(f"prompt_column: none of {expected} is in the input, which has {found}")
     else:
         column = job.prompt_column
         if column not in schema.names:
-            raise JobError(f"prompt_column: {column!r} is not in the input, which has {found}")
+            raise JobError(f"prompt_column: {no_column(column, schema.names)}")
     kind = schema.field(column).type
     if not (is_text(kind) or is_list(kind) or is_json(kind) or pa.types.is_null(kind)):
         raise JobError(f"prompt_column: {column!r} is {kind}, expected text or a list of messages")
@@ -221,15 +222,27 @@ def _are_texts(value: Any) -> bool:
     return isinstance(value, str) and value != ""
 
 
-def _template(source: str) -> tuple[jinja2.Template, set[str]]:
-    """A template, and the names that it may look up. Raises JobError where it is none."""
+def _template(source: str, columns: Sequence[str]) -> tuple[jinja2.Template, set[str]]:
+    """A template, and the names that it may look up. Raises JobError where it is none, or names what is no column."""
     environment = SandboxedEnvironment(undefined=jinja2.StrictUndefined)
     try:
-        names = jinja2.meta.find_undeclared_variables(environment.parse(source))
-        # Jinja has values for some names itself, which a column of the name goes before.
-        return environment.from_string(source), names | set(environment.globals)
+        parsed = environment.parse(source)
+        template = environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
         raise JobError(f"prompt_template, line {error.lineno}: {error.message}") from error
+    names = jinja2.meta.find_undeclared_variables(parsed)
+    strange = sorted(names - set(columns) - _optional(parsed))
+    if strange:
+        raise JobError(*(f"prompt_template: {no_column(n, columns)}" for n in strange))
+    # Jinja has values for some names itself, which a column of the name goes before.
+    return template, names | set(environment.globals)
+
+
+def _optional(parsed: nodes.Template) -> set[str]:
+    """The names that a template can do without: it asks whether they are there, or has a default."""
+    tests = [test.node for test in parsed.find_all(nodes.Test) if test.name in ("defined", "undefined")]
+    defaults = [found.node for found in parsed.find_all(nodes.Filter) if found.name in ("default", "d")]
+    return {node.name for node in (*tests, *defaults) if isinstance(node, nodes.Name)}
 
 
 def _given(row: Row) -> dict[str, Any]:

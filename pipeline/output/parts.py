@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from exspec.actors.generator import WORK, RowResult
-from exspec.pipeline.errors import JobError
+from exspec.pipeline.errors import JobError, no_column
 from exspec.pipeline.input.plan import Chunk
 from exspec.pipeline.job import Job
 from exspec.pipeline.output.contents import read_range
@@ -53,7 +53,7 @@ def carried_columns(job: Job, schema: pa.Schema) -> list[str]:
     names = [n for n in schema.names if n != job.id_column] if job.carry is None else job.carry
     for name in names:
         if name not in schema.names:
-            raise JobError(f"carry: {name!r} is not in the input, which has {', '.join(schema.names)}")
+            raise JobError(f"carry: {no_column(name, schema.names)}")
     taken = [n for n in names if n in GENERATED.names or n in WORK or n in job.answer_columns().names]
     if taken:
         raise JobError(

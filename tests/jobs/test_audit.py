@@ -10,7 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from exspec.jobs import cli
-from exspec.pipeline.run import execute, prepare
+from exspec.pipeline.prepare import prepare
+from exspec.pipeline.run import execute
 from tests.pipeline import jobs
 
 Pair = tuple[str, str]

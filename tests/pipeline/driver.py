@@ -4,7 +4,8 @@ import sys
 from pathlib import Path
 
 from exspec.pipeline.job import Job
-from exspec.pipeline.run import execute, prepare
+from exspec.pipeline.prepare import prepare
+from exspec.pipeline.run import execute
 from tests.pipeline import jobs
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ import ray
 from ray.cluster_utils import Cluster
 
 from exspec.pipeline.job import Job
-from exspec.pipeline.run import execute, prepare
+from exspec.pipeline.prepare import prepare
+from exspec.pipeline.run import execute
 from tests.pipeline import jobs
 
 # The head can hold both actors and the readers once it is alone.

@@ -30,7 +30,8 @@ from exspec.pipeline.output.owner import Output, take
 from exspec.pipeline.output.parts import Task
 from exspec.pipeline.output.report import Report
 from exspec.pipeline.output.state import File, Summary
-from exspec.pipeline.run import execute, finished, prepare
+from exspec.pipeline.prepare import prepare
+from exspec.pipeline.run import execute, finished
 from exspec.pipeline.storage import Folder
 from tests.pipeline import jobs
 

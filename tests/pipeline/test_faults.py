@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from exspec.pipeline.job import Job
-from exspec.pipeline.run import execute, prepare
+from exspec.pipeline.prepare import prepare
+from exspec.pipeline.run import execute
 from tests.pipeline import jobs
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from exspec.pipeline.run import execute, prepare
+from exspec.pipeline.prepare import prepare
+from exspec.pipeline.run import execute
 from tests.pipeline import jobs
 
 SAMPLE = re.compile(r'^ray_exspec_(\w+)\{.*?actor="([^"]+)".*\} (\S+)$', re.MULTILINE)

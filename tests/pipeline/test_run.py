@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job import Job
-from exspec.pipeline.run import execute, prepare
+from exspec.pipeline.prepare import prepare
+from exspec.pipeline.run import execute
 from tests import tiny
 from tests.pipeline import jobs
 

@@ -19,7 +19,8 @@ from moto.server import ThreadedMotoServer
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.output.contents import tables
 from exspec.pipeline.output.owner import read_output
-from exspec.pipeline.run import execute, prepare
+from exspec.pipeline.prepare import prepare
+from exspec.pipeline.run import execute
 from exspec.pipeline.storage import Folder
 from tests.pipeline import jobs
 

@@ -17,7 +17,8 @@ from moto.server import ThreadedMotoServer
 from exspec.actors.models import load_model
 from exspec.pipeline import storage
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.run import execute, prepare
+from exspec.pipeline.prepare import prepare
+from exspec.pipeline.run import execute
 from exspec.pipeline.storage import etag
 from exspec.pipeline.weights import cache_folder, local_model, model_digest, resolved
 from tests import tiny

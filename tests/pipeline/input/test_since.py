@@ -8,7 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.run import execute, prepare
+from exspec.pipeline.prepare import prepare
+from exspec.pipeline.run import execute
 from tests.pipeline import jobs
 
 Pair = tuple[str, str]

@@ -25,7 +25,8 @@ from exspec.pipeline.output.contents import read_range, tables
 from exspec.pipeline.output.owner import Output, read_output, take
 from exspec.pipeline.output.parts import GENERATED, described, encode, summarize
 from exspec.pipeline.output.report import rebuild
-from exspec.pipeline.run import execute, prepare
+from exspec.pipeline.prepare import prepare
+from exspec.pipeline.run import execute
 from exspec.pipeline.storage import Folder
 from tests.pipeline import jobs
 

@@ -19,7 +19,8 @@ from exspec.pipeline.output import lease
 from exspec.pipeline.output.compact import compact
 from exspec.pipeline.output.owner import BusyError, LostError, Output, read_output, take
 from exspec.pipeline.output.state import File, State, Summary
-from exspec.pipeline.run import execute, prepare
+from exspec.pipeline.prepare import prepare
+from exspec.pipeline.run import execute
 from exspec.pipeline.storage import Folder
 from tests.pipeline import jobs
 from tests.pipeline.test_faults import start_driver, wait_for_parts

@@ -1,0 +1,222 @@
+"""Everything about a job that can be checked before it starts, and all that is wrong with it at once."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from typing import Any, TypeVar
+
+import pyarrow as pa
+import torch
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+
+from exspec.actors.answers import AnswerError
+from exspec.actors.engine.cached_model import context_length
+from exspec.actors.engine.memory import fit
+from exspec.actors.models import ModelError, check_config, check_vocabularies, load_part
+from exspec.pipeline.errors import JobError, no_column
+from exspec.pipeline.input.plan import Chunk, Plan, Shard, encode_schema
+from exspec.pipeline.input.prompts import Prompts, prompt_column
+from exspec.pipeline.input.shards import Since, find_shards
+from exspec.pipeline.job import Job, differences, fingerprint
+from exspec.pipeline.output.owner import Output
+from exspec.pipeline.output.parts import carried_columns
+from exspec.pipeline.output.state import State
+from exspec.pipeline.shape import LONGEST, Shape, shape_of
+from exspec.pipeline.storage import PROBE, Folder
+from exspec.pipeline.weights import local_model, model_digest, resolved
+
+COLUMNS = ("id_column", "max_new_tokens_column", "temperature_column", "seed_column", "stop_column")
+ROOM = 1 << 20  # bytes that an output must have room for
+T = TypeVar("T")
+
+
+@dataclass
+class Models:
+    """What is known of a job's models without loading their weights."""
+
+    tokenizer: Any
+    context: int
+    digests: dict[str, str]
+    configs: list[PretrainedConfig]
+
+
+@dataclass
+class Prepared:
+    """A job that may start: everything about it has been checked. found: the input's shards as they are now.
+
+    settled: names of the shards that are done and need not be there any more.
+    """
+
+    job: Job
+    output: Output
+    restart: bool
+    schema: pa.Schema
+    found: list[Shard]
+    settled: set[str]
+    plan: Plan
+    shape: Shape
+    prompts: Prompts
+    models: Models
+
+    @property
+    def folder(self) -> Folder:
+        return self.output.folder
+
+    @property
+    def missing(self) -> Iterator[Chunk]:
+        """The chunks that are to run, as far as is known before the output is taken."""
+        state = self.output.state
+        return self.plan.chunks() if self.restart or state.job is None else self.plan.chunks(state.held())
+
+    def fingerprint(self, device: str) -> dict[str, Any]:
+        """All that decides the output where the job decodes on such a device."""
+        return fingerprint(self.job, self.models.digests, device)
+
+    def refuse_other(self, state: State, device: str | None = None) -> None:
+        """Raises JobError where the output holds a job of another fingerprint. device: where that is known by now."""
+        stored = state.description["device"]
+        told = stored if self.job.device == "auto" else self.job.device
+        if changes := differences(state.description["fingerprint"], self.fingerprint(device or told)):
+            raise JobError(
+                f"output {self.folder.url}: holds a job with other settings: {', '.join(changes)}; use another output "
+                "or --restart"
+            )
+
+    def taken_up(self, state: State) -> "Prepared":
+        """The same for the job that the output holds by now: its plan with what has come since, and its shape.
+
+        Raises JobError where it is another job, or a planned shard is another now.
+        """
+        self.refuse_other(state)
+        plan = replace(state.plan, limit=self.job.limit, schema=self.plan.schema).extended(self.found, self.settled)
+        shape = shape_of(self.job, self.models.context, plan.rows, state.description["shape"])
+        return replace(self, plan=plan, shape=shape)
+
+
+def prepare(job: Job, restart: bool = False) -> Prepared:
+    """Check everything about a job, without starting it. Raises JobError with all that is wrong at once."""
+    problems: list[str] = []
+
+    def check(action: Callable[[], T]) -> T | None:
+        try:
+            return action()
+        except JobError as error:
+            problems.extend(error.problems)
+        except (ModelError, AnswerError) as error:
+            problems.append(str(error))
+        return None
+
+    folder = Folder(job.output, job.storage_options)
+    check(lambda: _refuse_overlap(job, folder))
+    output = check(lambda: _open(folder))
+    job = resolved(job)
+    models = check(lambda: _check_models(job))
+    earlier = output.state if output and output.state.job and not restart else None
+    settled = earlier.done_shards() if earlier and job.since else set()
+    since = Since(earlier.plan if earlier else None, settled, job.newer_than) if job.since else None
+    found = check(lambda: find_shards(job.input, job.storage_options, earlier.plan if earlier else None, since))
+    if found and job.id_column is None and "id" in found[1].names:
+        job = job.model_copy(update={"id_column": "id"})
+    prompts = None
+    if found:
+        check(lambda: _check_columns(job, found[1]))
+        if models:
+            prompts = check(lambda: Prompts(job, models.tokenizer, found[1]))
+            if prompts and prompts.answers.constraint:
+                check(prompts.answers.constraint)
+    if models:
+        check(lambda: _check_memory(job, models))
+    if problems or not (found and models and prompts and output):
+        raise JobError(*dict.fromkeys(problems))
+    plan = Plan(found[0], job.rows_per_chunk, job.limit, encode_schema(found[1]))
+    shape = shape_of(job, models.context, plan.rows, None)
+    prepared = Prepared(job, output, restart, found[1], found[0], settled, plan, shape, prompts, models)
+    return prepared.taken_up(earlier) if earlier else prepared
+
+
+def _open(folder: Folder) -> Output:
+    """The output, which must be one that can be written, and where two runs can be kept apart."""
+    try:
+        output = Output(folder).read()
+        output.check_foreign()
+        _probe(folder)
+    except JobError:
+        raise
+    except Exception as error:  # an unreachable or refusing store has many names
+        raise JobError(f"output {folder.url}: cannot be written: {type(error).__name__}: {error}") from error
+    return output
+
+
+def _probe(folder: Folder) -> None:
+    probe = f"{PROBE}-{time.time_ns()}"
+    folder.write(probe, bytes(ROOM))  # as large as a part may be
+    folder.remove(probe)
+    folder.check_create()
+
+
+def _check_models(job: Job) -> Models:
+    tokenizers, contexts, digests, configs = [], [], {}, []
+    pairs = [("target", job.target, job.target_revision)]
+    if job.draft is not None and job.method != "plain":
+        pairs.append(("draft", job.draft, job.draft_revision))
+    for role, name, revision in pairs:
+        try:
+            place = local_model(name, job.storage_options, weights=False)
+            config = load_part(AutoConfig, place, revision, job.trust_remote_code)
+            tokenizers.append(load_part(AutoTokenizer, place, revision, job.trust_remote_code))
+            digests[role] = model_digest(name, revision, job.storage_options)
+        except (JobError, ModelError) as error:
+            raise JobError(f"{role} {error}") from error
+        check_config(config, name)
+        contexts.append(context_length(config))
+        configs.append(config)
+    if len(tokenizers) == 2:
+        check_vocabularies(tokenizers[0], tokenizers[1], job.target, str(job.draft))
+    if len(contexts) == 2 and contexts[1] < (capacity := min(job.capacity or LONGEST, contexts[0])):
+        raise JobError(
+            f"draft {job.draft}: its context of {contexts[1]} tokens is shorter than the capacity of {capacity}; "
+            "set capacity, or take a draft with a longer context"
+        )
+    return Models(tokenizers[0], contexts[0], digests, configs)
+
+
+def _check_memory(job: Job, models: Models) -> None:
+    """The settings of the shape, and that one sequence fits the job's memory, as far as that can be told from here."""
+    config = shape_of(job, models.context, 0, None).config
+    if job.memory_gib is not None:
+        draft = models.configs[1] if len(models.configs) > 1 else None
+        try:
+            fit(models.configs[0], draft, config, getattr(torch, job.dtype), False, int(job.memory_gib * 2**30))
+        except ValueError as error:
+            raise JobError(str(error)) from error
+
+
+def _check_columns(job: Job, schema: pa.Schema) -> None:
+    """Raises JobError with every column that is named and is not there, or not where it has to be."""
+    named = {key: [getattr(job, key)] for key in COLUMNS if getattr(job, key) is not None} | job.kept_columns
+    missing = [(key, column) for key, columns in named.items() for column in columns if column not in schema.names]
+    problems = [f"{key}: {no_column(column, schema.names)}" for key, column in missing]
+    try:
+        if job.prompt_template is None:
+            prompt_column(job, schema)
+        carried = carried_columns(job, schema)
+    except JobError as error:
+        raise JobError(*problems, *error.problems) from error
+    problems += [
+        f"{key}: {column!r} does not come into the output; add it to carry"
+        for key, columns in job.kept_columns.items()
+        for column in columns
+        if column in schema.names and column not in carried
+    ]
+    if problems:
+        raise JobError(*problems)
+
+
+def _refuse_overlap(job: Job, folder: Folder) -> None:
+    """Parts inside the input would be the next run's shards, and --restart would move an input inside the output."""
+    own = f"{folder.path}/"
+    for url in job.input:
+        path = f"{Folder(url, job.storage_options).path}/"
+        if own.startswith(path) or path.startswith(own) or fnmatch(f"{own}part-0.parquet", path.rstrip("/")):
+            raise JobError(f"output {folder.url}: overlaps the input {url}; expected a folder of its own")
