@@ -26,6 +26,7 @@ from exspec.actors.models import StopStrings, completion_text
 
 KILLER = "the row ended the process that decoded it"  # the error of such a row
 WIDEST = 64  # slots from which an actor goes down that cannot even be built
+SIGN = 2.0  # seconds between two signs of life
 GROUPS = 8  # how many parts a suspect chunk is cut into to find the row that kills the process
 WORK = ("_prompt", "_error", "_skip", "_max_new_tokens", "_temperature", "_seed", "_stop")
 
@@ -39,6 +40,7 @@ class RowResult:
     error: str | None
     prompt_tokens: int | None = None
     values: dict[str, Any] = field(default_factory=dict)  # by column, what the text was read as
+    lasting: bool = False  # the error is the row's own, and no second try would help
 
 
 class Sink(Protocol):
@@ -90,6 +92,12 @@ class Generator:
         self.name = f"{os.uname().nodename}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         self.hardware = hardware(getattr(engine, "device", torch.device("cpu")))
         self.turns = Turns()
+        threading.Thread(target=self._sign, daemon=True).start()
+
+    def _sign(self) -> None:
+        while True:
+            self.ledger.sign(self.name, self.engine.statistics.tokens)
+            time.sleep(SIGN)
 
     def __call__(self, block: pa.Table) -> pa.Table:
         """One chunk in, one row out. block: the task, its rows as an Arrow stream, or why they cannot be read."""
@@ -156,7 +164,7 @@ class Generator:
         """Hand a row to the engine; what is returned waits for its result."""
         prompt = _tokens(row)
         if row["_error"]:
-            return lambda: RowResult(None, None, row["_error"], prompt)
+            return lambda: RowResult(None, None, row["_error"], prompt, lasting=True)
         stop = StopStrings(self.tokenizer, row["_stop"]) if row["_stop"] else None
         try:
             sampling = Sampling(temperature=row["_temperature"], seed=row["_seed"], **self.sampling)

@@ -1,4 +1,7 @@
-"""What an actor asks about a chunk before it begins. Imports nothing heavy: whoever keeps the ledger has no model."""
+"""What an actor asks about a chunk before it begins, and shows of itself. Imports nothing heavy.
+
+Whoever keeps the ledger has no model.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,11 +18,25 @@ class Attempt:
     last_error: str = ""
 
 
+@dataclass(frozen=True)
+class Signs:
+    """What the actors of a job have shown of themselves: how many live, the tokens of all, and for how many seconds any
+    of them has had a chunk."""
+
+    actors: int
+    tokens: int
+    seconds: float
+
+
 class Ledger(Protocol):
     def begun(self, part: str) -> bool: ...
     def begin(self, part: str) -> Attempt: ...
     def mark(self, part: str, rows: Sequence[int]) -> None: ...
     def note(self, part: str, error: str) -> None: ...
+    def sign(self, actor: str, tokens: int) -> None:
+        """An actor lives, and has made so many tokens."""
+        ...
+
     def window(self) -> int | None:
         """The most slots that an actor may still have; None before any ran out of memory."""
         ...

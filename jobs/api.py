@@ -104,7 +104,7 @@ def _described(dataset: Any) -> dict[str, Any]:
 
 def _run(folder: str, settings: dict[str, Any]) -> Any:
     """Run the job between the folder's input and output; returns the output's folder."""
-    from exspec.jobs.run import DEMO_PAIR
+    from exspec.jobs.demo import DEMO_PAIR
     from exspec.pipeline.errors import JobError
     from exspec.pipeline.job import Job, load_job
     from exspec.pipeline.prepare import prepare
@@ -112,6 +112,6 @@ def _run(folder: str, settings: dict[str, Any]) -> Any:
 
     job = load_job(Job, None, {**settings, "input": f"{folder}/input", "output": f"{folder}/output"}, DEMO_PAIR)
     prepared = prepare(job)
-    if execute(prepared, quiet=True) != 0:
+    if execute(prepared) != 0:
         raise JobError(f"{job.output}: the job finished with chunks set aside; see _report.json there")
     return prepared.folder

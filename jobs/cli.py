@@ -6,15 +6,17 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 
-from exspec.jobs.options import with_settings
+from exspec.jobs.options import GroupedCommand, with_settings
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job import Dtype, Job
 from exspec.pipeline.labels import LabelJob
+from exspec.pipeline.progress import Progress
 from exspec.pipeline.secrets import redacted
 
 app = typer.Typer(
@@ -22,6 +24,8 @@ app = typer.Typer(
     help="Large offline LLM generation with exact batch speculative decoding.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -35,14 +39,224 @@ def command(*examples: str, **settings: Any) -> Callable[[Command], Command]:
         paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
         text = "\n\n".join(" ".join(p.splitlines()) for p in paragraphs)
         epilog = "\n".join(["Examples:", *(f"  {example}" for example in examples)])
-        return app.command(help=text, epilog=epilog, **settings)(function)
+        return app.command(help=text, epilog=epilog, cls=GroupedCommand, **settings)(function)
 
     return register
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"exspec {version('exspec')}")
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    shown: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
     """Large offline LLM generation with exact batch speculative decoding."""
+
+
+Restart = Annotated[bool, typer.Option(help="Move the output aside and start over.")]
+RetryErrors = Annotated[bool, typer.Option(help="Run rows again that have an error.")]
+Quiet = Annotated[bool, typer.Option(help="Show no progress.")]
+
+
+@command(
+    "exspec run --input messages/ --output out/",
+    "exspec run --job job.yaml --limit 100",
+    "exspec run --job job.yaml --retry-errors",
+)
+@with_settings(Job)
+def run(
+    job: Job,
+    restart: Restart = False,
+    retry_errors: RetryErrors = False,
+    quiet: Quiet = False,
+) -> None:
+    """Generate completions for Parquet shards. Run it again to resume: only what is missing runs.
+
+    Exit codes: 0 all rows done (row errors included), 1 rows are missing (chunks set aside, or broken off: run it
+    again), 2 refused before starting, 3 a fault of exspec.
+    """
+    with Progress(quiet) as progress:
+        progress.stage("checking the job")
+        from exspec.jobs import run as jobs
+
+        raise typer.Exit(jobs.run(job, restart, retry_errors, progress))
+
+
+@command(
+    "exspec plan --input messages/ --output out/",
+    "exspec plan --job job.yaml --batch-size 16",
+)
+@with_settings(Job)
+def plan(job: Job) -> None:
+    """Show what a job would do, and everything that is wrong with it. Runs nothing."""
+    from exspec.jobs.plan import plan as show
+
+    raise typer.Exit(show(job))
+
+
+@command(
+    "exspec tune --input messages/ --output out/ --batch-size 8",
+    "exspec tune --job job.yaml --tune-seconds 60",
+)
+@with_settings(Job)
+def tune(job: Job) -> None:
+    """Measure the shape that a job should decode in, on this machine: the settings that are auto."""
+    from exspec.jobs import run as jobs
+
+    jobs.tune(job)
+
+
+@command(
+    "exspec label --input messages/ --output labels/ --fields urgency=high,low",
+    "exspec label --job nightly.yaml --since last --review-share 0.02",
+    "exspec label --job job.yaml --labels yes --labels no --gold-column answer",
+)
+@with_settings(LabelJob)
+def label(
+    job: LabelJob,
+    plan: Annotated[bool, typer.Option("--plan", help="Show what the job would do, and run nothing.")] = False,
+    restart: Restart = False,
+    retry_errors: RetryErrors = False,
+    quiet: Quiet = False,
+) -> None:
+    """Label the rows of Parquet shards: one label of a list, one of each of several fields, or JSON of a schema.
+
+    Run it every night over a folder that grows: each row is labeled once.
+
+    Exit codes: 0 all rows done (row errors included), 1 rows are missing (chunks set aside, or broken off: run it
+    again), 2 refused before starting, 3 a fault of exspec.
+    """
+    if plan:
+        from exspec.jobs.plan import plan as show
+
+        raise typer.Exit(show(job))
+    with Progress(quiet) as progress:
+        progress.stage("checking the job")
+        from exspec.jobs import label as jobs
+
+        raise typer.Exit(jobs.label(job, restart, retry_errors, progress))
+
+
+Options = Annotated[
+    str | None, typer.Option("--storage-options", help="JSON of the file system's options, as fsspec takes them.")
+]
+
+
+def _options(text: str | None) -> dict[str, Any]:
+    try:
+        options = json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--storage-options: not JSON: {error}") from error
+    if not isinstance(options, dict):
+        raise ValueError("--storage-options: expected a JSON object")
+    return options
+
+
+@command(
+    "exspec audit out/",
+    "exspec audit out/ --share 0.01 --seed 7 --no-generate",
+)
+def audit(
+    output: Annotated[str, typer.Argument(help="Output folder of a job, a path or an fsspec URL.")],
+    count: Annotated[int, typer.Option(min=1, help="Rows to decode again, spread over the shards.")] = 64,
+    share: Annotated[float | None, typer.Option(min=0, max=1, help="Share of all rows, in place of a count.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the sample.")] = 0,
+    generate: Annotated[bool, typer.Option(help="Compare with transformers' generate in float32 too.")] = True,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
+    ] = False,
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="Load weights that are not safetensors.")
+    ] = False,
+    storage_options: Options = None,
+) -> None:
+    """Decode a sample of a finished job again by plain decoding, and compare.
+
+    Writes _audit.json and a section of the report.
+
+    Exit codes: 0 all equal in the job's own shape, 1 some differ, 2 refused.
+    """
+    from exspec.jobs import audit as job
+
+    permissions = {"trust_remote_code": trust_remote_code, "allow_pickle": allow_pickle}
+    raise typer.Exit(job.audit(output, _options(storage_options), count, share, seed, generate, permissions))
+
+
+@command(
+    "exspec report out/",
+    "exspec report out/plain out/exspec --price-per-gpu-hour 3",
+)
+def report(
+    outputs: Annotated[list[str], typer.Argument(help="Output folders of jobs, paths or fsspec URLs.")],
+    price_per_gpu_hour: Annotated[float | None, typer.Option(min=0, help="To tell what a million tokens cost.")] = None,
+    storage_options: Options = None,
+) -> None:
+    """Build the report of a job again from its parts, and compare jobs side by side.
+
+    The last line is JSON: a list with an object for each output.
+    """
+    from exspec.jobs import report as job
+
+    job.report(outputs, _options(storage_options), price_per_gpu_hour)
+
+
+def _size(text: str) -> int:
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
+    try:
+        size = int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        size = 0
+    if size < 1:
+        raise typer.BadParameter(f"{text!r} is no size, expected bytes with a unit such as 256MiB or 1GB")
+    return size
+
+
+@command(
+    "exspec compact out/",
+    "exspec compact s3://bucket/out/ --target-size 1GiB",
+)
+def compact(
+    output: Annotated[str, typer.Argument(help="Output folder of a finished job, a path or an fsspec URL.")],
+    target_size: Annotated[
+        int, typer.Option(parser=_size, metavar="SIZE", help="Size of a file, at most, about: 256MiB, 1GB.")
+    ] = "256MiB",  # type: ignore[assignment]
+    wait: Annotated[bool, typer.Option("--wait", help="Wait for the end of who is at work on the output.")] = False,
+    storage_options: Options = None,
+) -> None:
+    """Merge the small parts of a finished job into larger files.
+
+    The rows and their order stay, and so does what works on an output: run, report and audit. A killed compaction
+    loses nothing: run it, or the job, again. A reader of the folder never sees a row twice; the rows of one file at
+    a time may be missing for a moment while _SUCCESS is away. Where a job is at work on the output, it leaves.
+
+    Exit codes: 0 done, 2 refused.
+    """
+    from exspec.jobs import compact as job
+
+    job.compact(output, _options(storage_options), target_size, wait)
+
+
+@command(
+    "exspec messages messages/",
+    "exspec messages messages/ --rows 10000 --shards 16 --seed 1",
+)
+def messages(
+    output: Annotated[Path, typer.Argument(help="Folder for the shards.")],
+    rows: Annotated[int, typer.Option(min=1, help="Messages in all.")] = 512,
+    shards: Annotated[int, typer.Option(min=1, help="Files to spread them over.")] = 4,
+    seed: Annotated[int, typer.Option(help="Seed of the messages.")] = 5,
+) -> None:
+    """Write demo messages as Parquet shards, to try a job with."""
+    from exspec.jobs.demo.shards import write_shards
+
+    write_shards(output, rows, shards, seed)
 
 
 def _device(text: str) -> str:
@@ -144,152 +358,6 @@ def bench(
         tune_seconds=tune_seconds,
     )
     job.run(settings)
-
-
-Restart = Annotated[bool, typer.Option(help="Move the output aside and start over.")]
-RetryErrors = Annotated[bool, typer.Option(help="Run rows again that have an error.")]
-Quiet = Annotated[bool, typer.Option(help="Show no progress.")]
-
-
-@command(
-    "exspec run --input messages/ --output out/",
-    "exspec run --job job.yaml --limit 100",
-    "exspec run --job job.yaml --retry-errors",
-)
-@with_settings(Job)
-def run(
-    job: Path | None,
-    flags: dict[str, Any],
-    restart: Restart = False,
-    retry_errors: RetryErrors = False,
-    quiet: Quiet = False,
-) -> None:
-    """Generate completions for Parquet shards. Run it again to resume: only what is missing runs.
-
-    Exit codes: 0 all rows done (row errors included), 1 rows are missing (chunks set aside, or broken off: run it
-    again), 2 refused before starting, 3 a fault of exspec.
-    """
-    from exspec.jobs import run as jobs
-
-    raise typer.Exit(jobs.run(job, flags, restart, retry_errors, quiet))
-
-
-@command(
-    "exspec plan --input messages/ --output out/",
-    "exspec plan --job job.yaml --batch-size 16",
-)
-@with_settings(Job)
-def plan(job: Path | None, flags: dict[str, Any]) -> None:
-    """Show what a job would do, and everything that is wrong with it. Runs nothing."""
-    from exspec.jobs import run as jobs
-
-    jobs.plan(Job, job, flags)
-
-
-@command(
-    "exspec label --input messages/ --output labels/ --fields urgency=high,low",
-    "exspec label --job nightly.yaml --since last --review-share 0.02",
-    "exspec label --job job.yaml --labels yes --labels no --gold-column answer",
-)
-@with_settings(LabelJob)
-def label(
-    job: Path | None,
-    flags: dict[str, Any],
-    plan: Annotated[bool, typer.Option("--plan", help="Show what the job would do, and run nothing.")] = False,
-    restart: Restart = False,
-    retry_errors: RetryErrors = False,
-    quiet: Quiet = False,
-) -> None:
-    """Label the rows of Parquet shards: one label of a list, one of each of several fields, or JSON of a schema.
-
-    Run it every night over a folder that grows: each row is labeled once.
-
-    Exit codes: 0 all rows done (row errors included), 1 rows are missing (chunks set aside, or broken off: run it
-    again), 2 refused before starting, 3 a fault of exspec.
-    """
-    if plan:
-        from exspec.jobs.run import plan as show
-
-        show(LabelJob, job, flags)
-        return
-    from exspec.jobs import label as jobs
-
-    raise typer.Exit(jobs.label(job, flags, restart, retry_errors, quiet))
-
-
-@command(
-    "exspec tune --input messages/ --output out/ --batch-size 8",
-    "exspec tune --job job.yaml --tune-seconds 60",
-)
-@with_settings(Job)
-def tune(job: Path | None, flags: dict[str, Any]) -> None:
-    """Measure the shape that a job should decode in, on this machine: the settings that are auto."""
-    from exspec.jobs import run as jobs
-
-    jobs.tune(job, flags)
-
-
-Options = Annotated[
-    str | None, typer.Option("--storage-options", help="JSON of the file system's options, as fsspec takes them.")
-]
-
-
-def _options(text: str | None) -> dict[str, Any]:
-    try:
-        options = json.loads(text or "{}")
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--storage-options: not JSON: {error}") from error
-    if not isinstance(options, dict):
-        raise ValueError("--storage-options: expected a JSON object")
-    return options
-
-
-@command(
-    "exspec audit out/",
-    "exspec audit out/ --share 0.01 --seed 7 --no-generate",
-)
-def audit(
-    output: Annotated[str, typer.Argument(help="Output folder of a job, a path or an fsspec URL.")],
-    count: Annotated[int, typer.Option(min=1, help="Rows to decode again, spread over the shards.")] = 64,
-    share: Annotated[float | None, typer.Option(min=0, max=1, help="Share of all rows, in place of a count.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the sample.")] = 0,
-    generate: Annotated[bool, typer.Option(help="Compare with transformers' generate in float32 too.")] = True,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
-    ] = False,
-    allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Load weights that are not safetensors.")
-    ] = False,
-    storage_options: Options = None,
-) -> None:
-    """Decode a sample of a finished job again by plain decoding, and compare.
-
-    Writes _audit.json and a section of the report.
-
-    Exit codes: 0 all equal in the job's own shape, 1 some differ, 2 refused.
-    """
-    from exspec.jobs import audit as job
-
-    permissions = {"trust_remote_code": trust_remote_code, "allow_pickle": allow_pickle}
-    raise typer.Exit(job.audit(output, _options(storage_options), count, share, seed, generate, permissions))
-
-
-@command(
-    "exspec report out/",
-    "exspec report out/plain out/exspec --price-per-gpu-hour 3",
-)
-def report(
-    outputs: Annotated[list[str], typer.Argument(help="Output folders of jobs, paths or fsspec URLs.")],
-    price_per_gpu_hour: Annotated[float | None, typer.Option(min=0, help="To tell what a million tokens cost.")] = None,
-    storage_options: Options = None,
-) -> None:
-    """Build the report of a job again from its parts, and compare jobs side by side.
-
-    The last line is JSON: a list with an object for each output.
-    """
-    from exspec.jobs import report as job
-
-    job.report(outputs, _options(storage_options), price_per_gpu_hour)
 
 
 Address = Annotated[
@@ -401,59 +469,6 @@ def cancel(job: JobId, address: Address = None, token: Token = None) -> None:
     from exspec.jobs.cluster import Cluster
 
     print(Cluster(address, token).cancel(job))
-
-
-def _size(text: str) -> int:
-    from pydantic import ByteSize, TypeAdapter, ValidationError
-
-    try:
-        size = int(TypeAdapter(ByteSize).validate_python(text))
-    except ValidationError:
-        size = 0
-    if size < 1:
-        raise typer.BadParameter(f"{text!r} is no size, expected bytes with a unit such as 256MiB or 1GB")
-    return size
-
-
-@command(
-    "exspec compact out/",
-    "exspec compact s3://bucket/out/ --target-size 1GiB",
-)
-def compact(
-    output: Annotated[str, typer.Argument(help="Output folder of a finished job, a path or an fsspec URL.")],
-    target_size: Annotated[
-        int, typer.Option(parser=_size, metavar="SIZE", help="Size of a file, at most, about: 256MiB, 1GB.")
-    ] = "256MiB",  # type: ignore[assignment]
-    wait: Annotated[bool, typer.Option("--wait", help="Wait for the end of who is at work on the output.")] = False,
-    storage_options: Options = None,
-) -> None:
-    """Merge the small parts of a finished job into larger files.
-
-    The rows and their order stay, and so does what works on an output: run, report and audit. A killed compaction
-    loses nothing: run it, or the job, again. A reader of the folder never sees a row twice; the rows of one file at
-    a time may be missing for a moment while _SUCCESS is away. Where a job is at work on the output, it leaves.
-
-    Exit codes: 0 done, 2 refused.
-    """
-    from exspec.jobs import compact as job
-
-    job.compact(output, _options(storage_options), target_size, wait)
-
-
-@command(
-    "exspec messages messages/",
-    "exspec messages messages/ --rows 10000 --shards 16 --seed 1",
-)
-def messages(
-    output: Annotated[Path, typer.Argument(help="Folder for the shards.")],
-    rows: Annotated[int, typer.Option(min=1, help="Messages in all.")] = 512,
-    shards: Annotated[int, typer.Option(min=1, help="Files to spread them over.")] = 4,
-    seed: Annotated[int, typer.Option(help="Seed of the messages.")] = 5,
-) -> None:
-    """Write demo messages as Parquet shards, to try a job with."""
-    from exspec.jobs.demo.shards import write_shards
-
-    write_shards(output, rows, shards, seed)
 
 
 def main() -> None:

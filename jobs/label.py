@@ -2,24 +2,21 @@
 
 import json
 from functools import partial
-from pathlib import Path
-from typing import Any
 
-from exspec.jobs import run as jobs
 from exspec.pipeline.labels import LabelJob
 from exspec.pipeline.output.contents import tables
 from exspec.pipeline.output.owner import DESCRIPTION, REVIEW, Output, read_output, take
 from exspec.pipeline.output.report import rewrite
 from exspec.pipeline.output.review import write_review
 from exspec.pipeline.prepare import prepare
+from exspec.pipeline.progress import Progress
 from exspec.pipeline.run import execute
 
 
-def label(file: Path | None, flags: dict[str, Any], restart: bool, retry_errors: bool, quiet: bool) -> int:
+def label(job: LabelJob, restart: bool, retry_errors: bool, progress: Progress) -> int:
     """Run a labeling job, or what is missing of it. Returns the exit code."""
-    job = jobs.load(LabelJob, file, flags)
     prepared = prepare(job, restart)
-    code = execute(prepared, retry_errors, quiet=quiet)
+    code = execute(prepared, retry_errors, progress=progress)
     output = read_output(prepared.folder)
     _compare(job, output)
     if job.review_share:

@@ -1,33 +1,38 @@
 """Command-line options from the fields of a settings class: one name, one default, one help text for both."""
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 import typer
-from pydantic import BaseModel
+from typer.core import TyperCommand
+
+from exspec.jobs.demo import DEMO_PAIR
+from exspec.pipeline.job import Job, load_job
 
 
-def with_settings(model: type[BaseModel]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command an option for every field of the model that fits on a line, and `--job FILE` for all of them.
+def with_settings(model: type[Job]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command an option for every setting that fits on a line, and `--job FILE` for all of them.
 
-    The command is called with `job`, the settings that were given as `flags`, and its own parameters.
+    The command is called with the `job` that they make, and its own parameters: what is wrong with a setting is said
+    before anything heavy is loaded.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = [
             p.replace(kind=inspect.Parameter.KEYWORD_ONLY)
             for p in inspect.signature(command).parameters.values()
-            if p.name not in ("job", "flags")
+            if p.name != "job"
         ]
         fields = {name: option for name, field in model.model_fields.items() if (option := _option(name, field))}
 
         def run(job: Path | None = None, **values: Any) -> None:
             flags = {n: values.pop(n) for n in list(values) if n in fields}
             given = {n: v for n, v in flags.items() if v is not None and v != []}
-            command(job=job, flags=given, **values)
+            command(job=load_job(model, job, given, DEMO_PAIR), **values)
 
         file = Annotated[Path | None, typer.Option("--job", help="YAML file of settings; flags override it.")]
         parameters = [inspect.Parameter("job", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=file)]
@@ -43,21 +48,36 @@ def with_settings(model: type[BaseModel]) -> Callable[[Callable[..., None]], Cal
     return decorate
 
 
+class GroupedCommand(TyperCommand):
+    """A command whose help lists its options by group, in full."""
+
+    def format_options(self, ctx: typer.Context, formatter: Any) -> None:
+        groups = defaultdict(list)
+        for parameter in self.get_params(ctx):
+            if record := parameter.get_help_record(ctx):
+                kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
+                groups[getattr(parameter, "rich_help_panel", None) or kind].append(record)
+        for name, records in groups.items():
+            with formatter.section(name):
+                formatter.write_dl(records)
+
+
 def _option(name: str, field: Any) -> Any:
     """The annotated type of a field's option, or None where a mapping needs the job file."""
+    extra = field.json_schema_extra or {}
     kind = field.annotation
     if get_origin(kind) in (Union, UnionType):
         kinds = [a for a in get_args(kind) if a is not type(None)]
         kind = kinds[0] if len(kinds) == 1 else str  # several: the settings class reads the text
     if get_origin(kind) is dict:
-        if not (field.json_schema_extra or {}).get("flag"):
+        if not extra.get("flag"):
             return None
         kind = list[str]  # of NAME=VALUE, which the settings class reads
-    note = "" if field.is_required() or field.default in (None, []) else f" [default: {_shown(field.default)}]"
-    help_ = f"{field.description}{note}"
+    note = "" if field.is_required() or field.default in (None, [], {}) else f" [default: {_shown(field.default)}]"
+    told = {"help": f"{field.description}{note}", "rich_help_panel": extra["group"]}
     if kind is bool:
-        return Annotated[bool | None, typer.Option(f"--{_dashed(name)}/--no-{_dashed(name)}", help=help_)]
-    option = typer.Option(f"--{_dashed(name)}", help=help_)
+        return Annotated[bool | None, typer.Option(f"--{_dashed(name)}/--no-{_dashed(name)}", **told)]
+    option = typer.Option(f"--{_dashed(name)}", **told)
     return Annotated[list[str] | None, option] if get_origin(kind) is list else Annotated[kind | None, option]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from exspec.jobs.cluster import MARK, Cluster
-from exspec.jobs.demo import DRAFT, TARGET
+from exspec.jobs.demo import DEMO_PAIR
 from exspec.jobs.submitted import ARGUMENTS
 from exspec.jobs.wheel import build_wheel
 from exspec.pipeline.errors import JobError
@@ -82,7 +82,7 @@ def check(command: Any, values: dict[str, Any], arguments: list[str]) -> Call:
     if model is not None:
         file = Path(values["job"]) if values["job"] is not None else None
         flags = {n: _plain(v) for n, v in values.items() if n in model.model_fields and v not in (None, (), [])}
-        checked = load_job(model, file, flags, {"target": str(TARGET), "draft": str(DRAFT)})
+        checked = load_job(model, file, flags, DEMO_PAIR)
         if checked.ray_address is not None:
             raise JobError("ray_address: a job that is submitted runs on the cluster that it is sent to; leave it out")
         places = read_job_file(file) | flags

@@ -26,6 +26,12 @@ class BrokenOffError(JobError):
     code = 1
 
 
+class StoppedError(BrokenOffError):
+    """A job that was interrupted; run again, it resumes."""
+
+    code = 130
+
+
 def no_column(name: str, columns: Iterable[str]) -> str:
     """What to say of a column that the input does not have."""
     return f"{name!r} is not in the input, which has {', '.join(columns)}{meant(name, columns)}"

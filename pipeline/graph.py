@@ -7,13 +7,14 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
 from secrets import token_hex
 from typing import Any
 
+import psutil
 import pyarrow as pa
 
 from exspec.actors.engine import Engine, EngineConfig, Room
@@ -37,6 +38,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 ROWS_PER_SLOT = 3  # rows in flight in an actor for each of its slots, or the ends of chunks would leave slots empty
 MOST_ROWS, ENOUGH_ROWS = 1 << 20, 1 << 14  # that one reader goes through: of one shard, and of several
 JOINING = 300  # seconds that nodes of a cluster may take to join: a head that was lost comes back before its workers
+ACTOR, READER = 0.99, 0.005  # CPUs: where actors take all that there are, each leaves enough for two readers
 FOREVER = 7 * 24 * 3600  # seconds; a chunk of long completions may well take an hour
 
 
@@ -60,10 +62,37 @@ def connect(job: Job) -> None:
     try:
         if place := re.fullmatch(r"([^:/]+):(\d+)", address):  # Ray itself would try for many minutes
             socket.create_connection((place[1], int(place[2])), timeout=20).close()
-        with _private() if address == "local" else nullcontext():
+        if address == "local":
+            _start(quiet)
+        else:
             ray.init(address=address, **quiet)
     except (OSError, ValueError, OverflowError) as error:
         raise JobError(f"ray_address {address}: no cluster can be joined there: {error}") from error
+
+
+def _start(settings: dict[str, Any]) -> None:
+    """Start a local Ray, with one more try: on a busy machine its processes may not find each other in time."""
+    import ray
+
+    for tries_left in (1, 0):
+        before = set(psutil.Process().children(recursive=True))
+        try:
+            with _private():
+                ray.init(address="local", **settings)
+            return
+        except Exception as error:  # Ray has no name of its own for it
+            left = set(psutil.Process().children(recursive=True)) - before
+            for process in left:  # else the interpreter would wait for them when it ends
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(left, timeout=10)
+            ray.shutdown()
+            if not tries_left:
+                reason = " ".join(str(error).split())
+                raise JobError(
+                    f"a local Ray did not start, in two tries ({type(error).__name__}: {reason}); try again when the "
+                    "machine is less busy, or give ray_address"
+                ) from None
 
 
 @contextmanager
@@ -102,6 +131,7 @@ def results(
     schema: pa.Schema,
     sink: PartSink,
     load: Callable[[int | None], tuple[Engine, Any]],
+    ledger: RayLedger,
 ) -> Iterator[dict[str, Any]]:
     """Run the tasks; yields for each what became of it, as its file is staged or it is set aside."""
     import ray
@@ -127,19 +157,19 @@ def results(
     # Few readers: each is a process that first imports what a tokenizer needs, and one can feed several engines.
     readers = TaskPoolStrategy(size=min(high + 1, len(passes)))
     read = Reader(job, schema, room)
-    chunks = chunks.map_batches(read, batch_size=None, batch_format="pyarrow", num_cpus=0.5, compute=readers)
+    chunks = chunks.map_batches(read, batch_size=None, batch_format="pyarrow", num_cpus=READER, compute=readers)
     done = chunks.map_batches(
         Generator,
         batch_size=None,
         batch_format="pyarrow",
-        fn_constructor_args=(load, sampling, sink, RayLedger(), RayMeter(), job.attempts, job.answers),
+        fn_constructor_args=(load, sampling, sink, ledger, RayMeter(), job.attempts, job.answers),
         compute=ActorPoolStrategy(
             **pool,
             max_tasks_in_flight_per_actor=waiting,
             max_concurrent_calls_per_actor=calls,
             enable_true_multi_threading=True,
         ),
-        num_cpus=1,
+        num_cpus=ACTOR,
         num_gpus=gpus(job),
     )
     batches: Iterator[Any] = iter(done.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0))
@@ -169,7 +199,7 @@ def on_a_device(job: Job, function: Callable[..., Any], *arguments: Any) -> Any:
     import ray
     from ray.exceptions import RayTaskError
 
-    remote = ray.remote(num_cpus=1, num_gpus=gpus(job), max_retries=0)(function)
+    remote = ray.remote(num_cpus=ACTOR, num_gpus=gpus(job), max_retries=0)(function)
     try:
         return ray.get(remote.remote(*arguments))
     except RayTaskError as error:
@@ -185,30 +215,46 @@ def check_cluster(job: Job) -> None:
     """Wait until the cluster has room for an actor, and refuse the job where it never has: Ray would wait for ever."""
     from ray.autoscaler.sdk import request_resources
 
-    needs = {"CPU": 1.5, "GPU": gpus(job)}
-    if not (lacking := _lacking(needs)):
+    if not (short := _short(job)):
         return
     if _address(job) != "local":
-        print(f"waiting for nodes, {JOINING} s at most: {lacking}", flush=True)
-        request_resources(bundles=[{name: count for name, count in needs.items() if count}])  # where it can grow
+        print(f"waiting for nodes, {JOINING} s at most: {short}", flush=True)
+        request_resources(bundles=[{name: count for name, count in _needs(job).items() if count}])  # where it can grow
         until = time.monotonic() + JOINING
-        while lacking and time.monotonic() < until:
+        while short and time.monotonic() < until:
             time.sleep(1)
-            lacking = _lacking(needs)
+            short = _short(job)
         request_resources(bundles=[])  # from here on the actors speak for themselves
-    if lacking:
-        raise JobError(f"device: {lacking}")
+    if short:
+        raise JobError(f"device: {short}")
 
 
-def _lacking(needs: dict[str, float]) -> str:
-    """What the cluster has too little of, in words; empty where it has enough."""
+def _needs(job: Job) -> dict[str, float]:
+    return {"CPU": 1.0, "GPU": gpus(job)}
+
+
+def _short(job: Job) -> str:
+    """What the cluster has too little of for one actor, in words; empty where it has enough."""
     import ray
 
     have = ray.cluster_resources()
-    for name, count in needs.items():
+    for name, count in _needs(job).items():
         if have.get(name, 0) < count:
             return f"an actor needs {count:g} {name}, and the cluster has {have.get(name, 0):g}"
     return ""
+
+
+def lacking(job: Job) -> str:
+    """What actors wait for that are not there, in words."""
+    import ray
+
+    have, free = ray.cluster_resources(), ray.available_resources()
+    told = [f"{count:g} {name}" for name, count in _needs(job).items() if count]
+    found = [f"{free.get(name, 0):.3g} of {have.get(name, 0):g} {name}" for name, n in _needs(job).items() if n]
+    return (
+        f"each needs {' and '.join(told)}, and the cluster has {' and '.join(found)} free; the job goes on with those "
+        "that are there, set actors to as many or add nodes"
+    )
 
 
 def gpus(job: Job) -> float:

@@ -50,8 +50,10 @@ def _absolute(path: str) -> str:
     return path if "://" in path else os.path.abspath(path)  # noqa: PTH100  (a glob is no path that exists)
 
 
-def setting(default: Any, help: str, **limits: Any) -> Any:
-    return Field(default, description=help, **limits)
+def setting(group: str, default: Any, help: str, **limits: Any) -> Any:
+    """A field of a job. group: the heading that its option has in the help."""
+    extra = limits.pop("json_schema_extra", {})
+    return Field(default, description=help, json_schema_extra={"group": group, **extra}, **limits)
 
 
 class Job(BaseModel):
@@ -60,76 +62,106 @@ class Job(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     kind: ClassVar[str] = "generate"
 
-    target: str = setting(..., "Hub id, folder or fsspec URL of the target model. Default: the demo pair.")
-    draft: str | None = setting(None, "Hub id, folder or fsspec URL of the draft model.")
-    target_revision: str | None = setting(None, "Revision of the target on the hub.")
-    draft_revision: str | None = setting(None, "Revision of the draft on the hub.")
-    trust_remote_code: bool = setting(False, "Run Python code that comes with a model.")
-    allow_pickle: bool = setting(False, "Load weights that are no safetensors; such a file can run code.")
+    target: str = setting("Models", ..., "Hub id, folder or fsspec URL of the target model. Default: the demo pair.")
+    draft: str | None = setting("Models", None, "Hub id, folder or fsspec URL of the draft model.")
+    target_revision: str | None = setting("Models", None, "Revision of the target on the hub.")
+    draft_revision: str | None = setting("Models", None, "Revision of the draft on the hub.")
+    trust_remote_code: bool = setting("Models", False, "Run Python code that comes with a model.")
+    allow_pickle: bool = setting("Models", False, "Load weights that are no safetensors; such a file can run code.")
 
-    input: list[str] = setting(..., "Folders, globs or Parquet files; fsspec URLs such as s3://bucket/folder.")
-    output: str = setting(..., "Folder for the completions; an fsspec URL.")
-    storage_options: dict[str, Any] = setting({}, "Options of the file systems, as fsspec takes them.")
+    input: list[str] = setting(
+        "Input and output", ..., "Folders, globs or Parquet files; fsspec URLs such as s3://bucket/folder."
+    )
+    output: str = setting("Input and output", ..., "Folder for the completions; an fsspec URL.")
+    storage_options: dict[str, Any] = setting(
+        "Input and output", {}, "Options of the file systems, as fsspec takes them."
+    )
 
     prompt_column: str | None = setting(
+        "Prompts",
         None,
         "Column of the prompts: text, or a list of messages. Default: the first of messages, prompt, message, text.",
     )
-    prompt_template: str | None = setting(None, "Jinja template of the prompt over a row's columns.")
-    template_arguments: dict[str, Any] = setting({}, "Arguments of the tokenizer's chat template.")
-    id_column: str | None = setting(None, "Column of the ids. Default: shard and row number.")
-    carry: list[str] | None = setting(None, "Input columns to carry through. Default: all.")
-    max_new_tokens_column: str | None = setting(None, "Column that overrides max_new_tokens by row.")
-    temperature_column: str | None = setting(None, "Column that overrides temperature by row.")
-    seed_column: str | None = setting(None, "Column that overrides a row's seed.")
-    stop_column: str | None = setting(None, "Column that overrides stop by row: text, or a list of texts.")
+    prompt_template: str | None = setting("Prompts", None, "Jinja template of the prompt over a row's columns.")
+    template_arguments: dict[str, Any] = setting("Prompts", {}, "Arguments of the tokenizer's chat template.")
+    id_column: str | None = setting("Input and output", None, "Column of the ids. Default: shard and row number.")
+    carry: list[str] | None = setting("Input and output", None, "Input columns to carry through. Default: all.")
+    max_new_tokens_column: str | None = setting("Sampling", None, "Column that overrides max_new_tokens by row.")
+    temperature_column: str | None = setting("Sampling", None, "Column that overrides temperature by row.")
+    seed_column: str | None = setting("Sampling", None, "Column that overrides a row's seed.")
+    stop_column: str | None = setting("Sampling", None, "Column that overrides stop by row: text, or a list of texts.")
 
-    max_new_tokens: int = setting(256, "Tokens of a completion, at most.", ge=1, le=LARGEST_INT)
-    temperature: float = setting(0.0, "0 is greedy.", ge=0, le=LARGEST)
-    top_p: float = setting(1.0, "Keep the smallest set of tokens whose probability reaches this.", gt=0, le=1)
-    top_k: int = setting(0, "Keep the k likeliest tokens; 0 is all.", ge=0, le=LARGEST_INT)
-    repetition_penalty: float = setting(1.0, "As in transformers; 1 is off.", ge=SMALLEST, le=LARGEST)
-    seed: int = setting(0, "Seed of the job; every row's own comes from it and the row's identity.", ge=0)
-    stop: list[str] = setting([], "Strings that end a completion; it is cut before them.")
+    max_new_tokens: int = setting("Sampling", 256, "Tokens of a completion, at most.", ge=1, le=LARGEST_INT)
+    temperature: float = setting("Sampling", 0.0, "0 is greedy.", ge=0, le=LARGEST)
+    top_p: float = setting(
+        "Sampling", 1.0, "Keep the smallest set of tokens whose probability reaches this.", gt=0, le=1
+    )
+    top_k: int = setting("Sampling", 0, "Keep the k likeliest tokens; 0 is all.", ge=0, le=LARGEST_INT)
+    repetition_penalty: float = setting("Sampling", 1.0, "As in transformers; 1 is off.", ge=SMALLEST, le=LARGEST)
+    seed: int = setting("Sampling", 0, "Seed of the job; every row's own comes from it and the row's identity.", ge=0)
+    stop: list[str] = setting("Sampling", [], "Strings that end a completion; it is cut before them.")
 
-    method: Method = setting(Method.auto, "plain, eqspec, exspec, or auto: the faster of plain and exspec.")
-    batch_size: Auto = setting("auto", "B: rows of a forward.")
-    window: Auto = setting("auto", "W: slots of the pool.")
-    draft_tokens: Auto = setting("auto", "K: tokens drafted a round.")
-    bucket: Auto = setting("auto", "KV columns of a length bucket.")
+    method: Method = setting("Decoding", Method.auto, "plain, eqspec, exspec, or auto: the faster of plain and exspec.")
+    batch_size: Auto = setting("Decoding", "auto", "B: rows of a forward.")
+    window: Auto = setting("Decoding", "auto", "W: slots of the pool.")
+    draft_tokens: Auto = setting("Decoding", "auto", "K: tokens drafted a round.")
+    bucket: Auto = setting("Decoding", "auto", "KV columns of a length bucket.")
     draft_length: DraftLength = setting(
-        DraftLength.fixed, "How long a draft gets: fixed (K), or shorter: explicit, implicit or both."
+        "Decoding", DraftLength.fixed, "How long a draft gets: fixed (K), or shorter: explicit, implicit or both."
     )
     threshold: float | None = setting(
-        None, "Chance of acceptance below which a draft ends, unless fixed. Default: what pays, or 0.3.", gt=0, lt=1
+        "Decoding",
+        None,
+        "Chance of acceptance below which a draft ends, unless fixed. Default: what pays, or 0.3.",
+        gt=0,
+        lt=1,
     )
-    tune_seconds: float = setting(20.0, "Seconds to measure what is auto, about.", gt=0)
-    tune_from: int = setting(1000, "Rows from which on auto is measured; a smaller job takes defaults.", ge=1)
-    memory_gib: float | None = setting(None, "Memory of an actor in GiB. Default: what the device has free.", gt=0)
-    capacity: int | None = setting(None, "Longest request in tokens. Default: the model's context, 4096 at most.", ge=2)
-    exact: bool = setting(True, "Fixed shapes: tokens depend on nothing but the row.")
-    dtype: Dtype = setting(Dtype.float32, "Dtype of weights and KV.")
+    tune_seconds: float = setting("Decoding", 20.0, "Seconds to measure what is auto, about.", gt=0)
+    tune_from: int = setting(
+        "Decoding", 1000, "Rows from which on auto is measured; a smaller job takes defaults.", ge=1
+    )
+    memory_gib: float | None = setting(
+        "Decoding", None, "Memory of an actor in GiB. Default: what the device has free.", gt=0
+    )
+    capacity: int | None = setting(
+        "Decoding", None, "Longest request in tokens. Default: the model's context, 4096 at most.", ge=2
+    )
+    exact: bool = setting("Decoding", True, "Fixed shapes: tokens depend on nothing but the row.")
+    dtype: Dtype = setting("Models", Dtype.float32, "Dtype of weights and KV.")
 
-    device: str = setting("auto", "cpu, cuda, or auto: cuda where there is one.", pattern="^(auto|cpu|cuda)$")
-    threads: int = setting(1, "CPU threads of an actor.", ge=1)
-    actors: Annotated[str, Field(pattern=r"^\d+(:\d+)?$")] = setting("1", "A number of actors, or MIN:MAX.")
-    num_gpus: float | None = setting(None, "GPUs of an actor. Default: 1 on cuda, 0 on cpu.", ge=0)
-    rows_per_chunk: int = setting(64, "Rows of a chunk: the unit of dispatch, commit and resume.", ge=1)
-    chunks_in_flight: int = setting(4, "Chunks that an actor works on at once, at least.", ge=1)
-    attempts: int = setting(6, "Attempts at a chunk before it is set aside.", ge=1)
+    device: str = setting(
+        "Cluster", "auto", "cpu, cuda, or auto: cuda where there is one.", pattern="^(auto|cpu|cuda)$"
+    )
+    threads: int = setting("Cluster", 1, "CPU threads of an actor.", ge=1)
+    actors: Annotated[str, Field(pattern=r"^\d+(:\d+)?$")] = setting("Cluster", "1", "A number of actors, or MIN:MAX.")
+    num_gpus: float | None = setting("Cluster", None, "GPUs of an actor. Default: 1 on cuda, 0 on cpu.", ge=0)
+    rows_per_chunk: int = setting(
+        "Chunks and failures", 64, "Rows of a chunk: the unit of dispatch, commit and resume.", ge=1
+    )
+    chunks_in_flight: int = setting("Chunks and failures", 4, "Chunks that an actor works on at once, at least.", ge=1)
+    attempts: int = setting("Chunks and failures", 6, "Attempts at a chunk before it is set aside.", ge=1)
     max_error_share: float | None = setting(
+        "Chunks and failures",
         None,
         "Share of rows with an error from which on the job stops and has failed. Default: only where all rows fail.",
         ge=0,
         le=1,
     )
-    max_write_failures: int = setting(3, "Chunks whose part could not be written, after which the job stops.", ge=1)
-    wait: bool = setting(False, "Wait where another run is at work on the output, and go on when it is done.")
-    limit: int | None = setting(None, "Take the first rows only.", ge=1)
-    since: str | None = setting(
-        None, "Leave out shards that are done, even where they have vanished: last; and older ones: a date."
+    max_write_failures: int = setting(
+        "Chunks and failures", 3, "Chunks whose part could not be written, after which the job stops.", ge=1
     )
-    ray_address: str | None = setting(None, "Address of a Ray cluster. Default: RAY_ADDRESS, or a local one.")
+    wait: bool = setting(
+        "Chunks and failures", False, "Wait where another run is at work on the output, and go on when it is done."
+    )
+    limit: int | None = setting("Input and output", None, "Take the first rows only.", ge=1)
+    since: str | None = setting(
+        "Input and output",
+        None,
+        "Leave out shards that are done, even where they have vanished: last; and older ones: a date.",
+    )
+    ray_address: str | None = setting(
+        "Cluster", None, "Address of a Ray cluster. Default: RAY_ADDRESS, or a local one."
+    )
 
     @field_validator("input", "stop", mode="before")
     @classmethod

@@ -28,16 +28,21 @@ class LabelJob(Job):
 
     kind: ClassVar[str] = "label"
 
-    labels: list[str] = setting([], "Labels of which each row gets one.")
+    labels: list[str] = setting("Labels", [], "Labels of which each row gets one.")
     fields: dict[str, list[str]] = setting(
-        {}, "Labels by field, where a row gets several; each as NAME=LABEL,LABEL.", json_schema_extra={"flag": True}
+        "Labels",
+        {},
+        "Labels by field, where a row gets several; each as NAME=LABEL,LABEL.",
+        json_schema_extra={"flag": True},
     )
-    json_schema: str | None = setting(None, "JSON schema of the answer, or a file that holds it.")
-    json_spaces: bool = setting(True, 'Write {"a": 1, "b": 2} as most models do, or {"a":1,"b":2}.')
-    label_column: str = setting("label", "Column of the label; what the columns of several fields begin with.")
-    gold_column: list[str] = setting([], "Column of labels that are known; with fields as FIELD=COLUMN.")
+    json_schema: str | None = setting("Labels", None, "JSON schema of the answer, or a file that holds it.")
+    json_spaces: bool = setting("Labels", True, 'Write {"a": 1, "b": 2} as most models do, or {"a":1,"b":2}.')
+    label_column: str = setting(
+        "Labels", "label", "Column of the label; what the columns of several fields begin with."
+    )
+    gold_column: list[str] = setting("Labels", [], "Column of labels that are known; with fields as FIELD=COLUMN.")
     review_share: float | None = setting(
-        None, "Share of the rows, the least certain ones, to write into _review.csv.", gt=0, le=1
+        "Labels", None, "Share of the rows, the least certain ones, to write into _review.csv.", gt=0, le=1
     )
 
     @field_validator("gold_column", mode="before")

@@ -1,11 +1,14 @@
 """How often every chunk was begun, and which rows were being decoded when its process died."""
 
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from exspec.actors.ledger import Attempt
+from exspec.actors.ledger import Attempt, Signs
+
+SILENCE = 15.0  # seconds without a sign after which an actor is not counted
 
 
 @dataclass
@@ -27,12 +30,15 @@ class Book:
 
     entries: dict[str, Entry] = field(default_factory=lambda: defaultdict(Entry))
     slots: int | None = None
+    signed: dict[str, tuple[float, int]] = field(default_factory=dict)  # by actor: when, and how many tokens
+    first: float | None = None  # when the first chunk was begun
 
     def begun(self, part: str) -> bool:
         return self.entries[part].attempts > 0
 
     def begin(self, part: str) -> Attempt:
         entry = self.entries[part]
+        self.first = self.first or time.monotonic()
         entry.attempts += 1
         if len(entry.marked) > 1:
             entry.suspects = entry.marked
@@ -51,6 +57,15 @@ class Book:
 
     def note(self, part: str, error: str) -> None:
         self.entries[part].error = error
+
+    def sign(self, actor: str, tokens: int) -> None:
+        self.signed[actor] = time.monotonic(), tokens
+
+    def signs(self) -> Signs:
+        now = time.monotonic()
+        alive = sum(now - at < SILENCE for at, _ in self.signed.values())
+        seconds = 0.0 if self.first is None else now - self.first
+        return Signs(alive, sum(tokens for _, tokens in self.signed.values()), seconds)
 
     def window(self) -> int | None:
         return self.slots
@@ -88,6 +103,13 @@ class RayLedger:
 
     def note(self, part: str, error: str) -> None:
         self._call("note", part, error)
+
+    def sign(self, actor: str, tokens: int) -> None:
+        self._actor.sign.remote(actor, tokens)  # nobody waits for it: where the driver has gone there is nobody to tell
+
+    def signs(self) -> Signs:
+        signs: Signs = self._call("signs")
+        return signs
 
     def window(self) -> int | None:
         slots: int | None = self._call("window")

@@ -1,40 +1,112 @@
-"""The progress of a job: a live line on a terminal, a plain one now and then elsewhere."""
+"""What a person sees while a job runs: the stage it is in, then rows and speed, and what it waits for."""
 
 import sys
+import threading
 import time
-from typing import Self
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from exspec.pipeline.output.report import Report
+from exspec.actors.ledger import Signs
 
-EVERY = 10  # seconds between lines where there is no terminal
+if TYPE_CHECKING:
+    from exspec.pipeline.output.report import Report
+
+EVERY = 10.0  # seconds between lines where there is no terminal
+PATIENCE = 60.0  # seconds of waiting after which it is said what for
 
 
 class Progress:
-    """Shows the report as it grows. Use as a context manager."""
+    """One live line on a terminal; elsewhere a line for each stage, and one now and then. Use as a context manager.
 
-    def __init__(self, rows: int, finished: int, quiet: bool) -> None:
+    quiet: shows nothing, but what the job has to tell.
+    """
+
+    def __init__(self, quiet: bool = True) -> None:
+        self.quiet, self.began = quiet, time.monotonic()
         self.console = Console(stderr=True)
-        self.quiet, self.rows, self.finished = quiet, rows, finished
         self.live = self.console.is_terminal and not quiet
-        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-        self.bar = Bar(*columns, console=self.console, disable=not self.live)
-        self.task = self.bar.add_task("starting", total=rows, completed=finished)
-        self.last = time.monotonic()
+        self.status = self.console.status("")
+        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        self.bar = Bar(*columns, TimeRemainingColumn(), console=self.console)
 
     def __enter__(self) -> Self:
-        self.bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.bar.stop()
+        self.stop()
 
-    def show(self, report: Report) -> None:
-        done = self.finished + report.rows_now
-        self.bar.update(self.task, completed=done, description=report.line())
-        if not self.live and not self.quiet and time.monotonic() - self.last > EVERY:
-            self.last = time.monotonic()
-            print(f"{done}/{self.rows} rows, {report.line()}", file=sys.stderr)
+    def stage(self, what: str) -> None:
+        """The job is at this from now on."""
+        if self.live:
+            self.status.update(what)
+            self.status.start()
+        elif not self.quiet:
+            print(f"{time.monotonic() - self.began:.0f} s: {what}", file=sys.stderr, flush=True)
+
+    def say(self, line: str) -> None:
+        """Tell something that stays on the screen."""
+        if self.live:
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(line, flush=True)
+
+    def stop(self) -> None:
+        """Take the live line away."""
+        if self.live:
+            self.status.stop()
+            self.bar.stop()
+
+    @contextmanager
+    def decoding(
+        self, report: "Report", finished: int, actors: int, signs: Callable[[], Signs], lacking: Callable[[], str]
+    ) -> Iterator[None]:
+        """Show the report as it grows, until the block ends.
+
+        finished: rows that were done before. actors: how many there are to be. signs: how they are now. lacking: what
+        those wait for that are not there.
+        """
+        if self.quiet:
+            yield
+            return
+        self.stop()
+        over = threading.Event()
+        watch = threading.Thread(target=self._watch, args=(over, report, finished, actors, signs, lacking), daemon=True)
+        if self.live:
+            self.bar.start()
+            self.bar.add_task("", total=report.planned, completed=finished)
+        watch.start()
+        try:
+            yield
+        finally:
+            over.set()
+            watch.join()
+            self.stop()
+
+    def _watch(
+        self,
+        over: threading.Event,
+        report: "Report",
+        finished: int,
+        actors: int,
+        signs: Callable[[], Signs],
+        lacking: Callable[[], str],
+    ) -> None:
+        began, told = time.monotonic(), False
+        while not over.wait(1.0 if self.live else EVERY):
+            now = signs()
+            waiting = now.actors < actors
+            line = report.line(now) if now.tokens else "loading models"
+            line += f", {now.actors} of {actors} actors ready" if waiting else ""
+            done = finished + report.rows_now
+            if self.live:
+                self.bar.update(self.bar.task_ids[-1], completed=done, description=line)
+            else:
+                print(f"{done}/{report.planned} rows, {line}", file=sys.stderr, flush=True)
+            if waiting and not told and time.monotonic() - began > PATIENCE:
+                told = True
+                self.say(f"waiting for {actors - now.actors} of {actors} actors: {lacking()}")

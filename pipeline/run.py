@@ -15,11 +15,12 @@ import torch
 from ray.exceptions import RayError
 
 from exspec.actors.engine import EngineConfig, Room
-from exspec.pipeline.errors import BrokenOffError, JobError
-from exspec.pipeline.graph import PairLoader, check_cluster, connect, device, on_a_device, results
+from exspec.pipeline.errors import BrokenOffError, JobError, StoppedError
+from exspec.pipeline.graph import PairLoader, check_cluster, connect, device, lacking, on_a_device, results
 from exspec.pipeline.input.plan import Plan, Shard
 from exspec.pipeline.input.shards import changed
 from exspec.pipeline.job import Job
+from exspec.pipeline.ledger import RayLedger
 from exspec.pipeline.output.collect import Collector, StopError, collect
 from exspec.pipeline.output.contents import tables
 from exspec.pipeline.output.owner import DESCRIPTION, SUCCESS, Output, Writer, take
@@ -31,11 +32,12 @@ from exspec.pipeline.secrets import anonymous
 from exspec.pipeline.shape import Settled, Shape, sample, settle, shape_of, stored_shape
 
 
-def execute(prepared: Prepared, retry_errors: bool = False, load: Any = None, quiet: bool = False) -> int:
+def execute(prepared: Prepared, retry_errors: bool = False, load: Any = None, progress: Progress | None = None) -> int:
     """Run what is missing, or the rows that failed, and finish the job. Returns the exit code.
 
-    load: gives engine and tokenizer in an actor; default: the job's pair. Raises BusyError where another is at work on
-    the output, BrokenOffError where the job did not come to its end.
+    load: gives engine and tokenizer in an actor; default: the job's pair. progress: what it tells while it runs; quiet
+    unless given. Raises BusyError where another is at work on the output, BrokenOffError where the job did not come to
+    its end, StoppedError where it was interrupted.
     """
     if retry_errors and prepared.job.since:
         raise JobError(
@@ -48,7 +50,10 @@ def execute(prepared: Prepared, retry_errors: bool = False, load: Any = None, qu
     action = "restart" if prepared.restart else "retry" if retry_errors else "run"
     try:
         with take(output, action, prepared.job.wait) as writer:
-            return _Run(prepared, writer, load, quiet).run(retry_errors)
+            return _Run(prepared, writer, load, progress or Progress()).run(retry_errors)
+    except KeyboardInterrupt:
+        kept = f"{output.state.rows} of {plan.rows} rows are kept"
+        raise StoppedError(f"stopped; {kept}; run it again to resume") from None
     except OSError as error:
         raise BrokenOffError(
             f"output {prepared.folder.url}: {type(error).__name__}: {error}; what is committed is kept, run it again"
@@ -66,8 +71,8 @@ def finished(output: Output, plan: Plan) -> bool:
 class _Run:
     """One run on an output that was taken."""
 
-    def __init__(self, prepared: Prepared, writer: Writer, load: Any, quiet: bool) -> None:
-        self.prepared, self.writer, self.load, self.quiet = prepared, writer, load, quiet
+    def __init__(self, prepared: Prepared, writer: Writer, load: Any, progress: Progress) -> None:
+        self.prepared, self.writer, self.load, self.progress = prepared, writer, load, progress
         self.job, self.folder, self.plan = prepared.job, prepared.folder, prepared.plan
 
     def run(self, retry_errors: bool) -> int:
@@ -84,7 +89,10 @@ class _Run:
         else:
             self.writer.extend(self.plan)
         if self.writer.lost:
-            print(f"{self.writer.lost} rows were in files that are gone or damaged; they are decoded again")
+            self.progress.say(f"{self.writer.lost} rows were in files that are gone or damaged; they are decoded again")
+        if not fresh and first is not None:
+            done = f"{self.writer.state.rows} of {self.plan.rows} rows are done"
+            self.progress.say(f"taking up the job again: {done}")
         config = None if first is None else self._begin(fresh)
         self.folder.write(DESCRIPTION, json.dumps(self.writer.state.description, indent=1).encode())
         report = Report(self.writer.state.description, self.plan.rows)
@@ -104,6 +112,7 @@ class _Run:
         return chain(missing, failed), Counter(str(task.file) for task in failed)
 
     def _connect(self) -> None:
+        self.progress.stage("starting Ray")
         connect(self.job)
         # Decided once: a node with a GPU that joins later must not change what actors ask for.
         self.job = self.job.model_copy(update={"device": device(self.job)})
@@ -132,7 +141,7 @@ class _Run:
             | {"python": platform.python_version()},
         }
         if self.prepared.restart and self.writer.state.job is not None:
-            print(f"the output as it was is in {anonymous(self.writer.set_aside().url)}")
+            self.progress.say(f"the output as it was is in {anonymous(self.writer.set_aside().url)}")
         self.writer.begin(description, self.plan)
         return settled.config
 
@@ -143,6 +152,8 @@ class _Run:
             return Settled(shape.config, [])
         prompts = self.prepared.prompts.within(self._room(shape.config))
         requests = sample(job, self.plan, prompts) if shape.free else []
+        about = f" (about {job.tune_seconds:.0f} s)" if shape.free else " that fits the memory"
+        self.progress.stage(f"measuring the shape{about}")
         try:
             settled: Settled = on_a_device(job, settle, job, shape, requests, job.device)
         except ValueError as error:
@@ -152,7 +163,7 @@ class _Run:
             raise JobError(
                 f"the shape could not be measured: {type(error).__name__}: {reason}; set memory_gib"
             ) from error
-        print(f"shape: {settled}")
+        self.progress.say(f"shape: {settled}")
         return settled
 
     def _decode(self, tasks: Iterator[Task], again: Counter[str], config: EngineConfig, report: Report) -> str | None:
@@ -161,13 +172,14 @@ class _Run:
         carried = pa.schema([schema.field(name) for name in carried_columns(job, schema)])
         sink = PartSink(self.folder, str(writer.state.job), writer.prefix, carried, job.answer_columns(), job.id_column)
         make = self.load or PairLoader(job, config, job.device)
-        collector = Collector(writer, again)
-        with Progress(self.plan.rows, writer.state.rows, self.quiet) as progress:
+        ledger = RayLedger()
+        found = results(job, config.slots, self._room(config), tasks, schema, sink, make, ledger)
+        watched = self.progress.decoding(
+            report, writer.state.rows, job.actor_range[0], ledger.signs, partial(lacking, job)
+        )
+        with watched:
             try:
-                for _ in collect(
-                    job, results(job, config.slots, self._room(config), tasks, schema, sink, make), report, collector
-                ):
-                    progress.show(report)
+                collect(job, found, report, Collector(writer, again))
             except RayError as error:
                 reason = str(error).strip().splitlines()[-1]
                 broken = f"the job broke off, run it again to resume: {type(error).__name__}: {reason}"
@@ -188,6 +200,7 @@ class _Run:
             report.set_aside.append(stopped)
         report.complete(state, self.job.evaluate(partial(tables, self.writer)))
         figures = report.figures()
+        self.progress.stop()
         for line in report.closing_lines(figures, anonymous(self.folder.url)):
             print(line)
         whole = state.complete and not report.set_aside and not _too_many(figures, self.job)

@@ -5,3 +5,4 @@ from pathlib import Path
 PAIR = Path(__file__).parent / "pair"
 TARGET = PAIR / "target"
 DRAFT = PAIR / "draft"
+DEMO_PAIR = {"target": str(TARGET), "draft": str(DRAFT)}

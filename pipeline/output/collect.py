@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from exspec.pipeline.job import Job
@@ -56,8 +56,8 @@ class Collector:
             self.last = time.monotonic()
 
 
-def collect(job: Job, results: Iterable[dict[str, Any]], report: Report, collector: Collector) -> Iterator[None]:
-    """Commit what the actors staged; yields after each result. Raises StopError where too much goes wrong."""
+def collect(job: Job, results: Iterable[dict[str, Any]], report: Report, collector: Collector) -> None:
+    """Commit what the actors staged. Raises StopError where too much goes wrong."""
     failed = 0
     try:
         for result in results:
@@ -68,6 +68,5 @@ def collect(job: Job, results: Iterable[dict[str, Any]], report: Report, collect
                 raise StopError(f"stopped: {failed} chunks could not be written; the last: {result['set_aside']}")
             if job.max_error_share is not None and report.now["errors"] > job.max_error_share * report.planned:
                 raise StopError(f"stopped: {report.now['errors']} rows have an error, more than max_error_share")
-            yield
     finally:
         collector.flush()

@@ -18,6 +18,7 @@ from exspec.pipeline.errors import JobError, no_column
 from exspec.pipeline.input.plan import Chunk
 from exspec.pipeline.job import Job
 from exspec.pipeline.output.contents import read_range
+from exspec.pipeline.output.reasons import Reasons
 from exspec.pipeline.output.state import File, Summary
 from exspec.pipeline.storage import Folder
 
@@ -107,14 +108,16 @@ class PartSink:
         has it."""
         chunk = task.chunk
         kept = self._kept(task) if None in results else []
-        rows = []
+        rows, reasons = [], Reasons()
         for i, (name, result) in enumerate(zip(self._ids(chunk, block), results, strict=True)):
             place = {"shard": chunk.shard.name, "row": chunk.first + i, "id": name}
             rows.append(kept[i] if result is None else place | _generated(result))
+            if result and result.error:
+                reasons.add(result.error, 1, [name], result.lasting)
         generated = pa.Table.from_pylist(rows, schema=self.generated)
         columns = [(generated if name in self.generated.names else block)[name] for name in self.schema.names]
         table = pa.Table.from_arrays(columns, schema=self.schema)
-        counted = summarize(chunk, table, actor, hardware, started, number)
+        counted = summarize(chunk, table, actor, hardware, started, number, reasons)
         content = encode(table, self.job, [counted])
         staged = self.folder.stage(content, self.prefix)
         return vars(described(content, staged, [counted])) | {"chunks": [vars(counted)]}
@@ -197,7 +200,13 @@ def _generated(result: RowResult) -> dict[str, Any]:
 
 
 def summarize(
-    chunk: Chunk, table: pa.Table, actor: str, hardware: dict[str, str], started: float, attempt: int
+    chunk: Chunk,
+    table: pa.Table,
+    actor: str,
+    hardware: dict[str, str],
+    started: float,
+    attempt: int,
+    reasons: Reasons,
 ) -> Summary:
     """The summary of a chunk's rows."""
 
@@ -225,4 +234,5 @@ def summarize(
         started=started,
         ended=time.time(),
         attempt=attempt,
+        reasons=reasons.to_json(),
     )

@@ -4,7 +4,6 @@ import bisect
 import heapq
 import io
 import json
-import time
 from collections import Counter, defaultdict
 from functools import partial
 from itertools import islice, zip_longest
@@ -13,6 +12,7 @@ from typing import Any
 import jinja2
 
 from exspec.actors.engine import EngineStatistics
+from exspec.actors.ledger import Signs
 from exspec.pipeline.output.contents import tables
 from exspec.pipeline.output.owner import AUDIT, REPORT, REPORT_PAGE, Output, settings
 from exspec.pipeline.output.state import State, Summary
@@ -29,7 +29,6 @@ class Report:
 
     def __init__(self, description: dict[str, Any], planned: int) -> None:
         self.description, self.planned = description, planned
-        self.started = time.time()
         self.now: Counter[str] = Counter()  # this run's sums
         self.engines: dict[str, EngineStatistics] = {}
         self.set_aside: list[str] = []
@@ -67,11 +66,13 @@ class Report:
         """Of this run's actors together."""
         return sum(self.engines.values(), start=EngineStatistics())
 
-    def line(self) -> str:
-        now, seconds = self.now, time.time() - self.started
-        rate = f"acceptance {now['accepted'] / now['drafted']:.2f}, " if now["drafted"] else ""
-        speed = f"{now['completion_tokens'] / seconds:.0f} tokens/s"
-        return f"{speed}, {rate}occupancy {self.engine.occupancy:.2f}, {now['errors']} errors"
+    def line(self, signs: Signs) -> str:
+        """How the job goes; the time is that in which any chunk is at work, as in the figures."""
+        now, tokens = self.now, max(signs.tokens, self.now["completion_tokens"])
+        parts = [f"{tokens / signs.seconds:.0f} tokens/s"] if signs.seconds else []
+        parts += [f"acceptance {now['accepted'] / now['drafted']:.2f}"] if now["drafted"] else []
+        parts += [f"occupancy {self.engine.occupancy:.2f}"] if self.engines else []
+        return ", ".join([*parts, f"{now['errors']} errors"])
 
     def figures(self) -> dict[str, Any]:
         """The numbers, all derived from the job's files, but for those of this run's engines."""

@@ -7,7 +7,7 @@ import json
 import re
 import sqlite3
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -47,11 +47,17 @@ class Summary:
     started: float
     ended: float
     attempt: int
+    reasons: list[dict[str, Any]] = field(default_factory=list)
 
     def shares_rows(self, other: "Summary") -> bool:
         """Whether a row is in both chunks."""
         ends = self.first + self.rows, other.first + other.rows
         return self.shard == other.shard and max(self.first, other.first) < min(ends)
+
+
+def lasting(summary: dict[str, Any]) -> int:
+    """Rows of a chunk whose error no second try would help."""
+    return sum(reason["rows"] for reason in summary.get("reasons", ()) if reason["lasting"])
 
 
 @dataclass(frozen=True)
@@ -144,7 +150,7 @@ class State:
         self._table.execute("INSERT INTO file VALUES (?, ?, ?, ?, ?)", row)
         starts = accumulate((s["rows"] for s in file["chunks"]), initial=0)
         chunks = (
-            (s["shard"], s["first"], s["rows"], s["errors"], start, file["name"], json.dumps(s))
+            (s["shard"], s["first"], s["rows"], s["errors"] - lasting(s), start, file["name"], json.dumps(s))
             for s, start in zip(file["chunks"], starts, strict=False)
         )
         self._table.executemany("INSERT INTO chunk VALUES (?, ?, ?, ?, ?, ?, ?)", chunks)
@@ -203,7 +209,8 @@ class State:
             yield Summary(**json.loads(summary))
 
     def chunks(self, errors: bool = False) -> Iterator[tuple[Chunk, str, int]]:
-        """The chunks that files hold, each with its file and its first row there; those with errors alone, or all."""
+        """The chunks that files hold, each with its file and its first row there; all, or those with errors that a
+        second try may help."""
         where = " WHERE errors > 0" if errors else ""
         asked = f"SELECT shard, first, rows, file, start FROM chunk{where} ORDER BY shard, first"
         for number, first, rows, file, start in self._table.execute(asked):

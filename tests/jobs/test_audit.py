@@ -25,7 +25,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def run_job(pair: Pair, place: Path, **settings: Any) -> Path:
     jobs.write_shards(place / "in", rows=40)
     job = jobs.job(pair, place / "in", place / "out", **settings)
-    assert execute(prepare(job), quiet=True) == 0
+    assert execute(prepare(job)) == 0
     return place / "out"
 
 
@@ -85,7 +85,7 @@ def test_the_sample_has_every_shard_and_error_rows_stay_errors(pair: Pair, tmp_p
     table = pa.table({"key": [98, 99], "prompt": [None, "w1 w2"], "budget": [3, -1]}, schema=pq.read_schema(
         next((tmp_path / "in").glob("*"))))  # fmt: skip
     pq.write_table(table, tmp_path / "in" / "wrong.parquet")
-    assert execute(prepare(jobs.job(pair, tmp_path / "in", tmp_path / "out")), quiet=True) == 0
+    assert execute(prepare(jobs.job(pair, tmp_path / "in", tmp_path / "out"))) == 0
     result = call("audit", str(tmp_path / "out"), "--count", "5")
     assert result.exit_code == 0, result.output
     sample = json.loads((tmp_path / "out" / "_audit.json").read_text())["sample"]

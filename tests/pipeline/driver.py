@@ -10,4 +10,4 @@ from tests.pipeline import jobs
 
 if __name__ == "__main__":
     job = Job.model_validate_json(Path(sys.argv[1]).read_text())
-    sys.exit(execute(prepare(job), load=jobs.ArithmeticLoader(float(sys.argv[2])), quiet=True))
+    sys.exit(execute(prepare(job), load=jobs.ArithmeticLoader(float(sys.argv[2]))))

@@ -43,7 +43,7 @@ if __name__ == "__main__":
     second = cluster.add_node(**NODE)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
     threading.Thread(target=lose, args=(cluster, second, Path(job.output)), daemon=True).start()
-    code = execute(prepare(job), load=jobs.ArithmeticLoader(float(sys.argv[2])), quiet=True)
+    code = execute(prepare(job), load=jobs.ArithmeticLoader(float(sys.argv[2])))
     ray.shutdown()
     cluster.shutdown()
     sys.exit(code)

@@ -151,7 +151,7 @@ def rows(folder: Path) -> dict[str, Any]:
     watcher = threading.Thread(target=watch)
     watcher.start()
     start = time.perf_counter()
-    code = execute(prepare(job), load=instant, quiet=True)
+    code = execute(prepare(job), load=instant)
     seconds = time.perf_counter() - start
     over.set()
     watcher.join()

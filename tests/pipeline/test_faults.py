@@ -61,7 +61,7 @@ def test_actors_killed_at_random_moments(pair: Pair, tmp_path: Path) -> None:
     jobs.write_shards(tmp_path / "in", rows=240)
     job = jobs.job(pair, tmp_path / "in", tmp_path / "out", actors="2", attempts=20)
     with Reaper(tmp_path / "out", count=3, seed=1) as reaper:
-        assert execute(prepare(job), load=jobs.ArithmeticLoader(0.05), quiet=True) == 0
+        assert execute(prepare(job), load=jobs.ArithmeticLoader(0.05)) == 0
     assert reaper.killed, "the job was over before anything died"
     jobs.assert_complete(tmp_path / "out", 240)
     report = json.loads((tmp_path / "out" / "_report.json").read_text())
@@ -77,7 +77,7 @@ def test_an_actor_out_of_memory_comes_back_with_a_smaller_window(
     """With a window of 4, its batch, it fits at last; where even that is too much, the chunk is set aside."""
     jobs.write_shards(tmp_path / "in", rows=20)
     job = jobs.job(pair, tmp_path / "in", tmp_path / "out", rows_per_chunk=20, attempts=attempts)
-    code = execute(prepare(job), load=jobs.ForgetfulLoader(most), quiet=True)
+    code = execute(prepare(job), load=jobs.ForgetfulLoader(most))
     report = json.loads((tmp_path / "out" / "_report.json").read_text())
     if most == 4:
         assert code == 0
@@ -94,7 +94,7 @@ def test_a_row_that_kills_its_process_becomes_an_error_row(pair: Pair, tmp_path:
     jobs.write_shards(tmp_path / "in", rows=60)
     poisoned = 29
     job = jobs.job(pair, tmp_path / "in", tmp_path / "out", rows_per_chunk=20)
-    assert execute(prepare(job), load=jobs.PoisonLoader(jobs.prompt(poisoned)), quiet=True) == 0
+    assert execute(prepare(job), load=jobs.PoisonLoader(jobs.prompt(poisoned))) == 0
     rows = jobs.read_output(tmp_path / "out")
     assert rows[str(poisoned)]["error"] == "the row ended the process that decoded it"
     assert [n for n in range(60) if n != poisoned and rows[str(n)]["completion"] != jobs.expected(n)] == []
@@ -107,13 +107,13 @@ def test_a_chunk_that_always_kills_is_set_aside_and_named(pair: Pair, tmp_path: 
     jobs.write_shards(tmp_path / "in", rows=60)
     job = jobs.job(pair, tmp_path / "in", tmp_path / "out", rows_per_chunk=20, attempts=2)
     prepared = prepare(job)
-    assert execute(prepared, load=jobs.PoisonLoader(jobs.prompt(29)), quiet=True) == 1
+    assert execute(prepared, load=jobs.PoisonLoader(jobs.prompt(29))) == 1
     assert "set aside:" in (printed := capsys.readouterr().out)
     assert "shard-1.parquet, rows 0 to 19: its process died in each of 2 attempts" in printed
     rows = jobs.read_output(tmp_path / "out")
     assert set(rows) == {str(n) for n in range(60) if not 20 <= n < 40}
     assert not (tmp_path / "out" / "_SUCCESS").exists()
-    assert execute(prepare(job), load=jobs.ArithmeticLoader(), quiet=True) == 0
+    assert execute(prepare(job), load=jobs.ArithmeticLoader()) == 0
     jobs.assert_complete(tmp_path / "out", 60)
 
 
@@ -142,7 +142,7 @@ def test_the_driver_killed_and_run_again(pair: Pair, tmp_path: Path) -> None:
     driver.wait()
     kept = {p: p.stat().st_mtime_ns for p in (tmp_path / "out").glob("part-*")}
     assert 3 <= len(kept) < 15
-    assert execute(prepare(job), load=jobs.ArithmeticLoader(), quiet=True) == 0
+    assert execute(prepare(job), load=jobs.ArithmeticLoader()) == 0
     jobs.assert_complete(tmp_path / "out", 120)
     assert all(p.stat().st_mtime_ns == then for p, then in kept.items())
 
@@ -152,6 +152,6 @@ def test_the_pool_is_never_drained(pair: Pair, tmp_path: Path) -> None:
     """Many chunks, lengths with a heavy tail: several chunks in flight keep the rows of every round busy."""
     jobs.write_shards(tmp_path / "in", rows=1200)
     job = jobs.job(pair, tmp_path / "in", tmp_path / "out", rows_per_chunk=24, chunks_in_flight=6)
-    assert execute(prepare(job), load=jobs.ArithmeticLoader(0.002), quiet=True) == 0
+    assert execute(prepare(job), load=jobs.ArithmeticLoader(0.002)) == 0
     jobs.assert_complete(tmp_path / "out", 1200)
     assert json.loads((tmp_path / "out" / "_report.json").read_text())["occupancy"] > 0.9

@@ -31,7 +31,7 @@ def test_counters_and_gauges_reach_the_exporter(
     ray_session: str, pair: tuple[str, str], source: Path, tmp_path: Path
 ) -> None:
     job = jobs.job(pair, source, tmp_path / "out", id_column=None, max_new_tokens_column=None, max_new_tokens=9)
-    assert execute(prepare(job), quiet=True) == 0
+    assert execute(prepare(job)) == 0
     rows = [row for path in (tmp_path / "out").glob("part-*") for row in pq.read_table(path).to_pylist()]
     actors = set(json.loads((tmp_path / "out" / "_report.json").read_text())["rows_by_actor"])
     expected = {

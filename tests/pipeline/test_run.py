@@ -25,7 +25,7 @@ Pair = tuple[str, str]
 
 
 def run(job: Job, **options: Any) -> int:
-    return execute(prepare(job), load=jobs.ArithmeticLoader(), quiet=True, **options)
+    return execute(prepare(job), load=jobs.ArithmeticLoader(), **options)
 
 
 def test_rows_in_are_rows_out(pair: Pair, source: Path, tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_rows_in_are_rows_out(pair: Pair, source: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_elastic_pool_grows_and_loses_nothing(pair: Pair, source: Path, tmp_path: Path) -> None:
     job = jobs.job(pair, source, tmp_path / "out", actors="1:2", rows_per_chunk=2)
-    assert execute(prepare(job), load=jobs.ArithmeticLoader(0.2), quiet=True) == 0
+    assert execute(prepare(job), load=jobs.ArithmeticLoader(0.2)) == 0
     jobs.assert_complete(tmp_path / "out", 60)
     report = json.loads((tmp_path / "out" / "_report.json").read_text())
     assert len(report["rows_by_actor"]) == 2
@@ -56,7 +56,7 @@ def test_an_elastic_pool_grows_and_loses_nothing(pair: Pair, source: Path, tmp_p
 def test_a_real_pair_gives_what_generate_gives(pair: Pair, source: Path, tmp_path: Path) -> None:
     """Speculation, Ray, chunks and all: greedy tokens in float32 are those of transformers, row by row."""
     job = jobs.job(pair, source, tmp_path / "out", actors="2", limit=30)
-    assert execute(prepare(job), quiet=True) == 0
+    assert execute(prepare(job)) == 0
     target, words = AutoModelForCausalLM.from_pretrained(pair[0]), jobs.tokenizer()
     rows = jobs.read_output(tmp_path / "out")
     assert len(rows) == 30
@@ -78,7 +78,7 @@ def test_what_is_auto_is_measured_once_and_kept(pair: Pair, source: Path, tmp_pa
     out = tmp_path / "out"
     job = jobs.job(pair, source, out, tune_from=60, tune_seconds=1.5, **auto)
     assert set(prepare(job).shape.free) == set(auto)
-    assert execute(prepare(job), quiet=True) == 0
+    assert execute(prepare(job)) == 0
     assert "(measured in " in capsys.readouterr().out
     stored = json.loads((out / "_job.json").read_text())
     assert {row["method"] for row in stored["calibration"]} == {"plain", "exspec"}
@@ -88,7 +88,7 @@ def test_what_is_auto_is_measured_once_and_kept(pair: Pair, source: Path, tmp_pa
     resumed = prepare(job)
     assert resumed.shape.free == ()
     assert stored["shape"].items() <= vars(resumed.shape.config).items()
-    assert execute(resumed, quiet=True) == 0
+    assert execute(resumed) == 0
     again = jobs.read_output(out)
     assert {n: row["completion"] for n, row in again.items()} == {n: row["completion"] for n, row in first.items()}
     target, words = AutoModelForCausalLM.from_pretrained(pair[0]), jobs.tokenizer()
@@ -110,12 +110,12 @@ def test_a_small_job_takes_defaults_and_a_job_without_a_draft_is_plain(
 def test_a_budget_narrows_the_window_and_too_small_a_one_is_refused(pair: Pair, source: Path, tmp_path: Path) -> None:
     settings = {"bucket": 16, "window": 40}
     job = jobs.job(pair, source, tmp_path / "out", memory_gib=0.0015, **settings)
-    assert execute(prepare(job), quiet=True) == 0
+    assert execute(prepare(job)) == 0
     shape = json.loads((tmp_path / "out" / "_job.json").read_text())["shape"]
     assert shape["batch_size"] == 4
     assert 4 <= shape["window"] < 40
     with pytest.raises(JobError, match=r"memory: 0.1 MiB are too few for one sequence of 64 tokens; expected at least"):
-        execute(prepare(jobs.job(pair, source, tmp_path / "small", memory_gib=0.0001, **settings)), quiet=True)
+        execute(prepare(jobs.job(pair, source, tmp_path / "small", memory_gib=0.0001, **settings)))
 
 
 @pytest.mark.slow
@@ -127,11 +127,11 @@ def test_sampled_rows_have_seeds_of_their_own_and_a_second_run_draws_the_same(
         job = jobs.job(
             pair, source, tmp_path / name, temperature=1.0, seed=5, rows_per_chunk=16 if name == "one" else 5
         )
-        assert execute(prepare(job), quiet=True) == 0
+        assert execute(prepare(job)) == 0
         texts.append({n: row["completion"] for n, row in jobs.read_output(tmp_path / name).items()})
     assert texts[0] == texts[1]
     greedy = jobs.job(pair, source, tmp_path / "greedy")
-    assert execute(prepare(greedy), quiet=True) == 0
+    assert execute(prepare(greedy)) == 0
     assert texts[0] != {n: row["completion"] for n, row in jobs.read_output(tmp_path / "greedy").items()}
 
 
@@ -181,7 +181,7 @@ def test_another_job_in_the_same_output_is_refused_by_the_keys_that_differ(
     ):
         run(other)
     prepared = prepare(other, restart=True)
-    assert execute(prepared, load=jobs.ArithmeticLoader(), quiet=True) == 0
+    assert execute(prepared, load=jobs.ArithmeticLoader()) == 0
     assert len(list(tmp_path.glob("out-before-*/part-*"))) == len(list(out.glob("part-*")))
     (aside,) = tmp_path.glob("out-before-*")
     assert f"the output as it was is in {aside}" in capsys.readouterr().out
@@ -351,7 +351,7 @@ def test_a_job_whose_rows_all_fail_is_a_failure(pair: Pair, source: Path, tmp_pa
     assert not (tmp_path / "one" / "_SUCCESS").exists()
     half = "{% if key is even %}{{ prompt.nothing }}{% else %}w1{% endif %}"
     job = jobs.job(pair, source, tmp_path / "two", prompt_template=half, max_error_share=0.1)
-    assert execute(prepare(job), load=jobs.ArithmeticLoader(0.05), quiet=True) == 1
+    assert execute(prepare(job), load=jobs.ArithmeticLoader(0.05)) == 1
     report = json.loads((tmp_path / "two" / "_report.json").read_text())
     assert "rows have an error, more than max_error_share" in report["set_aside"][-1]
     assert 6 < report["errors"] < 30
@@ -404,7 +404,7 @@ def test_a_shard_rewritten_during_the_run_is_set_aside(pair: Pair, source: Path,
     prepared = prepare(job)
     table = pq.read_table(source / "shard-1.parquet")
     pq.write_table(table.set_column(1, "prompt", pa.array(["w1"] * 20)), source / "shard-1.parquet", row_group_size=7)
-    assert execute(prepared, load=jobs.ArithmeticLoader(), quiet=True) == 1
+    assert execute(prepared, load=jobs.ArithmeticLoader()) == 1
     assert "set aside: shard-1.parquet: has changed since it was planned" in capsys.readouterr().out
     assert set(jobs.read_output(tmp_path / "out")) == {str(n) for n in range(60) if not 20 <= n < 40}
     assert not (tmp_path / "out" / "_SUCCESS").exists()
@@ -423,10 +423,10 @@ def test_another_kind_of_device_is_another_job(pair: Pair, source: Path, tmp_pat
 def test_with_fixed_shapes_a_job_goes_on_with_another_draft_or_none(pair: Pair, source: Path, tmp_path: Path) -> None:
     """The draft changes no token, so it is no part of what a job is."""
     once = jobs.job(pair, source, tmp_path / "once")
-    assert execute(prepare(once), quiet=True) == 0
+    assert execute(prepare(once)) == 0
     out = tmp_path / "out"
     for settings in ({"limit": 20}, {"limit": 40, "draft": pair[0]}, {"draft": None, "method": "plain"}):
-        assert execute(prepare(jobs.job(pair, source, out, **settings)), quiet=True) == 0
+        assert execute(prepare(jobs.job(pair, source, out, **settings))) == 0
     texts = [{n: row["completion"] for n, row in jobs.read_output(f).items()} for f in (out, tmp_path / "once")]
     assert texts[0] == texts[1]
 

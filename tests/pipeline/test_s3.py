@@ -74,14 +74,14 @@ def fetch(endpoint: str, bucket: str, folder: Path) -> Path:
 @pytest.mark.usefixtures("ray_session")
 def test_a_job_from_bucket_to_bucket(pair: Pair, endpoint: str, bucket: str, tmp_path: Path, capsys: Any) -> None:
     job = jobs.job(pair, f"s3://{bucket}/in", f"s3://{bucket}/out", storage_options=options(endpoint))
-    assert execute(prepare(job), load=jobs.ArithmeticLoader(), quiet=True) == 0
+    assert execute(prepare(job), load=jobs.ArithmeticLoader()) == 0
     jobs.assert_complete(fetch(endpoint, bucket, tmp_path / "one"), 60)
-    assert execute(prepare(job), load=jobs.ArithmeticLoader(), quiet=True) == 0
+    assert execute(prepare(job), load=jobs.ArithmeticLoader()) == 0
     assert "nothing to do" in capsys.readouterr().out
     fs = s3fs.S3FileSystem(**options(endpoint), skip_instance_cache=True)
     for key in sorted(fs.glob(f"{bucket}/out/part-*"))[::2]:
         fs.rm_file(key)
-    assert execute(prepare(job), load=jobs.ArithmeticLoader(), quiet=True) == 0
+    assert execute(prepare(job), load=jobs.ArithmeticLoader()) == 0
     jobs.assert_complete(fetch(endpoint, bucket, tmp_path / "two"), 60)
 
 
@@ -103,9 +103,9 @@ def test_a_restart_keeps_the_old_output_and_leaves_one_job(
     pair: Pair, endpoint: str, bucket: str, tmp_path: Path, capsys: Any
 ) -> None:
     job = jobs.job(pair, f"s3://{bucket}/in", f"s3://{bucket}/out", storage_options=options(endpoint))
-    assert execute(prepare(job), load=jobs.ArithmeticLoader(), quiet=True) == 0
+    assert execute(prepare(job), load=jobs.ArithmeticLoader()) == 0
     other = job.model_copy(update={"seed": 7})
-    assert execute(prepare(other, restart=True), load=jobs.ArithmeticLoader(), quiet=True) == 0
+    assert execute(prepare(other, restart=True), load=jobs.ArithmeticLoader()) == 0
     jobs.assert_complete(fetch(endpoint, bucket, tmp_path / "one"), 60)
     aside = capsys.readouterr().out.split("the output as it was is in ")[1].split()[0]
     old = read_output(Folder(aside, options(endpoint)))
@@ -180,7 +180,7 @@ def test_a_store_that_throttles_and_cuts_connections(
     pair: Pair, endpoint: str, faulty: str, bucket: str, tmp_path: Path
 ) -> None:
     job = jobs.job(pair, f"s3://{bucket}/in", f"s3://{bucket}/out", storage_options=options(faulty))
-    assert execute(prepare(job), load=jobs.ArithmeticLoader(), quiet=True) == 0
+    assert execute(prepare(job), load=jobs.ArithmeticLoader()) == 0
     assert Faulty.faults > 5
     jobs.assert_complete(fetch(endpoint, bucket, tmp_path / "one"), 60)
 

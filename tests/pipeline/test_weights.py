@@ -295,7 +295,7 @@ def test_a_job_with_its_pair_in_object_storage(stored: str, endpoint: str, tmp_p
     jobs.write_shards(tmp_path / "in", rows=24)
     models = (f"{stored}/target", f"{stored}/draft")
     job = jobs.job(models, tmp_path / "in", tmp_path / "out", storage_options=options(endpoint), rows_per_chunk=24)
-    assert execute(prepare(job), quiet=True) == 0
+    assert execute(prepare(job)) == 0
     rows = jobs.read_output(tmp_path / "out")
     assert [row["error"] for row in rows.values()] == [None] * 24
     assert not list(prepare(job).missing)

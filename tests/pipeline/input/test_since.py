@@ -16,9 +16,7 @@ Pair = tuple[str, str]
 
 
 def night(pair: Pair, place: Path, **settings: Any) -> int:
-    return execute(
-        prepare(jobs.job(pair, place / "in", place / "out", **settings)), load=jobs.ArithmeticLoader(), quiet=True
-    )
+    return execute(prepare(jobs.job(pair, place / "in", place / "out", **settings)), load=jobs.ArithmeticLoader())
 
 
 @pytest.mark.slow

@@ -76,7 +76,7 @@ def by_contents(folder: Folder) -> list[dict[str, Any]]:
 
 def run(pair: Pair, place: Path, **options: Any) -> int:
     job = jobs.job(pair, place / "in", place / "out")
-    return execute(prepare(job), load=jobs.ArithmeticLoader(), quiet=True, **options)
+    return execute(prepare(job), load=jobs.ArithmeticLoader(), **options)
 
 
 @pytest.mark.parametrize("target", [SMALL, LARGE])
@@ -294,7 +294,7 @@ def test_killed_while_an_error_is_mended(finished: Path, tmp_path: Path) -> None
             table = pa.concat_tables(read_range(folder, name, found[2], found[0].rows))
             good = pa.array([None] * len(table), pa.string())
             table = table.set_column(table.schema.get_field_index("error"), table.schema.field("error"), good)
-            told = [summarize(found[0], table, "a", {}, 0, 1)]
+            told = [summarize(found[0], table, "a", {}, 0, 1, Reasons())]
             content = encode(table, str(writer.state.job), told)
             mend(writer, name, [described(content, folder.stage(content, writer.prefix), told)])
 
@@ -393,7 +393,7 @@ def test_flipped_bytes_are_named_and_nothing_is_removed(place: Path) -> None:
 
 def test_an_audit_reads_merged_files(pair: Pair, tmp_path: Path) -> None:
     jobs.write_shards(tmp_path / "in", rows=40)
-    assert execute(prepare(jobs.job(pair, tmp_path / "in", tmp_path / "out")), quiet=True) == 0
+    assert execute(prepare(jobs.job(pair, tmp_path / "in", tmp_path / "out"))) == 0
     words = ["compact", str(tmp_path / "out"), "--target-size", "1MiB"]
     result = CliRunner().invoke(cli.app, words, catch_exceptions=False)
     assert result.exit_code == 0

@@ -30,7 +30,7 @@ Pair = tuple[str, str]
 
 def run(pair: Pair, place: Path, restart: bool = False, retry_errors: bool = False, **settings: Any) -> int:
     job = jobs.job(pair, place / "in", place / "out", **settings)
-    return execute(prepare(job, restart), retry_errors, load=jobs.ArithmeticLoader(), quiet=True)
+    return execute(prepare(job, restart), retry_errors, load=jobs.ArithmeticLoader())
 
 
 def summary(chunk: Chunk, errors: int = 0) -> Summary:
@@ -71,9 +71,9 @@ def test_two_drivers_with_other_settings_prepared_at_once(pair: Pair, tmp_path: 
     """The second finds that the first has begun another job meanwhile."""
     jobs.write_shards(tmp_path / "in", rows=20)
     one, two = (prepare(jobs.job(pair, tmp_path / "in", tmp_path / "out", max_new_tokens=n)) for n in (50, 60))
-    assert execute(one, load=jobs.ArithmeticLoader(), quiet=True) == 0
+    assert execute(one, load=jobs.ArithmeticLoader()) == 0
     with pytest.raises(JobError, match="max_new_tokens was 50 and is 60"):
-        execute(two, load=jobs.ArithmeticLoader(), quiet=True)
+        execute(two, load=jobs.ArithmeticLoader())
     jobs.assert_complete(tmp_path / "out", 20)
     assert json.loads((tmp_path / "out" / "_job.json").read_text())["job"]["max_new_tokens"] == 50
 
@@ -171,7 +171,7 @@ def test_what_an_actor_staged_for_a_driver_that_died_is_kept(pair: Pair, tmp_pat
     """A part that nobody committed is committed by the next run, not decoded again; half of one is thrown away."""
     jobs.write_shards(tmp_path / "in", rows=20)
     job = jobs.job(pair, tmp_path / "in", tmp_path / "out", limit=5)
-    assert execute(prepare(job), load=jobs.ArithmeticLoader(), quiet=True) == 0
+    assert execute(prepare(job), load=jobs.ArithmeticLoader()) == 0
     (whole,) = (tmp_path / "out").glob("part-*")
     content = whole.read_bytes()
     whole.unlink()

@@ -1,0 +1,127 @@
+"""`exspec plan`: what a job would do, and what of its rows would not do."""
+
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from exspec.actors.engine import Room
+from exspec.pipeline.errors import JobError
+from exspec.pipeline.input.plan import Chunk
+from exspec.pipeline.input.rows import RowError, rows, values
+from exspec.pipeline.input.shards import read_chunk
+from exspec.pipeline.job import Job
+from exspec.pipeline.output.parts import GENERATED, carried_columns
+from exspec.pipeline.output.reasons import Reasons
+from exspec.pipeline.prepare import Prepared, prepare
+from exspec.pipeline.shape import Settled, memory_of
+
+LOOKED = 8  # chunks whose rows are rendered
+SHOWN = 3  # prompts that are printed
+
+
+@dataclass
+class Look:
+    """What the first chunks' rows are."""
+
+    rows: int = 0
+    tokens: int = 0
+    prompts: list[str] = field(default_factory=list)
+    refused: Reasons = field(default_factory=Reasons)
+    ids: list[Any] = field(default_factory=list)
+
+
+def plan(job: Job) -> int:
+    """Print what a job would do. Returns 2 where no row of those looked at could be decoded, else 0."""
+    prepared = prepare(job)
+    job = prepared.job
+    look = _look(prepared)
+    console = Console(soft_wrap=False)
+    table = Table(show_header=False, title="plan", box=None, title_justify="left")
+    for name, value in _facts(prepared):
+        table.add_row(name, value)
+    console.print(table, markup=False)
+    for shown in look.prompts:
+        console.print(shown, markup=False, highlight=False)
+    refused = sum(reason.rows for reason in look.refused.most_first)
+    console.print(f"{refused} of the first {look.rows} rows would be refused", markup=False, highlight=False)
+    for line in look.refused.lines():
+        console.print(f"  {line}", markup=False, highlight=False)
+    if job.id_column:
+        _show_ids(look.ids, console)
+    if refused == look.rows:
+        console.print("none of them could be decoded: the job would be useless", markup=False, highlight=False)
+    return 2 if refused == look.rows else 0
+
+
+def _facts(prepared: Prepared) -> list[tuple[str, str]]:
+    job, schema, found = prepared.job, prepared.schema, prepared.plan
+    chunks = sum(1 for _ in found.chunks())
+    missing = sum(chunk.rows for chunk in prepared.missing)
+    config, free = prepared.shape.config, prepared.shape.free
+    prompt = "the template" if job.prompt_template else f"column {prepared.prompts.column}"
+    columns = [*carried_columns(job, schema), *job.answer_columns().names, *GENERATED.names]
+    packed = job.device != "cuda" and torch.backends.mkldnn.is_available()
+    facts = [
+        ("target", job.target),
+        ("draft", job.draft or "none: plain decoding"),
+        ("device", _device(job)),
+        ("input", f"{len(found.shards)} shards with {found.rows} rows; {found.rows - missing} of them are done"),
+        ("prompt", f"{prompt}, as {'a chat' if prepared.models.tokenizer.chat_template else 'it is'}"),
+        ("ids", f"column {job.id_column}" if job.id_column else "shard and row number"),
+        ("output", f"{job.output}: {', '.join(columns)}"),
+        ("chunks", f"{chunks} of at most {found.rows_per_chunk} rows"),
+        ("actors", f"{job.actors}, each {job.chunks_in_flight} chunks at once or more"),
+        ("shape", f"{Settled(config, [])}, {config.capacity} tokens a slot"),
+        ("memory", f"of an actor: {memory_of(config, prepared.models.configs, job, packed)}"),
+    ]
+    if free:
+        facts.append(("to be measured", f"{', '.join(free)}; what stands above is where it begins"))
+    return facts
+
+
+def _device(job: Job) -> str:
+    if job.ray_address:
+        return f"{job.device}, on the cluster {job.ray_address}"
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    return here if job.device == "auto" else job.device
+
+
+def _look(prepared: Prepared) -> Look:
+    room = Room(prepared.models.context, prepared.shape.config.capacity)
+    prompts = prepared.prompts.within(room)
+    look = Look()
+    for chunk in islice(prepared.plan.chunks(), LOOKED):
+        _look_at(chunk, prepared, prompts, look)
+    return look
+
+
+def _look_at(chunk: Chunk, prepared: Prepared, prompts: Any, look: Look) -> None:
+    job, needed = prepared.job, prompts.columns(prepared.schema)
+    look.rows += chunk.rows
+    columns = list(dict.fromkeys([*needed, *([job.id_column] if job.id_column else [])]))
+    try:
+        table = read_chunk(chunk, job.storage_options, columns, prepared.schema)
+    except JobError as error:  # the run will set its rows aside, and no others
+        look.refused.add(str(error), chunk.rows, [f"{chunk.shard.name}, row {chunk.first}"], True)
+        return
+    look.ids += values(table, job.id_column) if job.id_column else []
+    for number, row in enumerate(rows(table, needed), chunk.first):
+        try:
+            request = prompts.request(row, chunk.shard, number)
+        except RowError as error:
+            look.refused.add(str(error), 1, [f"{chunk.shard.name}, row {number}"], True)
+            continue
+        look.tokens += len(request.prompt)
+        if len(look.prompts) < SHOWN:
+            look.prompts.append(f"prompt of {len(request.prompt)} tokens: {prompts.text(row)[:300]!r}")
+
+
+def _show_ids(ids: list[Any], console: Console) -> None:
+    nulls = sum(v is None for v in ids)
+    repeated = len(ids) - nulls - len({str(v) for v in ids if v is not None})
+    if nulls or repeated:
+        console.print(f"ids: {nulls} null and {repeated} repeated; shard and row tell them apart", highlight=False)
