@@ -1,5 +1,6 @@
 """What a job is: its settings, checked once, and the fingerprint of all that decides its output."""
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from datetime import UTC, date, datetime
@@ -50,6 +51,13 @@ def _absolute(path: str) -> str:
     return path if "://" in path else os.path.abspath(path)  # noqa: PTH100  (a glob is no path that exists)
 
 
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
 def setting(group: str, default: Any, help: str, **limits: Any) -> Any:
     """A field of a job. group: the heading that its option has in the help."""
     extra = limits.pop("json_schema_extra", {})
@@ -83,7 +91,19 @@ class Job(BaseModel):
         "Column of the prompts: text, or a list of messages. Default: the first of messages, prompt, message, text.",
     )
     prompt_template: str | None = setting("Prompts", None, "Jinja template of the prompt over a row's columns.")
-    template_arguments: dict[str, Any] = setting("Prompts", {}, "Arguments of the tokenizer's chat template.")
+    chat: bool | None = setting(
+        "Prompts", None, "Wrap the prompt in the tokenizer's chat template. Default: where it has one."
+    )
+    system_prompt: str | None = setting("Prompts", None, "System message before every chat that has none of its own.")
+    template_arguments: dict[str, Any] = setting(
+        "Prompts",
+        {},
+        "Arguments of the chat template, as NAME=VALUE: enable_thinking=false of Qwen3.",
+        json_schema_extra={"flag": True},
+    )
+    allow_special: bool = setting(
+        "Prompts", False, "Read control tokens in a row's own text as such; unless allowed they are text."
+    )
     id_column: str | None = setting("Input and output", None, "Column of the ids. Default: shard and row number.")
     carry: list[str] | None = setting("Input and output", None, "Input columns to carry through. Default: all.")
     max_new_tokens_column: str | None = setting("Sampling", None, "Column that overrides max_new_tokens by row.")
@@ -175,6 +195,17 @@ class Job(BaseModel):
         if number != "auto" and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
             raise ValueError("expected a whole number from 1 up, or auto")
         return number
+
+    @field_validator("template_arguments", mode="before")
+    @classmethod
+    def _by_name(cls, value: Any) -> Any:
+        """From the line, as NAME=VALUE, where a value that is JSON is what it says."""
+        if not isinstance(value, list):
+            return value
+        pairs = [str(text).partition("=") for text in value]
+        if bad := [name for name, equals, _ in pairs if not (name and equals)]:
+            raise ValueError(f"expected NAME=VALUE, not {bad[0]!r}")
+        return {name: _json(text) for name, _, text in pairs}
 
     @field_validator("temperature")
     @classmethod

@@ -2,12 +2,14 @@
 
 import json
 import platform
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
-from itertools import chain
+from itertools import chain, islice
+from textwrap import shorten
 from typing import Any
 
 import pyarrow as pa
@@ -30,6 +32,8 @@ from exspec.pipeline.prepare import Prepared
 from exspec.pipeline.progress import Progress
 from exspec.pipeline.secrets import anonymous
 from exspec.pipeline.shape import Settled, Shape, sample, settle, shape_of, stored_shape
+
+SAMPLES = 2  # completions that are shown at the end
 
 
 def execute(prepared: Prepared, retry_errors: bool = False, load: Any = None, progress: Progress | None = None) -> int:
@@ -82,6 +86,7 @@ class _Run:
             self.plan = self.prepared.plan
             self.writer.adopt(read_staged)
         self.writer.sweep()
+        tried = self.writer.state.mendable if retry_errors else None
         tasks, again = self._tasks(fresh, retry_errors)
         first = next(tasks, None)
         if first is not None:
@@ -99,7 +104,7 @@ class _Run:
         stopped = None
         if first is not None and config is not None:
             stopped = self._decode(chain([first], tasks), again, config, report)
-        return self._finish(report, stopped)
+        return self._finish(report, stopped, tried)
 
     def _tasks(self, fresh: bool, retry_errors: bool) -> tuple[Iterator[Task], Counter[str]]:
         """What is to be done: missing chunks, and with `retry_errors` those with errors; and the latter by file."""
@@ -192,7 +197,7 @@ class _Run:
         context = self.prepared.models.context
         return Room(context, min(config.capacity, context))
 
-    def _finish(self, report: Report, stopped: str | None) -> int:
+    def _finish(self, report: Report, stopped: str | None, tried: int | None) -> int:
         """Check that every planned row is in a file, write the report, and `_SUCCESS` where all is well."""
         state = self.writer.state
         report.set_aside += [f"{name}: {why}" for name, why in changed(self._read(), self.job.storage_options).items()]
@@ -203,6 +208,9 @@ class _Run:
         self.progress.stop()
         for line in report.closing_lines(figures, anonymous(self.folder.url)):
             print(line)
+        if tried is not None:
+            self._tell_tried(tried, figures["errors"])
+        self._show_samples()
         whole = state.complete and not report.set_aside and not _too_many(figures, self.job)
         try:
             write_report(report, figures, self.folder)
@@ -212,6 +220,20 @@ class _Run:
             print(f"output {self.folder.url}: the report cannot be written: {error}")
             return 1
         return int(not whole)
+
+    def _tell_tried(self, tried: int, errors: int) -> None:
+        """What became of rows that were tried again; and of the others: what is wrong with them is in the row."""
+        left = self.writer.state.mendable
+        print(f"tried again: {tried} rows; {tried - left} of them are done now, {left} still have an error")
+        if alone := errors - left:
+            print(f"left alone: {alone} rows that no second try would help")
+
+    def _show_samples(self) -> None:
+        """The first completions, a line each."""
+        width = shutil.get_terminal_size().columns
+        wanted = (row for table in tables(self.writer, ["id", "completion"]) for row in table.to_pylist())
+        for row in islice((row for row in wanted if row["completion"]), SAMPLES):
+            print(shorten(f"{row['id']}: {' '.join(row['completion'].split())}", width, placeholder="..."))
 
     def _read(self) -> list[Shard]:
         """The shards that this run may have read: all but those that were done before and need not be there."""

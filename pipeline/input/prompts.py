@@ -4,6 +4,7 @@ import copy
 import hashlib
 import json
 import math
+import re
 import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from exspec.pipeline.job import Job
 MESSAGES = "messages"
 DEFAULT_COLUMNS = (MESSAGES, "prompt", "message", "text")
 OWN_COLUMNS = ("max_new_tokens_column", "temperature_column", "seed_column", "stop_column")
+MARK = "\ue0f3"  # of private use, around the number of a control token that is text
+MARKED = re.compile(f"{MARK}(\\d+){MARK}")
 LONG = 32  # characters for each token of the capacity from which on a text is counted by its beginning first
 
 
@@ -44,8 +47,8 @@ class RowSettings:
 class Prompts:
     """Renders rows to token ids, by a template, a messages column or a text column.
 
-    A text column is wrapped as one user message where the tokenizer has a chat template, and taken as it is otherwise.
-    Texts that are JSON by their type, or by the column's being called `messages`, are read as the messages they hold.
+    A text is wrapped as one user message where the tokenizer has a chat template, or as the job says, and else taken as
+    it is. Control tokens in a row's own values are text, those of templates are not. Texts that are JSON by their type, or by the column's being called `messages`, are read as the messages they hold.
     A row that is an error already is raised wherever it is given.
     """
 
@@ -58,10 +61,21 @@ class Prompts:
         self.json = is_json(kind) or (self.column == MESSAGES and is_text(kind))
         stop = schema.field(job.stop_column).type if job.stop_column in schema.names else pa.null()
         self.json_stop = is_json(stop)
+        self.chat = bool(tokenizer.chat_template) if job.chat is None else job.chat
+        self._check_chat()
+        special = [] if job.allow_special else sorted(tokenizer.all_special_tokens, key=len, reverse=True)
+        self.special = {text: f"{MARK}{i}{MARK}" for i, text in enumerate(special)}
         self.template: jinja2.Template | None = None
         self.variables: set[str] = set()
         if job.prompt_template:
             self.template, self.variables = _template(job.prompt_template, schema.names)
+
+    def _check_chat(self) -> None:
+        if self.chat and not self.tokenizer.chat_template:
+            raise JobError("chat: the target's tokenizer has no chat template; leave it out, or use a prompt_template")
+        for name in ("system_prompt", "template_arguments"):
+            if getattr(self.job, name) and not self.chat:
+                raise JobError(f"{name}: only a chat template takes it, and this prompt is taken as it is")
 
     def within(self, room: Room) -> "Prompts":
         """The same, but for rows that do not fit: they are refused here, as the engine would refuse them."""
@@ -81,19 +95,35 @@ class Prompts:
 
     def text(self, row: Row) -> str:
         """The prompt of a row. Raises RowError."""
+        rendered = self._rendered(row)
+        for text, mark in self.special.items():
+            rendered = rendered.replace(mark, text)
+        return rendered
+
+    def _rendered(self, row: Row) -> str:
+        """The prompt, with a mark for every control token that was text in the row."""
         row = _given(row)
         if self.template:
             try:
-                rendered = self.template.render(row)
+                rendered = self.template.render({name: self._marked(value) for name, value in row.items()})
             except Exception as error:  # whatever a template's expressions may raise
                 raise RowError(f"prompt_template: {type(error).__name__}: {error}") from error
             return self._chat([{"role": "user", "content": rendered}]) if rendered else ""
-        value = self._value(row)
+        value = self._marked(self._value(row))
         if isinstance(value, str):
             return self._chat([{"role": "user", "content": value}]) if value else ""
         if isinstance(value, list):
             return self._chat(value) if value else ""
         raise RowError(f"column {self.column!r}: expected text or messages, not {type(value).__name__}")
+
+    def _marked(self, value: Any) -> Any:
+        if isinstance(value, str):
+            for text, mark in self.special.items():
+                value = value.replace(text, mark)
+            return value
+        if isinstance(value, list):
+            return [self._marked(item) for item in value]
+        return {key: self._marked(item) for key, item in value.items()} if isinstance(value, dict) else value
 
     def _value(self, row: dict[str, Any]) -> Any:
         value = row[str(self.column)]
@@ -106,10 +136,13 @@ class Prompts:
     def _chat(self, messages: list[Any]) -> str:
         if bad := [m for m in messages if not isinstance(m, dict) or not isinstance(m.get("content"), str)]:
             raise RowError(f"column {self.column!r}: expected messages with role and content, not {_shown(bad[0])}")
-        if not self.tokenizer.chat_template:
+        if not self.chat:
             if len(messages) == 1 and messages[0].get("role") == "user":
                 return str(messages[0]["content"])
-            raise RowError("the tokenizer has no chat template for a list of messages; use a text column or a template")
+            what = "chat is off" if self.tokenizer.chat_template else "the tokenizer has no chat template"
+            raise RowError(f"{what} for a list of messages; use a text column or a template")
+        if self.job.system_prompt and messages[0].get("role") != "system":
+            messages = [{"role": "system", "content": self.job.system_prompt}, *messages]
         try:
             rendered = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True, **self.job.template_arguments
@@ -120,7 +153,7 @@ class Prompts:
 
     def tokens(self, row: Row) -> list[int]:
         """Token ids of a row's prompt. Raises RowError where there is none, or one that is too long by far."""
-        return self.encode(self.text(row))
+        return self.encode(self._rendered(row))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt's text. Raises RowError as `tokens` does."""
@@ -140,7 +173,15 @@ class Prompts:
     def _ids(self, text: str) -> list[int]:
         try:
             # A chat template writes the special tokens itself.
-            return list(self.tokenizer(text, add_special_tokens=not self.tokenizer.chat_template)["input_ids"])
+            pieces = MARKED.split(text)  # every other one is the number of a mark
+            ids = list(self.tokenizer(pieces[0], add_special_tokens=not self.chat)["input_ids"])
+            names = list(self.special)
+            for number, piece in zip(pieces[1::2], pieces[2::2], strict=True):
+                ids += self.tokenizer(names[int(number)], add_special_tokens=False, split_special_tokens=True)[
+                    "input_ids"
+                ]
+                ids += self.tokenizer(piece, add_special_tokens=False)["input_ids"] if piece else []
+            return ids
         except Exception as error:  # whatever the tokenizer may raise, of half a surrogate pair for one
             source = f"column {self.column!r}" if self.column else "prompt_template"
             raise RowError(

@@ -21,6 +21,10 @@ class Reason:
     ids: list[str] = field(default_factory=list)
     lasting: bool = False
 
+    @property
+    def named(self) -> str:
+        return ", ".join([*self.ids, *(["..."] if self.rows > len(self.ids) else [])])
+
 
 class Reasons:
     """Errors that differ in numbers and quoted values alone have one reason."""
@@ -50,4 +54,4 @@ class Reasons:
 
     def lines(self) -> list[str]:
         """A line for each reason, the most frequent first."""
-        return [f"{r.rows} rows: {r.text} ({', '.join(r.ids)}{', ...' * (r.rows > len(r.ids))})" for r in self.most_first]
+        return [f"{r.rows} {'row' if r.rows == 1 else 'rows'}: {r.text} ({r.named})" for r in self.most_first]

@@ -15,12 +15,14 @@ from exspec.actors.engine import EngineStatistics
 from exspec.actors.ledger import Signs
 from exspec.pipeline.output.contents import tables
 from exspec.pipeline.output.owner import AUDIT, REPORT, REPORT_PAGE, Output, settings
+from exspec.pipeline.output.reasons import Reasons
 from exspec.pipeline.output.state import State, Summary
 from exspec.pipeline.secrets import redacted
 from exspec.pipeline.storage import Folder
 
 SUMMED = ("rows", "errors", "prompt_tokens", "completion_tokens", "rounds", "forced")
 SHOWN_MISSING = 1000  # chunks that a report names
+REASONS = 5  # of row errors that are printed
 MOST_BINS = 400  # of the plot of tokens by time
 
 
@@ -83,6 +85,7 @@ class Report:
             "planned_rows": self.planned,
             "rows": sums["rows"],
             "errors": sums["errors"],
+            "errors_by_reason": totals.reasons.to_json(),
             "prompt_tokens": sums["prompt_tokens"],
             "completion_tokens": tokens,
             "seconds": round(spans, 3),
@@ -110,10 +113,14 @@ class Report:
     def closing_lines(self, f: dict[str, Any], url: str) -> list[str]:
         """What is printed at the end, from the figures `f`."""
         lines = [f"{f['rows']} of {f['planned_rows']} rows in {url}, {f['errors']} of them with an error"]
+        told = self.totals.reasons.lines()
+        lines += [f"  {line}" for line in told[:REASONS]]
+        if len(told) > REASONS:
+            lines.append(f"  and {len(told) - REASONS} more reasons: see the report")
         if f["tokens_per_second"]:
             lines.append(
-                f"{f['completion_tokens']} tokens, {f['tokens_per_second']} tokens/s, acceptance rate "
-                f"{f['acceptance_rate']}, occupancy {f['occupancy']}"
+                f"{f['completion_tokens']} tokens in {f['seconds']:.0f} s of decoding, {f['tokens_per_second']} "
+                f"tokens/s, acceptance rate {f['acceptance_rate']}, occupancy {f['occupancy']}"
             )
         lines += [
             f"{field}: accuracy {a['accuracy']} over {a['rows_with_gold']} rows whose label is known"
@@ -143,10 +150,12 @@ class Totals:
         self.spans: list[tuple[float, float]] = []
         self.bins: Counter[int] = Counter()
         self.width = 1 / 16
+        self.reasons = Reasons()
 
     def add(self, s: Summary, shard: str) -> None:
         self.sums.update({name: getattr(s, name) for name in SUMMED})
         self.sums["repeated"] += s.attempt > 1
+        self.reasons.merge(s.reasons)
         self.lengths.update({int(n): count for n, count in s.lengths.items()})
         self.actors[s.actor] += s.rows
         self.hardware[tuple(sorted(s.hardware.values()))] += s.rows

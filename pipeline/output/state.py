@@ -18,7 +18,7 @@ PART = re.compile(r"part-\d{7,}-\d{12}-\d+-(\d{6,})\.parquet")
 FILE = ("name", "staged", "size", "digest", "weight")
 TABLES = """
 CREATE TABLE file (name TEXT PRIMARY KEY, staged TEXT, size INT, digest TEXT, weight INT) WITHOUT ROWID;
-CREATE TABLE chunk (shard INT, first INT, rows INT, errors INT, start INT, file TEXT, summary TEXT,
+CREATE TABLE chunk (shard INT, first INT, rows INT, mendable INT, start INT, file TEXT, summary TEXT,
                     PRIMARY KEY (shard, first)) WITHOUT ROWID;
 CREATE INDEX of_file ON chunk (file, start);
 """
@@ -161,6 +161,11 @@ class State:
         return int(self._one("SELECT coalesce(sum(rows), 0) FROM chunk"))
 
     @property
+    def mendable(self) -> int:
+        """Rows with an error that a second try may help."""
+        return int(self._one("SELECT coalesce(sum(mendable), 0) FROM chunk"))
+
+    @property
     def complete(self) -> bool:
         return self.job is not None and next(self.missing(), None) is None
 
@@ -211,7 +216,7 @@ class State:
     def chunks(self, errors: bool = False) -> Iterator[tuple[Chunk, str, int]]:
         """The chunks that files hold, each with its file and its first row there; all, or those with errors that a
         second try may help."""
-        where = " WHERE errors > 0" if errors else ""
+        where = " WHERE mendable > 0" if errors else ""
         asked = f"SELECT shard, first, rows, file, start FROM chunk{where} ORDER BY shard, first"
         for number, first, rows, file, start in self._table.execute(asked):
             yield Chunk(self.plan.shards[number], number, first, rows), file, start

@@ -24,6 +24,7 @@ from exspec.pipeline.output.compact import Compacted, compact, mend
 from exspec.pipeline.output.contents import read_range, tables
 from exspec.pipeline.output.owner import Output, read_output, take
 from exspec.pipeline.output.parts import GENERATED, described, encode, summarize
+from exspec.pipeline.output.reasons import Reasons
 from exspec.pipeline.output.report import rebuild
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
