@@ -29,8 +29,7 @@ from exspec.pipeline.job import Job
 MESSAGES = "messages"
 DEFAULT_COLUMNS = (MESSAGES, "prompt", "message", "text")
 OWN_COLUMNS = ("max_new_tokens_column", "temperature_column", "seed_column", "stop_column")
-MARK = "\ue0f3"  # of private use, around the number of a control token that is text
-MARKED = re.compile(f"{MARK}(\\d+){MARK}")
+MARK = 0xF0000  # of private use: the characters from here on stand for control tokens that are text
 LONG = 32  # characters for each token of the capacity from which on a text is counted by its beginning first
 
 
@@ -48,7 +47,8 @@ class Prompts:
     """Renders rows to token ids, by a template, a messages column or a text column.
 
     A text is wrapped as one user message where the tokenizer has a chat template, or as the job says, and else taken as
-    it is. Control tokens in a row's own values are text, those of templates are not. Texts that are JSON by their type, or by the column's being called `messages`, are read as the messages they hold.
+    it is. Control tokens in a row's own values are text, those of templates are not. Texts that are JSON by their type,
+    or by the column's being called `messages`, are read as the messages they hold.
     A row that is an error already is raised wherever it is given.
     """
 
@@ -63,8 +63,8 @@ class Prompts:
         self.json_stop = is_json(stop)
         self.chat = bool(tokenizer.chat_template) if job.chat is None else job.chat
         self._check_chat()
-        special = [] if job.allow_special else sorted(tokenizer.all_special_tokens, key=len, reverse=True)
-        self.special = {text: f"{MARK}{i}{MARK}" for i, text in enumerate(special)}
+        self.special = {} if job.allow_special else _marks(tokenizer)  # control tokens by their mark
+        self.marks = re.compile(f"([{re.escape(''.join(self.special))}])" if self.special else "(?!)")
         self.template: jinja2.Template | None = None
         self.variables: set[str] = set()
         if job.prompt_template:
@@ -96,9 +96,7 @@ class Prompts:
     def text(self, row: Row) -> str:
         """The prompt of a row. Raises RowError."""
         rendered = self._rendered(row)
-        for text, mark in self.special.items():
-            rendered = rendered.replace(mark, text)
-        return rendered
+        return self.marks.sub(lambda found: self.special[found[0]], rendered)
 
     def _rendered(self, row: Row) -> str:
         """The prompt, with a mark for every control token that was text in the row."""
@@ -118,7 +116,9 @@ class Prompts:
 
     def _marked(self, value: Any) -> Any:
         if isinstance(value, str):
-            for text, mark in self.special.items():
+            if self.marks.search(value):
+                raise RowError("the prompt holds a character of private use from U+F0000 on; allow_special takes it")
+            for mark, text in self.special.items():
                 value = value.replace(text, mark)
             return value
         if isinstance(value, list):
@@ -173,14 +173,12 @@ class Prompts:
     def _ids(self, text: str) -> list[int]:
         try:
             # A chat template writes the special tokens itself.
-            pieces = MARKED.split(text)  # every other one is the number of a mark
-            ids = list(self.tokenizer(pieces[0], add_special_tokens=not self.chat)["input_ids"])
-            names = list(self.special)
-            for number, piece in zip(pieces[1::2], pieces[2::2], strict=True):
-                ids += self.tokenizer(names[int(number)], add_special_tokens=False, split_special_tokens=True)[
-                    "input_ids"
-                ]
-                ids += self.tokenizer(piece, add_special_tokens=False)["input_ids"] if piece else []
+            first, *others = self.marks.split(text)
+            ids = list(self.tokenizer(first, add_special_tokens=not self.chat)["input_ids"])
+            for piece in filter(None, others):
+                marked = self.special.get(piece)
+                given = {"split_special_tokens": True} if marked else {}
+                ids += self.tokenizer(marked or piece, add_special_tokens=False, **given)["input_ids"]
             return ids
         except Exception as error:  # whatever the tokenizer may raise, of half a surrogate pair for one
             source = f"column {self.column!r}" if self.column else "prompt_template"
@@ -223,6 +221,16 @@ class Prompts:
             row = row | {str(job.stop_column): _json(job.stop_column, text, "texts")}
         stop = _override(row, job.stop_column, job.stop, _are_texts, "texts that are not empty")
         return RowSettings(length, float(temperature), seed, [stop] if isinstance(stop, str) else list(stop))
+
+
+def _marks(tokenizer: Any) -> dict[str, str]:
+    """A mark for each of the tokenizer's control tokens, the longest first: one may begin with another.
+
+    A mark is one character, so that nothing a template does with a text can cut it in two.
+    """
+    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    texts = sorted(added | set(tokenizer.all_special_tokens), key=lambda text: (-len(text), text))
+    return {chr(MARK + i): text for i, text in enumerate(texts)}
 
 
 def prompt_column(job: Job, schema: pa.Schema) -> str:
