@@ -23,12 +23,12 @@ from exspec.actors.engine import Completion, Engine, EngineStatistics, EngineThr
 from exspec.actors.hardware import hardware
 from exspec.actors.ledger import Attempt, Ledger
 from exspec.actors.models import StopStrings, completion_text
+from exspec.actors.work import WORK
 
 KILLER = "the row ended the process that decoded it"  # the error of such a row
 WIDEST = 64  # slots from which an actor goes down that cannot even be built
 SIGN = 2.0  # seconds between two signs of life
 GROUPS = 8  # how many parts a suspect chunk is cut into to find the row that kills the process
-WORK = ("_prompt", "_error", "_skip", "_max_new_tokens", "_temperature", "_seed", "_stop")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from exspec.pipeline.input.plan import Chunk
 from exspec.pipeline.input.rows import RowError, rows, values
 from exspec.pipeline.input.shards import read_chunk
 from exspec.pipeline.job import Job
-from exspec.pipeline.output.parts import GENERATED, carried_columns
+from exspec.pipeline.output.columns import GENERATED, carried_columns
 from exspec.pipeline.output.reasons import Reasons
 from exspec.pipeline.prepare import Prepared, prepare
 from exspec.pipeline.shape import Settled, memory_of
@@ -63,7 +63,7 @@ def _facts(prepared: Prepared) -> list[tuple[str, str]]:
     missing = sum(chunk.rows for chunk in prepared.missing)
     config, free = prepared.shape.config, prepared.shape.free
     prompt = "the template" if job.prompt_template else f"column {prepared.prompts.column}"
-    columns = [*carried_columns(job, schema), *job.answer_columns().names, *GENERATED.names]
+    columns = [*carried_columns(job, schema).values(), *job.answer_columns().names, *GENERATED.names]
     packed = job.device != "cuda" and torch.backends.mkldnn.is_available()
     facts = [
         ("target", job.target),

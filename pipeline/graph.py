@@ -18,8 +18,9 @@ import psutil
 import pyarrow as pa
 
 from exspec.actors.engine import Engine, EngineConfig, Room
-from exspec.actors.generator import WORK, Generator
+from exspec.actors.generator import Generator
 from exspec.actors.models import load_part
+from exspec.actors.work import WORK
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Chunk
 from exspec.pipeline.input.prompts import Prompts
@@ -28,8 +29,9 @@ from exspec.pipeline.input.shards import Unreadable, read_ranges
 from exspec.pipeline.job import Job
 from exspec.pipeline.ledger import RayLedger
 from exspec.pipeline.metrics import RayMeter
+from exspec.pipeline.output.columns import ID, carried_columns
 from exspec.pipeline.output.contents import read_range
-from exspec.pipeline.output.parts import PartSink, Task, carried_columns
+from exspec.pipeline.output.parts import PartSink, Task
 from exspec.pipeline.shape import pair_of
 from exspec.pipeline.storage import Folder
 from exspec.pipeline.weights import local_model
@@ -287,9 +289,9 @@ class Reader:
         """The tasks of one shard, which is read in one pass."""
         prompts = _prompts(type(self.job), self.job.model_dump_json(), self.schema).within(self.room)
         carried, name = carried_columns(self.job, self.schema), self.job.id_column
-        kept = list(dict.fromkeys([*carried, *([name] if name else [])]))
+        kept = {new: name for name, new in carried.items()} | ({ID: name} if name else {})
         needed = prompts.columns(self.schema)
-        columns = list(dict.fromkeys([*kept, *needed]))
+        columns = list(dict.fromkeys([*kept.values(), *needed]))
         ranges = [(task.chunk.first, task.chunk.rows) for task in tasks]
         found = read_ranges(tasks[0].chunk.shard, ranges, columns, self.job.storage_options, self.schema)
         for task, table in zip(tasks, found, strict=True):
@@ -300,10 +302,8 @@ class Reader:
             given = enumerate(rows(table, needed))
             work = [_work(prompts, task.chunk, i, row, skip[i]) for i, row in given]
             generated = pa.Table.from_pylist(work, schema=WORK_SCHEMA)
-            table = table.select(kept)
-            for column in WORK:
-                table = table.append_column(column, generated[column])
-            yield block(task, table, None)
+            carried_rows = {new: table[name] for new, name in kept.items()}
+            yield block(task, pa.table(carried_rows | {name: generated[name] for name in WORK}), None)
 
     def _fine(self, task: Task) -> list[bool]:
         """Rows that have no error, and stay as they are."""

@@ -10,6 +10,7 @@ import pyarrow as pa
 from pydantic import field_validator, model_validator
 
 from exspec.pipeline.job import Job, setting
+from exspec.pipeline.output.columns import carried_as
 
 if TYPE_CHECKING:
     from exspec.actors.answers import Answers
@@ -162,7 +163,8 @@ class LabelJob(Job):
         """How often each label was given, and how the labels compare with those that are known."""
         if not self.choices:
             return {}
-        pairs = {name: [self.column(name), *filter(None, [self.gold.get(name)])] for name in self.choices}
+        known = {name: carried_as(self, column) for name, column in self.gold.items()}
+        pairs = {name: [self.column(name), *filter(None, [known.get(name)])] for name in self.choices}
         counts: dict[str, Counter[tuple[str, ...]]] = {name: Counter() for name in pairs}
         for table in read(list(dict.fromkeys(column for pair in pairs.values() for column in pair))):
             for name, pair in pairs.items():

@@ -19,8 +19,8 @@ from exspec.pipeline.input.plan import Chunk, Plan, Shard, encode_schema
 from exspec.pipeline.input.prompts import Prompts, prompt_column
 from exspec.pipeline.input.shards import Since, find_shards
 from exspec.pipeline.job import Job, differences, fingerprint
+from exspec.pipeline.output.columns import carried_columns
 from exspec.pipeline.output.owner import Output
-from exspec.pipeline.output.parts import carried_columns
 from exspec.pipeline.output.state import State
 from exspec.pipeline.shape import LONGEST, Shape, shape_of
 from exspec.pipeline.storage import PROBE, Folder

@@ -12,7 +12,6 @@ from itertools import chain, islice
 from textwrap import shorten
 from typing import Any
 
-import pyarrow as pa
 import torch
 from ray.exceptions import RayError
 
@@ -24,9 +23,10 @@ from exspec.pipeline.input.shards import changed
 from exspec.pipeline.job import Job
 from exspec.pipeline.ledger import RayLedger
 from exspec.pipeline.output.collect import Collector, StopError, collect
+from exspec.pipeline.output.columns import carried_schema
 from exspec.pipeline.output.contents import tables
 from exspec.pipeline.output.owner import DESCRIPTION, SUCCESS, Output, Writer, take
-from exspec.pipeline.output.parts import PartSink, Task, carried_columns, read_staged
+from exspec.pipeline.output.parts import PartSink, Task, read_staged
 from exspec.pipeline.output.report import Report, write_report
 from exspec.pipeline.prepare import Prepared
 from exspec.pipeline.progress import Progress
@@ -174,8 +174,8 @@ class _Run:
     def _decode(self, tasks: Iterator[Task], again: Counter[str], config: EngineConfig, report: Report) -> str | None:
         """Run the tasks and commit what they give; returns why it was stopped early, if it was."""
         job, schema, writer = self.job, self.prepared.schema, self.writer
-        carried = pa.schema([schema.field(name) for name in carried_columns(job, schema)])
-        sink = PartSink(self.folder, str(writer.state.job), writer.prefix, carried, job.answer_columns(), job.id_column)
+        carried = carried_schema(job, schema)
+        sink = PartSink(self.folder, str(writer.state.job), writer.prefix, carried, job.answer_columns())
         make = self.load or PairLoader(job, config, job.device)
         ledger = RayLedger()
         found = results(job, config.slots, self._room(config), tasks, schema, sink, make, ledger)

@@ -13,54 +13,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from exspec.actors.generator import WORK, RowResult
-from exspec.pipeline.errors import JobError, no_column
+from exspec.actors.generator import RowResult
 from exspec.pipeline.input.plan import Chunk
-from exspec.pipeline.job import Job
+from exspec.pipeline.output.columns import GENERATED, ID
 from exspec.pipeline.output.contents import read_range
 from exspec.pipeline.output.reasons import Reasons
 from exspec.pipeline.output.state import File, Summary
 from exspec.pipeline.storage import Folder
 
-_COLUMNS: dict[str, tuple[pa.DataType, str]] = {
-    "shard": (pa.string(), "the input file, by its path below the input folder"),
-    "row": (pa.int64(), "the row's number in the shard; with it, unique in the job"),
-    "id": (pa.string(), "the row's id: of the id column, or shard and row number"),
-    "completion": (pa.string(), "the text that the target wrote; null for an error row"),
-    "finish_reason": (pa.string(), "stop (end token or stop string), length, or error"),
-    "error": (pa.string(), "why the row could not be generated; null otherwise"),
-    "prompt_tokens": (pa.int32(), "tokens of the prompt"),
-    "completion_tokens": (pa.int32(), "tokens of the completion, the end token included"),
-    "rounds": (pa.int32(), "rounds of drafting and verifying that the row took part in"),
-    "drafted": (pa.int32(), "tokens proposed by the drafter"),
-    "accepted": (pa.int32(), "drafted tokens that the target agreed with"),
-    "forced": (pa.int32(), "tokens that the form of the answer left no alternative to"),
-    "acceptance_rate": (pa.float32(), "accepted / drafted"),
-    "mean_accepted_length": (pa.float32(), "completion tokens per round, bonus token included"),
-    "accepted_by_position": (pa.list_(pa.int32()), "accepted tokens by their place in the draft"),
-    "drafted_by_position": (pa.list_(pa.int32()), "drafted tokens by their place in the draft"),
-    "seconds_queued": (pa.float32(), "seconds from the engine's receiving the row to its getting a slot"),
-    "seconds_prefill": (pa.float32(), "seconds of prefill"),
-    "seconds_decode": (pa.float32(), "seconds from the first round to the end"),
-}
-GENERATED = pa.schema([pa.field(n, t, metadata={"description": d}) for n, (t, d) in _COLUMNS.items()])
 FOOTER = b"exspec"
-
-
-def carried_columns(job: Job, schema: pa.Schema) -> list[str]:
-    """Names of the input columns to carry. Raises JobError where one is missing or its name is taken."""
-    if own := [n for n in job.answer_columns().names if n in GENERATED.names or n in WORK]:
-        raise JobError(f"label_column: {own[0]!r} is the name of a column that every output has; take another")
-    names = [n for n in schema.names if n != job.id_column] if job.carry is None else job.carry
-    for name in names:
-        if name not in schema.names:
-            raise JobError(f"carry: {no_column(name, schema.names)}")
-    taken = [n for n in names if n in GENERATED.names or n in WORK or n in job.answer_columns().names]
-    if taken:
-        raise JobError(
-            f"carry: the input's column {taken[0]!r} has the name of an output column; leave it out with carry"
-        )
-    return names
 
 
 @dataclass(frozen=True)
@@ -87,10 +48,8 @@ class PartSink:
     It is shown when the driver has committed it. job: the identity that the file carries. prefix: of its staged name.
     """
 
-    def __init__(
-        self, folder: Folder, job: str, prefix: str, carried: pa.Schema, answers: pa.Schema, id_column: str | None
-    ) -> None:
-        self.folder, self.job, self.prefix, self.id_column = folder, job, prefix, id_column
+    def __init__(self, folder: Folder, job: str, prefix: str, carried: pa.Schema, answers: pa.Schema) -> None:
+        self.folder, self.job, self.prefix = folder, job, prefix
         self.generated = pa.schema([*answers, *GENERATED])
         self.schema = pa.schema([*carried, *self.generated])
 
@@ -124,9 +83,9 @@ class PartSink:
 
     def _ids(self, chunk: Chunk, block: pa.Table) -> list[str]:
         own = [f"{chunk.shard.name}:{chunk.first + i}" for i in range(block.num_rows)]
-        if self.id_column is None:
+        if ID not in block.column_names:
             return own
-        given = block[self.id_column].to_pylist()
+        given = block[ID].to_pylist()
         return [name if value is None else _id(value) for name, value in zip(own, given, strict=True)]
 
     def _kept(self, task: Task) -> list[dict[str, Any]]:

@@ -1,0 +1,60 @@
+"""The columns of an output: those that are carried through, those of answers, and those that every output has."""
+
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from exspec.actors.work import WORK
+from exspec.pipeline.errors import JobError, no_column
+
+if TYPE_CHECKING:
+    from exspec.pipeline.job import Job
+
+_COLUMNS: dict[str, tuple[pa.DataType, str]] = {
+    "shard": (pa.string(), "the input file, by its path below the input folder"),
+    "row": (pa.int64(), "the row's number in the shard; with it, unique in the job"),
+    "id": (pa.string(), "the row's id: of the id column, or shard and row number"),
+    "completion": (pa.string(), "the text that the target wrote; null for an error row"),
+    "finish_reason": (pa.string(), "stop (end token or stop string), length, or error"),
+    "error": (pa.string(), "why the row could not be generated; null otherwise"),
+    "prompt_tokens": (pa.int32(), "tokens of the prompt"),
+    "completion_tokens": (pa.int32(), "tokens of the completion, the end token included"),
+    "rounds": (pa.int32(), "rounds of drafting and verifying that the row took part in"),
+    "drafted": (pa.int32(), "tokens proposed by the drafter"),
+    "accepted": (pa.int32(), "drafted tokens that the target agreed with"),
+    "forced": (pa.int32(), "tokens that the form of the answer left no alternative to"),
+    "acceptance_rate": (pa.float32(), "accepted / drafted"),
+    "mean_accepted_length": (pa.float32(), "completion tokens per round, bonus token included"),
+    "accepted_by_position": (pa.list_(pa.int32()), "accepted tokens by their place in the draft"),
+    "drafted_by_position": (pa.list_(pa.int32()), "drafted tokens by their place in the draft"),
+    "seconds_queued": (pa.float32(), "seconds from the engine's receiving the row to its getting a slot"),
+    "seconds_prefill": (pa.float32(), "seconds of prefill"),
+    "seconds_decode": (pa.float32(), "seconds from the first round to the end"),
+}
+GENERATED = pa.schema([pa.field(n, t, metadata={"description": d}) for n, (t, d) in _COLUMNS.items()])
+ID = "_exspec_id"  # of a chunk's rows on their way to an actor
+PREFIX = "input_"
+
+
+def carried_columns(job: "Job", schema: pa.Schema) -> dict[str, str]:
+    """The input columns to carry, each with its name in the output. Raises JobError where one is missing."""
+    if own := [n for n in job.answer_columns().names if n in GENERATED.names]:
+        raise JobError(f"label_column: {own[0]!r} is the name of a column that every output has; take another")
+    names = [n for n in schema.names if n != job.id_column] if job.carry is None else list(dict.fromkeys(job.carry))
+    if missing := [name for name in names if name not in schema.names]:
+        raise JobError(*(f"carry: {no_column(name, schema.names)}" for name in missing))
+    carried = {name: carried_as(job, name) for name in names}
+    if twice := [name for name, new in carried.items() if name != new and new in names]:
+        name = twice[0]
+        raise JobError(f"carry: {name!r} would become {carried[name]!r}, which is there too; leave out one of them")
+    return carried
+
+
+def carried_as(job: "Job", name: str) -> str:
+    """The name in the output of an input column: another one where the output has a column of that name itself."""
+    taken = {*GENERATED.names, *job.answer_columns().names, *WORK, ID}
+    return f"{PREFIX}{name}" if name in taken else name
+
+
+def carried_schema(job: "Job", schema: pa.Schema) -> pa.Schema:
+    return pa.schema([schema.field(name).with_name(new) for name, new in carried_columns(job, schema).items()])
