@@ -51,7 +51,7 @@ def with_settings(model: type[Job]) -> Callable[[Callable[..., None]], Callable[
 class GroupedCommand(TyperCommand):
     """A command whose help lists its options by group, in full."""
 
-    def format_options(self, ctx: typer.Context, formatter: Any) -> None:
+    def format_options(self, ctx: Any, formatter: Any) -> None:
         groups = defaultdict(list)
         for parameter in self.get_params(ctx):
             if record := parameter.get_help_record(ctx):
