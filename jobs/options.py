@@ -3,6 +3,7 @@
 import inspect
 from collections import defaultdict
 from collections.abc import Callable
+from enum import EnumType
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -49,7 +50,7 @@ def with_settings(model: type[Job]) -> Callable[[Callable[..., None]], Callable[
 
 
 class GroupedCommand(TyperCommand):
-    """A command whose help lists its options by group, in full."""
+    """A command whose help lists its options by group, in full, and ends with examples as they stand."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups = defaultdict(list)
@@ -60,6 +61,11 @@ class GroupedCommand(TyperCommand):
         for name, records in groups.items():
             with formatter.section(name):
                 formatter.write_dl(records)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
+        """As it stands: examples are to be copied."""
+        formatter.write_paragraph()
+        formatter.write("\n".join([*(self.epilog or "").splitlines(), ""]))
 
 
 def _option(name: str, field: Any) -> Any:
@@ -77,12 +83,14 @@ def _option(name: str, field: Any) -> Any:
     told = {"help": f"{field.description}{note}", "rich_help_panel": extra["group"]}
     if kind is bool:
         return Annotated[bool | None, typer.Option(f"--{_dashed(name)}/--no-{_dashed(name)}", **told)]
+    if not isinstance(kind, EnumType):
+        told["metavar"] = {int: "N", float: "X"}.get(kind, "TEXT")
     option = typer.Option(f"--{_dashed(name)}", **told)
     return Annotated[list[str] | None, option] if get_origin(kind) is list else Annotated[kind | None, option]
 
 
 def _shown(value: Any) -> str:
-    return str(getattr(value, "value", value))
+    return ("on" if value else "off") if isinstance(value, bool) else str(getattr(value, "value", value))
 
 
 def _dashed(name: str) -> str:

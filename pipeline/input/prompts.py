@@ -280,7 +280,7 @@ def _template(source: str, columns: Sequence[str]) -> tuple[jinja2.Template, set
     except jinja2.TemplateSyntaxError as error:
         raise JobError(f"prompt_template, line {error.lineno}: {error.message}") from error
     names = jinja2.meta.find_undeclared_variables(parsed)
-    strange = sorted(names - set(columns) - _optional(parsed))
+    strange = sorted(names - set(columns) - set(environment.globals) - _optional(parsed))
     if strange:
         raise JobError(*(f"prompt_template: {no_column(n, columns)}" for n in strange))
     # Jinja has values for some names itself, which a column of the name goes before.

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from exspec.pipeline.errors import JobError
+from exspec.pipeline.input.formats import read, suffix_of
 from exspec.pipeline.input.plan import Chunk, Shard, decode_row
 from exspec.pipeline.input.schemas import nullable
 from exspec.pipeline.input.snapshot import difference, locate
@@ -78,6 +79,11 @@ class RangeFile(io.RawIOBase):
         content = self.source.fetch(self.at, end) if end > self.at else b""
         self.at += len(content)
         return content
+
+    def readinto(self, buffer: Any) -> int:
+        content = self.read(len(buffer))
+        buffer[: len(content)] = content
+        return len(content)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self.at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.source.size}[whence]
@@ -156,6 +162,9 @@ def _items(
     columns: Sequence[str] | None,
     schema: pa.Schema | None,
 ) -> Iterator[pa.Table | Unreadable]:
+    if suffix_of(shard.name):
+        yield from _in_order(content, shard, ranges, columns, schema)
+        return
     try:
         source = Source(content, shard, columns, schema)
     except FORMAT as error:
@@ -165,6 +174,44 @@ def _items(
     found = source.decode([piece for pieces in needed for piece in pieces])
     for pieces, (_, rows) in zip(needed, ranges, strict=True):
         yield source.table([next(found) for _ in pieces], rows)
+
+
+def _in_order(
+    content: Bytes,
+    shard: Shard,
+    ranges: Sequence[tuple[int, int]],
+    columns: Sequence[str] | None,
+    schema: pa.Schema | None,
+) -> Iterator[pa.Table | Unreadable]:
+    """The ranges of a file that is read from its first row on."""
+    given = start = 0
+    try:
+        tables = read(shard.name, lambda: RangeFile(content), schema)
+        table = next(tables, None)
+        for begin, rows in ranges:
+            found: list[pa.Table] = []
+            while table is not None and start < begin + rows:
+                low, high = max(begin - start, 0), min(begin + rows - start, table.num_rows)
+                found += [table.slice(low, high - low)] if low < high else []
+                if start + table.num_rows >= begin + rows:
+                    break
+                start, table = start + table.num_rows, next(tables, None)
+            if sum(part.num_rows for part in found) < rows:
+                yield Unreadable(f"cannot be read: it holds {start} rows, fewer than planned")
+            else:
+                yield _typed(pa.concat_tables(found, promote_options="permissive"), columns, schema)
+            given += 1
+    except FORMAT as error:
+        yield from [damage(content, error)] * (len(ranges) - given)
+
+
+def _typed(table: pa.Table, columns: Sequence[str] | None, schema: pa.Schema | None) -> pa.Table:
+    """The columns of a table as planned; null where the file has none of that name."""
+    wanted = schema or table.schema
+    fields = [wanted.field(name) for name in (wanted.names if columns is None else columns)]
+    arrays = {f.name: table[f.name].cast(f.type) for f in fields if f.name in table.column_names}
+    arrays |= {f.name: pa.nulls(table.num_rows, f.type) for f in fields if f.name not in arrays}
+    return pa.table([arrays[f.name] for f in fields], schema=pa.schema(fields))
 
 
 def damage(content: Bytes, error: Exception) -> Unreadable:

@@ -1,8 +1,9 @@
 """The input: Parquet shards, found and measured by their footers."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
+from fnmatch import fnmatch
 from functools import cached_property, reduce
 from typing import Any
 
@@ -10,14 +11,28 @@ import fsspec
 import pyarrow as pa
 
 from exspec.pipeline.errors import JobError
+from exspec.pipeline.input.formats import FormatError, suffix_of
+from exspec.pipeline.input.formats import look as look_through
 from exspec.pipeline.input.plan import Plan, Shard, decode_row, decode_schema
-from exspec.pipeline.input.reading import FORMAT, Bytes, Unreadable, first_line, read_chunk, read_footer, read_ranges
+from exspec.pipeline.input.reading import (
+    FORMAT,
+    Bytes,
+    RangeFile,
+    Unreadable,
+    first_line,
+    read_chunk,
+    read_footer,
+    read_ranges,
+)
 from exspec.pipeline.input.schemas import nullable, refuse_twins, unified
 from exspec.pipeline.input.snapshot import changed, locate, look, vanished
 from exspec.pipeline.input.tables import Table, find_tables, read_iceberg, read_table
 from exspec.pipeline.storage import at_once, attempt
 
 __all__ = ["Since", "Unreadable", "changed", "find_shards", "read_chunk", "read_ranges", "vanished"]
+
+
+KINDS = "Parquet, JSONL, CSV or Arrow"
 
 
 @dataclass(frozen=True)
@@ -58,7 +73,7 @@ class Since:
 def find_shards(
     urls: list[str], options: dict[str, Any], before: Plan | None = None, since: Since | None = None
 ) -> tuple[list[Shard], pa.Schema]:
-    """The Parquet files behind folders, globs and paths, with the rows their footers tell; empty ones are left out.
+    """The files behind folders, globs and paths, with the rows that they hold; empty ones are left out.
 
     A folder that is a Delta or Iceberg table stands for the files of its newest version, or of the planned one.
 
@@ -72,18 +87,18 @@ def find_shards(
         _refuse_rewritten(planned, places)
     known = nullable(decode_schema(before.schema)) if before and before.schema else None
     if not places and not (since and known):
-        raise JobError(f"input: no Parquet files in {', '.join(urls)}")
+        raise JobError(f"input: no {KINDS} files in {', '.join(urls)}")
     by_name = {shard.name: shard for shard in planned}
     if since:
         wanted = at_once(since.wants, places)
         places = [place for place, new in zip(places, wanted, strict=True) if new]
-    footers = at_once(lambda place: _footer(place, by_name.get(place.name)), places)
+    footers = at_once(lambda place: _footer(place, by_name.get(place.name), known), places)
     if not footers and not known:
-        raise JobError(f"input: no Parquet files in {', '.join(urls)} are newer than since tells")
+        raise JobError(f"input: no {KINDS} files in {', '.join(urls)} are newer than since tells")
     schema = _schema(footers, known)
     shards = sorted((shard for shard, _ in footers if shard.rows), key=lambda s: s.name)
     if not shards and not known:
-        raise JobError(f"input: the Parquet files in {', '.join(urls)} hold no rows")
+        raise JobError(f"input: the files in {', '.join(urls)} hold no rows")
     return shards, schema
 
 
@@ -190,9 +205,22 @@ def _open(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
 
 
 def _plain(fs: Any, base: str, files: Iterable[str]) -> list[Place]:
-    below = {f: f[len(base) :].lstrip("/") for f in files if f.endswith(".parquet")}
+    """The files that hold rows: Parquet, and where there is none, those of the one other kind that there is."""
+    below = {f: f[len(base) :].lstrip("/") for f in files}
     # What begins so is not data, by the convention of Spark and others: markers, staging folders, checkpoints.
-    shown = {f: n for f, n in below.items() if not any(part.startswith(("_", ".")) for part in n.split("/"))}
+    # The `datasets` library keeps what it has computed beside its rows.
+    shown = {
+        f: n
+        for f, n in below.items()
+        if not any(part.startswith(("_", ".")) for part in n.split("/")) and not fnmatch(n, "*cache-*.arrow")
+    }
+    kinds = {f: ".parquet" if f.endswith(".parquet") else suffix_of(f) for f in shown}
+    found = sorted({kind for kind in kinds.values() if kind})
+    if len(found) > 1 and ".parquet" not in found:
+        place = fs.unstrip_protocol(base)
+        raise JobError(f"input {place}: holds {' and '.join(found)} files; give a pattern, such as {place}/*{found[0]}")
+    wanted = ".parquet" if ".parquet" in found else next(iter(found), None)
+    shown = {f: name for f, name in shown.items() if wanted and kinds[f] == wanted}
     return [Place(name, fs.unstrip_protocol(f), fs, f) for f, name in sorted(shown.items())]
 
 
@@ -219,12 +247,16 @@ def _refuse_inside(fs: Any, pattern: str, url: str) -> None:
             return
 
 
-def _footer(place: Place, known: Shard | None) -> tuple[Shard, pa.Schema]:
+def _footer(place: Place, known: Shard | None, schema: pa.Schema | None) -> tuple[Shard, pa.Schema]:
     file = Bytes(place.fs, place.path)
     try:
         file.size, content, stamp = look(place.fs, place.path, known)
+        if suffix_of(place.name):
+            return _counted(place, file, content, stamp, known, schema)
         opened = read_footer(file)
     except FORMAT as error:
+        if isinstance(error, FormatError):
+            raise JobError(f"{place.url}: {error}") from error
         what = "cannot be read" if file.refused or not file.fetches else "not a Parquet file"
         raise JobError(f"{place.url}: {what} ({first_line(file.refused or error)})") from error
     refuse_twins(place.url, opened.schema_arrow)
@@ -235,3 +267,14 @@ def _footer(place: Place, known: Shard | None) -> tuple[Shard, pa.Schema]:
         place.name, place.url, opened.metadata.num_rows, file.size, content, stamp, place.version, place.values
     )
     return shard, pa.schema(fields)
+
+
+def _counted(
+    place: Place, file: Bytes, content: str, stamp: str, known: Shard | None, planned: pa.Schema | None
+) -> tuple[Shard, pa.Schema]:
+    """A file without a footer, gone through once, unless it is what it was when it was planned."""
+    if known and planned and (known.size, known.etag) == (file.size, content):
+        return replace(known, url=place.url, stamp=stamp), planned
+    rows, schema = look_through(place.name, lambda: RangeFile(file))
+    refuse_twins(place.url, schema)
+    return Shard(place.name, place.url, rows, file.size, content, stamp), nullable(schema)

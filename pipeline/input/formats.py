@@ -1,0 +1,142 @@
+"""Shards that are no Parquet: JSON Lines, CSV and Arrow streams, read from the first row to the last.
+
+They have no footer: a plan goes through each once, counts its rows and learns its types, with which it is then read.
+"""
+
+import gzip
+import io
+import json
+import re
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.csv as pc
+
+ROWS = 4096  # of a table
+BUFFER = 1 << 20  # bytes that are fetched at once
+Open = Callable[[], io.RawIOBase]
+
+
+class FormatError(ValueError):
+    """A file that is not as its name says; the message tells the line."""
+
+
+def suffix_of(name: str) -> str | None:
+    """By which suffix a file is one of these; None where it is none."""
+    return next((suffix for suffix in READERS if name.lower().removesuffix(".gz").endswith(suffix)), None)
+
+
+def look(name: str, opened: Open) -> tuple[int, pa.Schema]:
+    """How many rows a file has, and their schema. Raises FormatError, or what its store raises."""
+    rows, schema = 0, pa.schema([])
+    if suffix_of(name) == ".csv":
+        schema = _csv_schema(name, opened)
+    for table in read(name, opened, schema if schema.names else None):
+        try:
+            schema = pa.unify_schemas([schema, table.schema.remove_metadata()], promote_options="permissive")
+        except pa.ArrowException as error:
+            raise FormatError(f"rows {rows} to {rows + table.num_rows - 1}: {error}, expected one type") from error
+        rows += table.num_rows
+    return rows, schema
+
+
+def read(name: str, opened: Open, schema: pa.Schema | None = None) -> Iterator[pa.Table]:
+    """A file's rows in order, of the types that it was found to have, or as they are without a schema."""
+    stream: Any = io.BufferedReader(opened(), BUFFER)
+    if name.lower().endswith(".gz"):
+        stream = gzip.GzipFile(fileobj=stream)
+    return READERS[str(suffix_of(name))](stream, schema)
+
+
+def _json_lines(stream: Any, schema: pa.Schema | None) -> Iterator[pa.Table]:
+    number = 0
+    while lines := list(islice(stream, ROWS)):
+        first, rows = number + 1, []
+        for line in lines:
+            number += 1
+            if line.strip():
+                rows.append(_object(line, number))
+        yield _table(rows, schema, f"lines {first} to {number}")
+
+
+def _object(line: bytes, number: int) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"line {number}: not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise FormatError(f"line {number}: expected an object, not {type(row).__name__}")
+    return row
+
+
+def _table(rows: list[dict[str, Any]], schema: pa.Schema | None, place: str) -> pa.Table:
+    names = schema.names if schema else list(dict.fromkeys(name for row in rows for name in row))
+    columns = {}
+    for name in names:
+        kind = schema.field(name).type if schema else None
+        try:
+            columns[name] = pa.array([row.get(name) for row in rows], kind)
+        except (pa.ArrowException, OverflowError) as error:
+            raise FormatError(f"{place}: column {name!r}: {error}; expected values of one type") from error
+    return pa.table(columns)
+
+
+def _csv(stream: Any, schema: pa.Schema | None) -> Iterator[pa.Table]:
+    try:
+        with _csv_reader(stream, {field.name: field.type for field in schema or ()}) as reader:
+            for batch in reader:
+                yield pa.Table.from_batches([batch])
+    except pa.ArrowInvalid as error:
+        raise FormatError(str(error)) from error
+
+
+def _csv_schema(name: str, opened: Open) -> pa.Schema:
+    """The types of all rows: a column whose later values are not what its first ones are is text."""
+    texts: dict[str, pa.DataType] = {}
+    while True:
+        stream: Any = io.BufferedReader(opened(), BUFFER)
+        stream = gzip.GzipFile(fileobj=stream) if name.lower().endswith(".gz") else stream
+        try:
+            with _csv_reader(stream, texts) as reader:
+                for _ in reader:
+                    continue
+                return reader.schema
+        except pa.ArrowInvalid as error:
+            found = re.search(r"In CSV column #(\d+): CSV conversion error to", str(error))
+            column = reader.schema.names[int(found[1])] if found else ""
+            if not column or column in texts:
+                raise FormatError(str(error)) from error
+            texts[column] = pa.string()
+
+
+def _csv_reader(stream: Any, types: dict[str, pa.DataType]) -> Any:
+    return pc.open_csv(
+        stream,
+        parse_options=pc.ParseOptions(newlines_in_values=True),
+        convert_options=pc.ConvertOptions(column_types=types),
+    )
+
+
+def _arrow(stream: Any, schema: pa.Schema | None) -> Iterator[pa.Table]:  # noqa: ARG001
+    """As the `datasets` library saves them: a stream; and files in the format of the name."""
+    begin = stream.peek(6)[:6]
+    try:
+        if begin == b"ARROW1":
+            opened = pa.ipc.open_file(stream.raw)
+            batches = (opened.get_batch(i) for i in range(opened.num_record_batches))
+        else:
+            batches = iter(pa.ipc.open_stream(stream))
+        for batch in batches:
+            yield pa.Table.from_batches([batch])
+    except pa.ArrowException as error:
+        raise FormatError(f"not an Arrow stream: {error}") from error
+
+
+READERS: dict[str, Callable[[Any, pa.Schema | None], Iterator[pa.Table]]] = {
+    ".jsonl": _json_lines,
+    ".ndjson": _json_lines,
+    ".csv": _csv,
+    ".arrow": _arrow,
+}

@@ -1,0 +1,150 @@
+"""Shards that are no Parquet: the same rows, whatever the file is, and a clear word where it is not what it says."""
+
+import csv
+import gzip
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from exspec.pipeline.errors import JobError
+from exspec.pipeline.input.reading import Unreadable
+from exspec.pipeline.input.shards import find_shards, read_ranges
+from exspec.pipeline.output.owner import read_output
+from exspec.pipeline.prepare import prepare
+from exspec.pipeline.run import execute
+from exspec.pipeline.storage import Folder
+from tests.pipeline import jobs
+
+ROWS = 10_000  # several tables of each
+TABLE = pa.table({
+    "prompt": [f"row {i}\nof many, \"quoted\" \u00e9" for i in range(ROWS)],
+    "budget": [1 + i % 7 for i in range(ROWS)],
+    "note": ["" if i % 3 else f"n{i}" for i in range(ROWS)],
+})  # fmt: skip
+
+
+def lines(table: pa.Table) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in table.to_pylist()).encode()
+
+
+def comma(table: pa.Table) -> bytes:
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(table.column_names)
+    writer.writerows(row.values() for row in table.to_pylist())
+    return text.getvalue().encode()
+
+
+def stream(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=999)
+    return sink.getvalue().to_pybytes()
+
+
+def parquet(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, row_group_size=1500)
+    return sink.getvalue().to_pybytes()
+
+
+KINDS: dict[str, Callable[[pa.Table], bytes]] = {
+    "a.parquet": parquet,
+    "a.jsonl": lines,
+    "a.ndjson": lines,
+    "a.jsonl.gz": lambda table: gzip.compress(lines(table)),
+    "a.csv": comma,
+    "a.csv.gz": lambda table: gzip.compress(comma(table)),
+    "data-00000-of-00001.arrow": stream,
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("columns", [None, ["budget"], ["note", "prompt"]])
+def test_every_kind_of_file_gives_the_same_rows(name: str, columns: list[str] | None, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(KINDS[name](TABLE))
+    (shard,), schema = find_shards([str(tmp_path)], {})
+    assert (shard.name, shard.rows) == (name, ROWS)
+    assert schema.names == TABLE.column_names
+    ranges = [(0, 3), (1490, 20), (4000, 200), (8191, 2), (ROWS - 1, 1)]
+    found = list(read_ranges(shard, ranges, columns, {}, schema))
+    for (first, rows), table in zip(ranges, found, strict=True):
+        assert isinstance(table, pa.Table)
+        assert table.equals(TABLE.slice(first, rows).select(columns or TABLE.column_names))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"a": 1}\n{"a":', "a.jsonl: line 2: not JSON"),
+        ("a.jsonl", b'{"a": 1}\n\xff\n', "a.jsonl: line 2: not JSON"),
+        ("a.jsonl", b"[1]\n", "a.jsonl: line 1: expected an object, not list"),
+        ("a.jsonl", b'{"a": 1}\n\n{"a": "x"}\n', "a.jsonl: lines 1 to 3: column 'a': .*; expected values of one type"),
+        ("a.jsonl.gz", b'{"a": 1}\n', "a.jsonl.gz: .*Not a gzipped file"),
+        ("a.csv", b"a,b\n1,2,3\n", "a.csv: CSV parse error: .*Expected 2 columns, got 3"),
+        ("a.csv", b"", "a.csv: Empty CSV file"),
+        ("a.arrow", b"rows of no kind", "a.arrow: not an Arrow stream"),
+        ("a.txt", b"rows of no kind", "no Parquet, JSONL, CSV or Arrow files in"),
+    ],
+)
+def test_a_file_that_is_not_what_it_says_is_named(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(JobError, match=message):
+        find_shards([str(tmp_path)], {})
+
+
+def test_later_rows_may_widen_a_type(tmp_path: Path) -> None:
+    given: list[dict[str, Any]] = [{"n": 1, "m": None}] * 5000 + [{"n": 1.5, "m": [{"role": "user"}]}, {"more": True}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
+    (tmp_path / "b").mkdir()
+    numbers = "".join(f"{i}\n" for i in range(300_000))
+    (tmp_path / "b" / "b.csv").write_text(f"code\n{numbers}12a\n")
+    (shard,), schema = find_shards([str(tmp_path / "a.jsonl")], {})
+    assert [str(field.type) for field in schema] == ["double", "list<item: struct<role: string>>", "bool"]
+    (found,) = read_ranges(shard, [(0, 5002)], None, {}, schema)
+    assert not isinstance(found, Unreadable)
+    assert found.to_pylist()[0] == {"n": 1.0, "m": None, "more": None}
+    assert found.to_pylist()[-1] == {"n": None, "m": None, "more": True}
+    _, schema = find_shards([str(tmp_path / "b")], {})
+    assert schema == pa.schema({"code": pa.string()})
+
+
+def test_files_of_several_kinds_in_one_folder(tmp_path: Path) -> None:
+    for name in ("a.csv", "b.jsonl"):
+        (tmp_path / name).write_bytes(KINDS[f"a.{name.split('.')[1]}"](TABLE))
+    with pytest.raises(JobError, match=r"holds .csv and .jsonl files; give a pattern, such as file://.*/\*.csv"):
+        find_shards([str(tmp_path)], {})
+    shards, _ = find_shards([f"{tmp_path}/*.csv"], {})
+    assert [shard.name for shard in shards] == ["a.csv"]
+    (tmp_path / "c.parquet").write_bytes(parquet(TABLE))
+    shards, _ = find_shards([str(tmp_path)], {})
+    assert [shard.name for shard in shards] == ["c.parquet"], "what lies beside Parquet is no data"
+
+
+def test_a_file_that_is_as_planned_is_not_gone_through_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from exspec.pipeline.input import shards
+    from exspec.pipeline.input.plan import Plan, encode_schema
+
+    (tmp_path / "a.jsonl").write_bytes(lines(TABLE))
+    found, schema = find_shards([str(tmp_path)], {})
+    monkeypatch.setattr(shards, "look_through", lambda *_: pytest.fail("it was gone through"))
+    again, same = find_shards([str(tmp_path)], {}, Plan(found, 8, None, encode_schema(schema)))
+    assert (again, same) == (found, schema)
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_a_job_over_json_lines(pair: tuple[str, str], tmp_path: Path) -> None:
+    jobs.write_shards(tmp_path / "parquet", rows=50)
+    (tmp_path / "in").mkdir()
+    for path in (tmp_path / "parquet").iterdir():
+        (tmp_path / "in" / f"{path.stem}.jsonl").write_bytes(lines(pq.read_table(path)))
+    job = jobs.job(pair, tmp_path / "in", tmp_path / "out")
+    assert execute(prepare(job), load=jobs.ArithmeticLoader()) == 0
+    jobs.assert_complete(tmp_path / "out", 50)
+    assert read_output(Folder(str(tmp_path / "out"))).state.complete
