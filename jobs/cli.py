@@ -244,6 +244,25 @@ def compact(
 
 
 @command(
+    "exspec convert out/ out.jsonl",
+    "exspec convert s3://bucket/out/ s3://bucket/out.csv.gz --columns id --columns completion",
+)
+def convert(
+    output: Annotated[str, typer.Argument(help="Output folder of a finished job, a path or an fsspec URL.")],
+    file: Annotated[str, typer.Argument(help="File to write; its name ends with .jsonl or .csv, and perhaps .gz.")],
+    columns: Annotated[list[str] | None, typer.Option(help="Columns to write. Default: all.")] = None,
+    storage_options: Options = None,
+) -> None:
+    """Write the rows of a finished job into one file of JSON Lines or CSV, in their order.
+
+    Exit codes: 0 written, 2 refused.
+    """
+    from exspec.jobs import convert as job
+
+    print(f"{job.convert(output, file, _options(storage_options), columns)} rows in {file}")
+
+
+@command(
     "exspec messages messages/",
     "exspec messages messages/ --rows 10000 --shards 16 --seed 1",
 )

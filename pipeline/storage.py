@@ -194,10 +194,26 @@ class Folder:
             place.parent.mkdir(parents=True, exist_ok=True)
             yield place, name
         else:
+            with self.writing(name) as place:
+                yield place, name
+
+    @contextmanager
+    def writing(self, name: str) -> Iterator[Path]:
+        """A local file to be written, which takes the place of the named one, whole, when the block has ended."""
+        path = f"{self.path}/{name}"
+        if self.local:
+            place = Path(path).with_name(f".{Path(path).name}.{uuid.uuid4().hex}")
+            place.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                yield place
+                place.replace(path)
+            finally:
+                place.unlink(missing_ok=True)
+        else:
             with tempfile.TemporaryDirectory(prefix="exspec-") as here:
-                yield (place := Path(here) / "staged"), name
-                attempt(lambda: self._make_parent(f"{self.path}/{name}"))
-                attempt(lambda: self.fs.put_file(str(place), f"{self.path}/{name}"))
+                yield (place := Path(here) / "written")
+                attempt(lambda: self._make_parent(path))
+                attempt(lambda: self.fs.put_file(str(place), path))
 
     def move(self, name: str, new: str) -> None:
         """Give a file another name. Raises FileNotFoundError where it is not there: it may have been moved before."""

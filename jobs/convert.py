@@ -1,0 +1,73 @@
+"""`exspec convert`: the rows of an output as one file of another kind."""
+
+import csv
+import gzip
+import json
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any, TextIO
+
+from exspec.pipeline.errors import JobError
+from exspec.pipeline.output.contents import tables
+from exspec.pipeline.output.owner import Output, read_output
+from exspec.pipeline.storage import Folder
+
+Write = Callable[[TextIO, list[str], Iterator[dict[str, Any]]], int]
+
+
+def kind_of(name: str) -> str | None:
+    """The suffix by which a file is of a kind that can be written; None where it is none."""
+    return next((suffix for suffix in WRITERS if name.removesuffix(".gz").endswith(suffix)), None)
+
+
+def convert(output: str, file: str, options: dict[str, Any], columns: list[str] | None = None) -> int:
+    """Write the rows of an output, in their order, into one file, whole or not at all; returns how many there are.
+
+    file: a path or fsspec URL, whose suffix tells the kind. columns: all unless given. Raises JobError where rows are
+    missing, or a column is.
+    """
+    if kind_of(file) is None:
+        raise JobError(f"{file}: expected a name that ends with {' or '.join(WRITERS)}, or with .gz after it")
+    found = read_output(Folder(output, options))
+    if not found.state.complete:
+        missing = sum(chunk.rows for chunk in found.state.missing())
+        raise JobError(f"{output}: {missing} of {found.state.plan.rows} rows are missing; run the job again first")
+    folder, _, name = file.rpartition("/")
+    with Folder(folder or ".", options).writing(name) as place:
+        return _write(place, file, found, columns)
+
+
+def _write(place: Path, file: str, output: Output, columns: list[str] | None) -> int:
+    found = tables(output, columns)
+    first = next(found)
+    names = columns or first.column_names
+    if missing := [name for name in names if name not in first.column_names]:
+        raise JobError(*(f"columns: {name!r} is not in the output {output.folder.url}" for name in missing))
+    rows = (row for table in chain([first], found) for row in table.select(names).to_pylist())
+    opened: Any = gzip.open if file.endswith(".gz") else open
+    with opened(place, "wt", encoding="utf-8", newline="") as text:
+        return WRITERS[str(kind_of(file))](text, names, rows)
+
+
+def _json_lines(text: TextIO, _: list[str], rows: Iterator[dict[str, Any]]) -> int:
+    count = 0
+    for count, row in enumerate(rows, 1):  # noqa: B007
+        text.write(f"{json.dumps(row, ensure_ascii=False, default=str)}\n")
+    return count
+
+
+def _csv(text: TextIO, names: list[str], rows: Iterator[dict[str, Any]]) -> int:
+    """With lists and records as JSON, which a field can hold."""
+    writer = csv.writer(text)
+    writer.writerow(names)
+    count = 0
+    for count, row in enumerate(rows, 1):  # noqa: B007
+        writer.writerow(
+            json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, list | dict) else value
+            for value in row.values()
+        )
+    return count
+
+
+WRITERS: dict[str, Write] = {".jsonl": _json_lines, ".csv": _csv}
