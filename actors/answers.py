@@ -5,7 +5,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jsonschema
 import numpy as np
@@ -30,7 +30,8 @@ class AnswerError(ValueError):
 class Answers(Protocol):
     """What requests ask for, and how completions are read.
 
-    constraint, scored, end_ids: of the requests. longest: tokens of the longest answer, where there is one.
+    constraint, scored, end_ids: of the requests; limits: what else they ask for. longest: tokens of the longest answer,
+    where there is one.
     """
 
     @property
@@ -41,6 +42,8 @@ class Answers(Protocol):
     def end_ids(self) -> frozenset[int]: ...
     @property
     def longest(self) -> int | None: ...
+    @property
+    def limits(self) -> dict[str, Any]: ...
 
     def read(self, completion: Completion, text: str) -> dict[str, Any]:
         """The values of a completion, by column. Raises AnswerError where it is no answer."""
@@ -49,13 +52,24 @@ class Answers(Protocol):
 
 def asked(answers: Answers) -> dict[str, Any]:
     """What a request asks for, so that its completion is such an answer."""
-    return {"constraint": answers.constraint, "scored": answers.scored, "end_ids": answers.end_ids}
+    shared = {"constraint": answers.constraint, "scored": answers.scored, "end_ids": answers.end_ids}
+    return shared | answers.limits
 
 
 class FreeText:
-    """Anything."""
+    """Anything, within limits: so many tokens at least, no end at end tokens, and no words that are bad.
+
+    A word is barred as the tokenizer writes it at the beginning of a text and behind a space.
+    """
 
     constraint, scored, longest, end_ids = None, False, None, frozenset[int]()
+
+    def __init__(
+        self, tokenizer: Any = None, min_new_tokens: int = 0, ignore_end: bool = False, bad_words: Sequence[str] = ()
+    ) -> None:
+        written = (tokenizer(f"{before}{word}", add_special_tokens=False) for word in bad_words for before in ("", " "))
+        tokens = dict.fromkeys(tuple(ids["input_ids"]) for ids in written)
+        self.limits = {"min_new_tokens": min_new_tokens, "ignore_end": ignore_end, "bad_words": tuple(tokens)}
 
     def read(self, completion: Completion, text: str) -> dict[str, Any]:  # noqa: ARG002
         return {}
@@ -77,6 +91,7 @@ class Choices:
     """
 
     scored = True
+    limits: ClassVar[dict[str, Any]] = {}
 
     def __init__(
         self,
@@ -186,6 +201,7 @@ class Json:
     """
 
     scored, longest = False, None
+    limits: ClassVar[dict[str, Any]] = {}
 
     def __init__(
         self,

@@ -153,7 +153,6 @@ def results(
     # A fixed pool balances best with one task waiting; an elastic one grows only while more are.
     waiting = calls + 1 if low == high else 2 * calls
     pool = {"size": high} if low == high else {"min_size": low, "max_size": high}
-    sampling = {"top_k": job.top_k, "top_p": job.top_p, "repetition_penalty": job.repetition_penalty}
     passes = [{"tasks": pickle.dumps(together)} for together in read_together(tasks)]
     chunks: ray.data.Dataset = ray.data.from_items(passes, override_num_blocks=len(passes))
     # Few readers: each is a process that first imports what a tokenizer needs, and one can feed several engines.
@@ -164,7 +163,7 @@ def results(
         Generator,
         batch_size=None,
         batch_format="pyarrow",
-        fn_constructor_args=(load, sampling, sink, ledger, RayMeter(), job.attempts, job.answers),
+        fn_constructor_args=(load, job.sampling, sink, ledger, RayMeter(), job.attempts, job.answers),
         compute=ActorPoolStrategy(
             **pool,
             max_tasks_in_flight_per_actor=waiting,

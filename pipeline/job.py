@@ -44,7 +44,9 @@ class DraftLength(StrEnum):
 AUTO = ("method", "batch_size", "window", "draft_tokens", "bucket")  # settings that may be measured
 Auto = int | Literal["auto"]
 # What the engine can compute in float32; its own limits are the same (actors/engine/request.py).
-SMALLEST, LARGEST, LARGEST_INT = 1e-6, 1e6, 2**31 - 1
+SMALLEST, LARGEST, LARGEST_INT, HIGHEST = 1e-6, 1e6, 2**31 - 1, 100
+# Of how tokens are chosen, what all rows share.
+SHARED = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 def _absolute(path: str) -> str:
@@ -118,6 +120,20 @@ class Job(BaseModel):
     )
     top_k: int = setting("Sampling", 0, "Keep the k likeliest tokens; 0 is all.", ge=0, le=LARGEST_INT)
     repetition_penalty: float = setting("Sampling", 1.0, "As in transformers; 1 is off.", ge=SMALLEST, le=LARGEST)
+    presence_penalty: float = setting(
+        "Sampling",
+        0.0,
+        "Taken off the logits of tokens that the completion has, as in OpenAI's API.",
+        ge=-HIGHEST,
+        le=HIGHEST,
+    )
+    frequency_penalty: float = setting(
+        "Sampling", 0.0, "The same, for every time that it has them.", ge=-HIGHEST, le=HIGHEST
+    )
+    min_p: float = setting("Sampling", 0.0, "Drop tokens less likely than this share of the likeliest.", ge=0, le=1)
+    min_new_tokens: int = setting("Sampling", 0, "Tokens of a completion, at least.", ge=0, le=LARGEST_INT)
+    ignore_eos: bool = setting("Sampling", False, "Go on after an end token, up to max_new_tokens.")
+    bad_words: list[str] = setting("Sampling", [], "Texts whose tokens a completion never has in a row.")
     seed: int = setting("Sampling", 0, "Seed of the job; every row's own comes from it and the row's identity.", ge=0)
     stop: list[str] = setting("Sampling", [], "Strings that end a completion; it is cut before them.")
 
@@ -183,7 +199,7 @@ class Job(BaseModel):
         "Cluster", None, "Address of a Ray cluster. Default: RAY_ADDRESS, or a local one."
     )
 
-    @field_validator("input", "stop", mode="before")
+    @field_validator("input", "stop", "bad_words", mode="before")
     @classmethod
     def _one_or_many(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
@@ -214,9 +230,9 @@ class Job(BaseModel):
             raise ValueError(f"expected 0 (greedy), or {SMALLEST:g} or more")
         return value
 
-    @field_validator("stop")
+    @field_validator("stop", "bad_words")
     @classmethod
-    def _no_empty_stop(cls, value: list[str]) -> list[str]:
+    def _no_empty_text(cls, value: list[str]) -> list[str]:
         if not all(value):
             raise ValueError("expected strings that are not empty")
         return value
@@ -256,6 +272,8 @@ class Job(BaseModel):
             raise ValueError(f"method {self.method} needs a draft; without one use method plain")
         if self.prompt_column and self.prompt_template:
             raise ValueError("prompt_column and prompt_template exclude each other")
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(f"min_new_tokens is {self.min_new_tokens}, above max_new_tokens ({self.max_new_tokens})")
         if "auto" not in (self.window, self.batch_size) and int(self.window) < int(self.batch_size):
             raise ValueError(f"window is {self.window}, expected at least batch_size ({self.batch_size})")
         if min(self.actor_range) < 1 or self.actor_range[0] > self.actor_range[1]:
@@ -275,11 +293,16 @@ class Job(BaseModel):
         """Settings that stood in files of their own, which another machine does not have."""
         return {}
 
-    def answers(self, tokenizer: Any) -> "Answers":  # noqa: ARG002
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Of how tokens are chosen, what all rows share."""
+        return {name: getattr(self, name) for name in SHARED}
+
+    def answers(self, tokenizer: Any) -> "Answers":
         """What completions are held to and read as. Raises AnswerError where the tokenizer cannot write it."""
         from exspec.actors.answers import FreeText
 
-        return FreeText()
+        return FreeText(tokenizer, self.min_new_tokens, self.ignore_eos, self.bad_words)
 
     def answer_columns(self) -> "pa.Schema":
         """The columns that answers fill."""

@@ -1,6 +1,7 @@
 """Tiny models with random weights, prompts, scripted drafters and slow, obvious oracles."""
 
 import random
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -19,7 +20,11 @@ from transformers import (
     Qwen3Config,
 )
 from transformers.generation.logits_process import (
+    LogitsProcessor,
     LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -76,18 +81,42 @@ def generate(target: PreTrainedModel, prompt: Sequence[int], max_new_tokens: int
     return output[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
 
 
+class Penalties(LogitsProcessor):  # type: ignore[misc]
+    """OpenAI's presence and frequency penalties, which transformers lacks."""
+
+    def __init__(self, prompt: int, sampling: Sampling) -> None:
+        self.prompt, self.sampling = prompt, sampling
+
+    def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
+        for token, count in Counter(ids[0, self.prompt :].tolist()).items():
+            logits[0, token] -= self.sampling.presence_penalty + self.sampling.frequency_penalty * count
+        return logits
+
+
 @torch.inference_mode()
-def slow_decode(target: PreTrainedModel, prompt: Sequence[int], sampling: Sampling, max_new_tokens: int) -> list[int]:
-    """One sequence, one token at a time, no cache, logits processed by transformers; noise as the engine defines it."""
+def slow_decode(
+    target: PreTrainedModel, prompt: Sequence[int], sampling: Sampling, max_new_tokens: int, **request: Any
+) -> list[int]:
+    """One sequence, one token at a time, no cache, logits processed by transformers; noise as the engine defines it.
+
+    request: what else a request may ask for: min_new_tokens, ignore_end, bad_words.
+    """
     processors = LogitsProcessorList()
+    if least := request.get("min_new_tokens"):
+        processors.append(MinNewTokensLengthLogitsProcessor(len(prompt), least, sorted(ENDS)))
+    if words := request.get("bad_words"):
+        processors.append(NoBadWordsLogitsProcessor([list(word) for word in words]))
     if sampling.repetition_penalty != 1:
         processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    processors.append(Penalties(len(prompt), sampling))
     if sampling.temperature > 0:
         processors.append(TemperatureLogitsWarper(sampling.temperature))
         if sampling.top_k:
             processors.append(TopKLogitsWarper(sampling.top_k))
         if sampling.top_p < 1:
             processors.append(TopPLogitsWarper(sampling.top_p))
+        if sampling.min_p:
+            processors.append(MinPLogitsWarper(sampling.min_p))
     tokens = list(prompt)
     while len(tokens) - len(prompt) < max_new_tokens:
         ids = torch.tensor([tokens])
@@ -96,7 +125,7 @@ def slow_decode(target: PreTrainedModel, prompt: Sequence[int], sampling: Sampli
             noise = gumbel_noise(torch.tensor([sampling.seed]), torch.tensor([[len(tokens)]]), len(logits))
             logits = logits + noise[0, 0]
         tokens.append(int(logits.argmax()))
-        if tokens[-1] in ENDS:
+        if tokens[-1] in ENDS and not request.get("ignore_end"):
             break
     return tokens[len(prompt) :]
 
@@ -117,6 +146,9 @@ class Scripted:
         count = max(limits)
         self.asked.append((sum(map(bool, group.sequences)), count))
         rows = [self._row(s.request.id, len(s.committed), count) if s else [0] * count for s in group.sequences]
+        for column in range(count if group.guide else 0):
+            tokens = [row[column] if column < limit else None for row, limit in zip(rows, limits, strict=False)]
+            group.guide.advance(tokens)  # type: ignore[union-attr]
         return Draft(torch.tensor(rows, dtype=torch.long).reshape(len(rows), count), torch.tensor(limits))
 
     def _row(self, name: Hashable, done: int, count: int) -> list[int]:

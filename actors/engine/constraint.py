@@ -5,7 +5,7 @@ what is committed is what plain decoding under the same constraint gives, whatev
 is allowed it is forced: as a draft it is free, for the target cannot disagree.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Protocol
 
 import torch
@@ -63,6 +63,31 @@ class Automaton:
         del self.way[len(self.way) - count :]
 
 
+class Barred:
+    """Any token but some: end tokens before the least length, and those that would complete a barred sequence.
+
+    vocabulary: of V tokens. ends: tokens that end a sequence. least: tokens that come before.
+    """
+
+    def __init__(self, vocabulary: int, ends: Set[int], least: int, words: Iterable[tuple[int, ...]]) -> None:
+        self.vocabulary, self.ends, self.least, self.words = vocabulary, frozenset(ends), least, tuple(words)
+        self.way: list[int] = []
+        self._masks: dict[frozenset[int], Tensor] = {}
+
+    def allowed(self) -> Tensor:
+        barred = {word[-1] for word in self.words if self.way[len(self.way) - len(word) + 1 :] == list(word[:-1])}
+        now = frozenset(barred | self.ends if len(self.way) < self.least else barred)
+        if now not in self._masks:
+            self._masks[now] = mask_without(now, self.vocabulary)
+        return self._masks[now]
+
+    def advance(self, token: int) -> None:
+        self.way.append(token)
+
+    def rollback(self, count: int) -> None:
+        del self.way[len(self.way) - count :]
+
+
 def chain(tokens: Sequence[int], end: Node) -> Node:
     """Places that allow these tokens, one after the other, and lead to `end`."""
     for token in reversed(tokens):
@@ -99,6 +124,14 @@ def mask_of(tokens: Iterable[int]) -> Tensor:
     mask = torch.zeros(max(words, default=-1) + 1, dtype=torch.int32)
     for word, bits in words.items():
         mask[word] = bits - 2**BITS if bits >= 2 ** (BITS - 1) else bits
+    return mask
+
+
+def mask_without(tokens: Iterable[int], vocabulary: int) -> Tensor:
+    """A mask that allows all of a vocabulary but these tokens."""
+    mask = torch.full((-(-vocabulary // BITS),), -1, dtype=torch.int32)
+    for token in {*tokens, *range(vocabulary, BITS * len(mask))}:
+        mask[token // BITS] &= ~mask_of([token % BITS])[0]
     return mask
 
 

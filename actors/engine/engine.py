@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from exspec.actors.engine.cached_model import context_length
 from exspec.actors.engine.config import EngineConfig
-from exspec.actors.engine.constraint import forced
+from exspec.actors.engine.constraint import Barred, forced
 from exspec.actors.engine.drafting import Draft
 from exspec.actors.engine.graphs import Recorder
 from exspec.actors.engine.group import Group
@@ -110,12 +110,21 @@ class Engine:
             raise RequestError(f"{name}: token id {bad[0]} is outside the vocabulary of {self.vocabulary} tokens")
         if why := Room(self.context, self.config.capacity).refusal(length, request.max_new_tokens):
             raise RequestError(f"{name}: {why}")
+        if not 0 <= request.min_new_tokens <= request.max_new_tokens:
+            raise RequestError(f"{name}: min_new_tokens is {request.min_new_tokens}, expected 0 to max_new_tokens")
+        if not all(request.bad_words):
+            raise RequestError(f"{name}: bad_words: expected sequences of one token or more")
+        if request.constraint and (request.min_new_tokens or request.bad_words or request.ignore_end):
+            raise RequestError(f"{name}: a constraint tells itself which tokens may come, and where it ends")
         if request.stop and request.constraint:
             raise RequestError(f"{name}: stop and constraint exclude each other, a constraint tells its own end")
         if request.id in self._ids:
             raise RequestError(f"{name}: a request with this id is already being decoded")
         self._ids.add(request.id)
         sequence = Sequence(request, self.context)
+        if request.min_new_tokens or request.bad_words:
+            ends = frozenset[int]() if request.ignore_end else self.end_ids | request.end_ids
+            sequence.constraint = Barred(self.vocabulary, ends, request.min_new_tokens, request.bad_words)
         self._begin(sequence)
         self.pool.waiting.append(sequence)
 
@@ -319,14 +328,16 @@ class Engine:
         return forced(sequence.constraint, most) if sequence.constraint else []
 
     def _ends(self, sequence: Sequence, token: int) -> bool:
-        return token in self.end_ids or token in sequence.request.end_ids
+        request = sequence.request
+        return not request.ignore_end and (token in self.end_ids or token in request.end_ids)
 
     def _ending(self, sequence: Sequence) -> Ending | None:
         """Why the sequence ends with its last token, if it does."""
         last, request = sequence.tokens[-1], sequence.request
         if self._ends(sequence, last):
             return "stop", last
-        if request.stop and (found := request.stop(sequence.committed)) is not None:
+        written = sequence.committed
+        if request.stop and len(written) >= request.min_new_tokens and (found := request.stop(written)) is not None:
             return "stop", found
         return ("length", None) if sequence.budget == 0 else None
 

@@ -72,6 +72,7 @@ class Group:
                 [Sampling() if s is None else s.request.sampling for s in placed],
                 [[0] if s is None else s.tokens for s in placed],
                 device,
+                [1 if s is None else len(s.request.prompt) for s in placed],
             ),
             guide=guide(placed),
         )

@@ -3,6 +3,7 @@
 import time
 from collections import deque
 
+from exspec.actors.engine.constraint import Constraint
 from exspec.actors.engine.request import Completion, FinishReason, Request, Scores
 from exspec.actors.engine.statistics import SequenceStatistics
 
@@ -17,7 +18,7 @@ class Sequence:
     def __init__(self, request: Request, longest: int) -> None:
         self.request = request
         self.tokens = list(request.prompt)
-        self.constraint = request.constraint() if request.constraint else None
+        self.constraint: Constraint | None = request.constraint() if request.constraint else None
         self.scores: list[Scores] = []
         self.limit = min(len(self.tokens) + request.max_new_tokens, longest)  # tokens at most, prompt included
         self.slot = -1

@@ -15,6 +15,7 @@ Scores = dict[int, float]
 # A logit divided or multiplied by a number between these stays a finite float32.
 SMALLEST, LARGEST = 1e-6, 1e6
 LARGEST_INT = 2**31 - 1
+HIGHEST = 100  # of a penalty that is taken off logits
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,9 @@ class Sampling:
     seed: of the sequence's noise; the same seed gives the same tokens whatever else runs. 64 bits.
     repetition_penalty: as in transformers: logits of tokens seen in prompt or completion are divided by it where
         positive and multiplied where negative, from 1e-6 to 1e6; 1 is off.
+    presence_penalty, frequency_penalty: taken off the logits of tokens of the completion, once, and as often as they
+        are in it, as in OpenAI's API; from -100 to 100, 0 is off.
+    min_p: drop tokens less likely than this share of the likeliest one's probability; 0 is off.
 
     Raises ValueError naming the setting that is out of range.
     """
@@ -35,6 +39,9 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         checks = {
@@ -43,6 +50,9 @@ class Sampling:
             "top_p": (isinstance(self.top_p, Real) and 0 < self.top_p <= 1, "above 0, at most 1 (off)"),
             "seed": (_whole(self.seed), "a whole number"),
             "repetition_penalty": (_computable(self.repetition_penalty), "above 0 (1e-6 to 1e6), 1 is off"),
+            "presence_penalty": (_penalty(self.presence_penalty), f"{-HIGHEST} to {HIGHEST}, 0 is off"),
+            "frequency_penalty": (_penalty(self.frequency_penalty), f"{-HIGHEST} to {HIGHEST}, 0 is off"),
+            "min_p": (isinstance(self.min_p, Real) and 0 <= self.min_p <= 1, "0 (off) to 1"),
         }
         for name, (good, expected) in checks.items():
             if not good:
@@ -51,6 +61,10 @@ class Sampling:
 
 def _computable(value: object) -> bool:
     return isinstance(value, Real) and SMALLEST <= float(value) <= LARGEST
+
+
+def _penalty(value: object) -> bool:
+    return isinstance(value, Real) and -HIGHEST <= float(value) <= HIGHEST
 
 
 def _whole(value: object) -> bool:
@@ -65,6 +79,9 @@ class Request:
     prompt: token ids, at least one.
     end_ids: token ids that end the sequence beside the model's own.
     stop: a check on the completion's tokens, for endings that the engine cannot see, such as stop strings.
+    min_new_tokens: no end token and no stop comes before so many tokens.
+    ignore_end: an end token is a token like others.
+    bad_words: sequences of tokens that the completion never has.
     constraint: makes the constraint that the completion is held to; it must come to allow an end token.
     scored: whether the completion tells how likely the allowed tokens were. For constraints with few of them.
 
@@ -77,11 +94,15 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     end_ids: frozenset[int] = frozenset()
     stop: StopCheck | None = None
+    min_new_tokens: int = 0
+    ignore_end: bool = False
+    bad_words: tuple[tuple[int, ...], ...] = ()
     constraint: MakeConstraint | None = None
     scored: bool = False
 
     def __post_init__(self) -> None:
-        for name, values in (("prompt", self.prompt), ("max_new_tokens", [self.max_new_tokens])):
+        lengths = {"max_new_tokens": [self.max_new_tokens], "min_new_tokens": [self.min_new_tokens]}
+        for name, values in {"prompt": self.prompt, **lengths, "bad_words": sum(self.bad_words, ())}.items():
             if bad := [kind.__name__ for kind in set(map(type, values)) if not issubclass(kind, Integral)]:
                 raise RequestError(f"request {self.id!r}: {name}: expected whole numbers, not {bad[0]}")
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from exspec.actors.engine.constraint import unpacked
-from exspec.actors.engine.request import Sampling
+from exspec.actors.engine.request import LARGEST_INT, Sampling
 
 _MASK32 = 0xFFFFFFFF
 TINY = 1e-30  # a smaller top_p would be 0 in float32 and keep no token at all
@@ -42,18 +42,35 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
 class Sampler:
     """Chooses tokens for the rows of one group.
 
-    rows: the sampling parameters of each row. seen: the tokens of each row so far, needed for a repetition penalty.
+    rows: the sampling parameters of each row. seen: the tokens of each row so far, which penalties need. prompts: how
+    many of them are the prompt's; all of them unless given.
     """
 
-    def __init__(self, rows: Sequence[Sampling], seen: Sequence[Sequence[int]], device: torch.device) -> None:
+    def __init__(
+        self,
+        rows: Sequence[Sampling],
+        seen: Sequence[Sequence[int]],
+        device: torch.device,
+        prompts: Sequence[int] | None = None,
+    ) -> None:
         self.greedy = all(row.temperature == 0 for row in rows)
         self.penalised = any(row.repetition_penalty != 1 for row in rows)
+        self.counted = any(row.presence_penalty or row.frequency_penalty for row in rows)
         self.filtered = any(row.temperature > 0 and (row.top_k > 0 or row.top_p < 1) for row in rows)
+        self.floored = any(row.temperature > 0 and row.min_p > 0 for row in rows)
         if self.penalised:
             width = -(-max(map(len, seen)) // SEEN) * SEEN
             # A row is padded with its own first token, which it has seen.
             self.seen = torch.tensor([[*s, *[s[0]] * (width - len(s))] for s in seen], device=device)  # [R, S]
             self.penalty = _column([row.repetition_penalty for row in rows], device)
+        if self.counted:
+            written = [s[p:] for s, p in zip(seen, prompts or map(len, seen), strict=True)]
+            width = -(-max(map(len, written)) // SEEN) * SEEN
+            # Padded with what no vocabulary has.
+            padded = [[*s, *[LARGEST_INT] * (width - len(s))] for s in written]
+            self.written = torch.tensor(padded, dtype=torch.long, device=device).reshape(len(rows), width)  # [R, S]
+            self.presence = _column([row.presence_penalty for row in rows], device)
+            self.frequency = _column([row.frequency_penalty for row in rows], device)
         if not self.greedy:
             # Python's seeds may fill 64 unsigned bits; int64 wraps.
             self.seeds = torch.tensor([(row.seed + 2**63) % 2**64 - 2**63 for row in rows], device=device)
@@ -61,6 +78,7 @@ class Sampler:
             self.temperature = _column([row.temperature or 1.0 for row in rows], device)
             self.top_k = torch.tensor([row.top_k or 2**31 for row in rows], device=device)[:, None, None]
             self.top_p = _column([max(row.top_p, TINY) for row in rows], device)
+            self.min_p = _column([row.min_p for row in rows], device)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -82,6 +100,9 @@ class Sampler:
         """
         if self.penalised:
             logits = self._penalise(logits.float(), drafts)
+        if self.counted:
+            counts = self._counts(drafts, logits.shape)
+            logits = logits.float() - self.presence * (counts > 0) - self.frequency * counts
         if masks is not None:
             logits = logits.masked_fill(~unpacked(masks, logits.shape[-1]), -torch.inf)
         if self.greedy:
@@ -89,6 +110,9 @@ class Sampler:
         logits = logits.float() / self.temperature
         if self.filtered:
             logits = self._filter(logits)
+        if self.floored:
+            # p < min_p times the largest p, in logits. Greedy rows have their largest, and it is enough.
+            logits = logits.masked_fill(logits < logits.amax(dim=-1, keepdim=True) + self.min_p.log(), -torch.inf)
         noise = gumbel_noise(self.seeds, positions, logits.shape[-1])
         return (logits + noise * self.sampled).argmax(dim=-1)
 
@@ -104,6 +128,19 @@ class Sampler:
             seen[:, column:].scatter_(2, token.expand(-1, width - column, 1), True)
         penalised = torch.where(logits > 0, logits / self.penalty, logits * self.penalty)
         return torch.where(seen[..., :vocabulary], penalised, logits)
+
+    def _counts(self, drafts: Tensor, shape: torch.Size) -> Tensor:
+        """How often the completion has had each token at each place: [R, Q, V]."""
+        rows, width, vocabulary = shape
+        known = torch.cat([self.written, drafts], dim=1).clamp(max=vocabulary)[:, None]
+        before = known.shape[2] - width + 1
+        counts = torch.zeros(rows, 1, vocabulary + 1, device=drafts.device)
+        first = known[..., :before]
+        counts = counts.scatter_add(2, first, torch.ones_like(first, dtype=counts.dtype)).repeat(1, width, 1)
+        for column in range(1, width):
+            token = known[..., before + column - 1 : before + column].expand(-1, width - column, 1)
+            counts[:, column:].scatter_add_(2, token, torch.ones_like(token, dtype=counts.dtype))
+        return counts[..., :vocabulary]
 
     def _filter(self, logits: Tensor) -> Tensor:
         """Top-k, then top-p over what is left, as transformers' logits processors do it. Ties with the k-th stay."""

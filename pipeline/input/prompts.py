@@ -191,7 +191,7 @@ class Prompts:
         job, own, tokens = self.job, self.settings(row, shard, number), self.tokens(row)
         self.room(len(tokens), own.max_new_tokens)
         try:
-            sampling = Sampling(own.temperature, job.top_k, job.top_p, own.seed, job.repetition_penalty)
+            sampling = Sampling(temperature=own.temperature, seed=own.seed, **job.sampling)
         except ValueError as error:
             raise RowError(str(error)) from error
         return Request(

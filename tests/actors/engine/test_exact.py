@@ -1,6 +1,8 @@
 """Every token is the one that plain decoding gives: 100 %, or the test fails."""
 
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -107,6 +109,11 @@ def test_bfloat16_by_itself_is_not_exact() -> None:
         SAMPLED,
         Sampling(repetition_penalty=1.3),
         Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.2),
+        Sampling(temperature=1.2, min_p=0.1),
+        Sampling(temperature=1.0, top_k=20, top_p=0.9, min_p=0.05),
+        Sampling(presence_penalty=0.05),
+        Sampling(frequency_penalty=-0.03),
+        Sampling(temperature=0.8, presence_penalty=0.3, frequency_penalty=0.2, repetition_penalty=1.1),
     ],
     ids=str,
 )
@@ -123,11 +130,44 @@ def test_sampled_tokens_equal_a_slow_loop(sampling: Sampling) -> None:
     assert tiny.decode(engine, rows, shuffle=2) == expected
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"min_new_tokens": 9},
+        {"ignore_end": True},
+        {"bad_words": ((5,), (9,), (40, 41), (7, 7, 7))},
+        {"min_new_tokens": 16, "bad_words": ((11,),)},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.5, seed=3)], ids=["greedy", "sampled"])
+def test_tokens_that_may_not_come(asked: dict[str, Any], sampling: Sampling) -> None:
+    """Ends that come too early, or are none, and words that never come: as a slow loop has them."""
+    target = tiny.model()
+    rows = [Request(i, p, 16, replace(sampling, seed=i), **asked) for i, p in enumerate(PROMPTS)]
+    expected = {r.id: tiny.slow_decode(target, r.prompt, r.sampling, 16, **asked) for r in rows}
+    free = {r.id: tiny.slow_decode(target, r.prompt, r.sampling, 16) for r in rows}
+    assert expected != free, "it bars nothing"
+    for method in ("plain", "eqspec", "exspec"):
+        engine = tiny.engine(target, draft=tiny.model(seed=1), method=method)
+        assert tiny.decode(engine, rows, shuffle=1) == expected, method
+    engine = tiny.engine(target, tiny.Scripted(free, 0.7))
+    assert tiny.decode(engine, rows, shuffle=2) == expected
+
+
+def test_no_stop_string_before_the_least_length() -> None:
+    engine = tiny.engine(tiny.model(), draft=tiny.model(seed=1))
+    stop = lambda tokens: "there" if tokens else None  # noqa: E731
+    rows = [Request(n, PROMPTS[4], 12, stop=stop, min_new_tokens=n, ignore_end=True) for n in range(12)]
+    assert {n: len(tokens) for n, tokens in tiny.decode(engine, rows).items()} == {n: max(n, 1) for n in range(12)}
+
+
 def test_greedy_and_sampled_rows_share_a_group() -> None:
     target = tiny.model()
     samplings = [Sampling(), Sampling(temperature=1.0, seed=7), Sampling(temperature=0.5, top_k=3, seed=8),
-                 Sampling(repetition_penalty=1.5)]  # fmt: skip
-    rows = [Request(i, p, max_new_tokens=12, sampling=samplings[i % 4]) for i, p in enumerate(PROMPTS)]
+                 Sampling(repetition_penalty=1.5), Sampling(frequency_penalty=0.5),
+                 Sampling(temperature=1.0, min_p=0.2, seed=9)]  # fmt: skip
+    rows = [Request(i, p, max_new_tokens=12, sampling=samplings[i % 6]) for i, p in enumerate(PROMPTS)]
     expected = {r.id: tiny.slow_decode(target, r.prompt, r.sampling, 12) for r in rows}
     assert tiny.decode(tiny.engine(target, draft=tiny.model(seed=1)), rows) == expected
 
