@@ -4,6 +4,7 @@ It is handed what it works with: a loader of engine and tokenizer, a sink that s
 counts attempts. It knows no paths, and it runs in a plain process as well as under Ray.
 """
 
+import json
 import logging
 import os
 import pickle
@@ -167,7 +168,7 @@ class Generator:
             return lambda: RowResult(None, None, row["_error"], prompt, lasting=True)
         stop = StopStrings(self.tokenizer, row["_stop"]) if row["_stop"] else None
         try:
-            sampling = Sampling(temperature=row["_temperature"], seed=row["_seed"], **self.sampling)
+            sampling = Sampling(**self.sampling | json.loads(row["_sampling"]))
         except ValueError as error:
             refused = str(error)
             return lambda: RowResult(None, None, refused, prompt)

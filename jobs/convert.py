@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from exspec.pipeline.errors import JobError
+from exspec.pipeline.input.batch import answer, is_batch
+from exspec.pipeline.input.plan import decode_schema
 from exspec.pipeline.output.contents import tables
-from exspec.pipeline.output.owner import Output, read_output
+from exspec.pipeline.output.owner import Output, read_output, settings
 from exspec.pipeline.storage import Folder
 
 Write = Callable[[TextIO, list[str], Iterator[dict[str, Any]]], int]
@@ -24,8 +26,8 @@ def kind_of(name: str) -> str | None:
 def convert(output: str, file: str, options: dict[str, Any], columns: list[str] | None = None) -> int:
     """Write the rows of an output, in their order, into one file, whole or not at all; returns how many there are.
 
-    file: a path or fsspec URL, whose suffix tells the kind. columns: all unless given. Raises JobError where rows are
-    missing, or a column is.
+    Where the input was requests of the batch API, JSON Lines are its answers. file: a path or fsspec URL, whose suffix
+    tells the kind. columns: all unless given. Raises JobError where rows are missing, or a column is.
     """
     if kind_of(file) is None:
         raise JobError(f"{file}: expected a name that ends with {' or '.join(WRITERS)}, or with .gz after it")
@@ -45,6 +47,10 @@ def _write(place: Path, file: str, output: Output, columns: list[str] | None) ->
     if missing := [name for name in names if name not in first.column_names]:
         raise JobError(*(f"columns: {name!r} is not in the output {output.folder.url}" for name in missing))
     rows = (row for table in chain([first], found) for row in table.select(names).to_pylist())
+    job = settings(output.state.description, output.folder.options)
+    if kind_of(file) == ".jsonl" and columns is None and is_batch(job, decode_schema(output.state.plan.schema)):
+        model, began = output.state.description["job"]["target"], int(output.state.began)
+        rows = (answer(row, model, began) for row in rows)
     opened: Any = gzip.open if file.endswith(".gz") else open
     with opened(place, "wt", encoding="utf-8", newline="") as text:
         return WRITERS[str(kind_of(file))](text, names, rows)

@@ -3,6 +3,7 @@
 import json
 from functools import partial
 
+from exspec.jobs.notify import notified
 from exspec.pipeline.labels import LabelJob
 from exspec.pipeline.output.contents import tables
 from exspec.pipeline.output.owner import DESCRIPTION, REVIEW, Output, read_output, take
@@ -11,17 +12,17 @@ from exspec.pipeline.output.review import write_review
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.progress import Progress
 from exspec.pipeline.run import execute
+from exspec.pipeline.storage import Folder
 
 
 def label(job: LabelJob, restart: bool, retry_errors: bool, progress: Progress) -> int:
     """Run a labeling job, or what is missing of it. Returns the exit code."""
-    prepared = prepare(job, restart)
-    code = execute(prepared, retry_errors, progress=progress)
-    output = read_output(prepared.folder)
+    code = notified(job, lambda: execute(prepare(job, restart), retry_errors, progress=progress))
+    output = read_output(Folder(job.output, job.storage_options))
     _compare(job, output)
     if job.review_share:
-        count = write_review(job, prepared.folder, partial(tables, output))
-        print(f"{count} rows to look at: {prepared.folder.url}/{REVIEW}" if count else "no labeled rows to look at")
+        count = write_review(job, output.folder, partial(tables, output))
+        print(f"{count} rows to look at: {output.folder.url}/{REVIEW}" if count else "no labeled rows to look at")
     return code
 
 

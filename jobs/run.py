@@ -3,18 +3,32 @@
 import torch
 from rich.console import Console
 
+from exspec.jobs.convert import convert, kind_of
+from exspec.jobs.notify import notified
 from exspec.jobs.tables import candidates_table
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job import AUTO, Job
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.progress import Progress
 from exspec.pipeline.run import execute
+from exspec.pipeline.secrets import anonymous
 from exspec.pipeline.shape import sample, settle, shape_of
+
+BESIDE = ".job"  # what the name of the folder ends with that stands behind an output that is a file
 
 
 def run(job: Job, restart: bool, retry_errors: bool, progress: Progress) -> int:
-    """Run a job, or what is missing of it. Returns the exit code."""
-    return execute(prepare(job, restart), retry_errors, progress=progress)
+    """Run a job, or what is missing of it. Returns the exit code.
+
+    Where the output is a file, the job has a folder beside it, and the file is written when all is done.
+    """
+    file = job.output if kind_of(job.output) else None
+    if file:
+        job = job.model_copy(update={"output": f"{file}{BESIDE}"})
+    code = notified(job, lambda: execute(prepare(job, restart), retry_errors, progress=progress))
+    if file and code == 0:
+        print(f"{convert(job.output, file, job.storage_options)} rows in {anonymous(file)}")
+    return code
 
 
 def tune(job: Job) -> None:

@@ -1,5 +1,6 @@
 """The Ray Data graph: chunks are read and rendered on CPUs, generated and staged by actors, one summary row each."""
 
+import json
 import logging
 import os
 import pickle
@@ -330,8 +331,7 @@ WORK_SCHEMA = pa.schema(
         "_error": pa.string(),
         "_skip": pa.bool_(),
         "_max_new_tokens": pa.int32(),
-        "_temperature": pa.float64(),
-        "_seed": pa.int64(),
+        "_sampling": pa.string(),
         "_stop": pa.list_(pa.string()),
     }
 )
@@ -343,7 +343,8 @@ def _work(prompts: Prompts, chunk: Chunk, i: int, row: dict[str, Any] | RowError
         return work | {"_error": str(row)}
     try:
         settings = prompts.settings(row, chunk.shard, chunk.first + i)
-        work |= {f"_{name}": value for name, value in vars(settings).items()}
+        work |= {"_max_new_tokens": settings.max_new_tokens, "_stop": settings.stop}
+        work["_sampling"] = json.dumps(settings.sampling)
         work["_prompt"] = prompts.tokens(row)
         prompts.room(len(work["_prompt"]), settings.max_new_tokens)
         return work

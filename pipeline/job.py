@@ -106,7 +106,11 @@ class Job(BaseModel):
     allow_special: bool = setting(
         "Prompts", False, "Read control tokens in a row's own text as such; unless allowed they are text."
     )
-    id_column: str | None = setting("Input and output", None, "Column of the ids. Default: shard and row number.")
+    id_column: str | None = setting(
+        "Input and output",
+        None,
+        "Column of the ids; an empty name is none. Default: id where there is one, else shard and row number.",
+    )
     carry: list[str] | None = setting("Input and output", None, "Input columns to carry through. Default: all.")
     max_new_tokens_column: str | None = setting("Sampling", None, "Column that overrides max_new_tokens by row.")
     temperature_column: str | None = setting("Sampling", None, "Column that overrides temperature by row.")
@@ -188,6 +192,12 @@ class Job(BaseModel):
     )
     wait: bool = setting(
         "Chunks and failures", False, "Wait where another run is at work on the output, and go on when it is done."
+    )
+    notify: str | None = setting(
+        "Chunks and failures",
+        None,
+        "URL that is told how the job ended: its code and figures, as JSON.",
+        pattern="^https?://",
     )
     limit: int | None = setting("Input and output", None, "Take the first rows only.", ge=1)
     since: str | None = setting(
@@ -283,7 +293,7 @@ class Job(BaseModel):
     def published(self) -> dict[str, Any]:
         """The settings as they may be written beside the output: without what may hold a secret, and without leave to
         run code, which whoever reads that output has to give anew."""
-        settings = self.model_dump(mode="json", exclude={"storage_options", *PERMISSIONS})
+        settings = self.model_dump(mode="json", exclude={"storage_options", "notify", *PERMISSIONS})
         named = {"output": anonymous(self.output), "input": [anonymous(url) for url in self.input]}
         models = {"target": anonymous(self.target), "draft": self.draft and anonymous(self.draft)}
         return settings | named | models

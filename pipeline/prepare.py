@@ -15,6 +15,7 @@ from exspec.actors.engine.cached_model import context_length
 from exspec.actors.engine.memory import fit
 from exspec.actors.models import ModelError, check_config, check_vocabularies, load_part
 from exspec.pipeline.errors import JobError, no_column
+from exspec.pipeline.input.batch import is_batch, of_batch
 from exspec.pipeline.input.plan import Chunk, Plan, Shard, encode_schema
 from exspec.pipeline.input.prompts import Prompts, prompt_column
 from exspec.pipeline.input.shards import Since, find_shards
@@ -116,8 +117,8 @@ def prepare(job: Job, restart: bool = False) -> Prepared:
     settled = earlier.done_shards() if earlier and job.since else set()
     since = Since(earlier.plan if earlier else None, settled, job.newer_than) if job.since else None
     found = check(lambda: find_shards(job.input, job.storage_options, earlier.plan if earlier else None, since))
-    if found and job.id_column is None and "id" in found[1].names:
-        job = job.model_copy(update={"id_column": "id"})
+    if found:
+        job = _with_ids(job, found[1])
     prompts = None
     if found:
         check(lambda: _check_columns(job, found[1]))
@@ -133,6 +134,14 @@ def prepare(job: Job, restart: bool = False) -> Prepared:
     shape = shape_of(job, models.context, plan.rows, None)
     prepared = Prepared(job, output, restart, found[1], found[0], settled, plan, shape, prompts, models)
     return prepared.taken_up(earlier) if earlier else prepared
+
+
+def _with_ids(job: Job, schema: pa.Schema) -> Job:
+    """The job with the column that its ids are in; an empty name means none."""
+    if is_batch(job, schema):
+        return of_batch(job)
+    found = "id" if job.id_column is None and "id" in schema.names else job.id_column
+    return job.model_copy(update={"id_column": found or None})
 
 
 def _open(folder: Folder) -> Output:

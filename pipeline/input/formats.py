@@ -14,6 +14,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.csv as pc
 
+from exspec.pipeline.input.batch import BODY, ID
+
 ROWS = 4096  # of a table
 BUFFER = 1 << 20  # bytes that are fetched at once
 Open = Callable[[], io.RawIOBase]
@@ -68,6 +70,8 @@ def _object(line: bytes, number: int) -> dict[str, Any]:
         raise FormatError(f"line {number}: not JSON: {error}") from error
     if not isinstance(row, dict):
         raise FormatError(f"line {number}: expected an object, not {type(row).__name__}")
+    if {BODY, ID} <= row.keys() and isinstance(row[BODY], dict):
+        row[BODY] = json.dumps(row[BODY])  # no two calls need have the same fields
     return row
 
 

@@ -20,6 +20,7 @@ from exspec.actors.answers import asked
 from exspec.actors.engine import Request, Room, Sampling
 from exspec.actors.models import StopStrings
 from exspec.pipeline.errors import JobError, no_column
+from exspec.pipeline.input.batch import BODY, COLUMNS, fields, is_batch
 from exspec.pipeline.input.plan import Shard
 from exspec.pipeline.input.rows import Row
 from exspec.pipeline.input.rows import RowError as RowError
@@ -35,11 +36,10 @@ LONG = 32  # characters for each token of the capacity from which on a text is c
 
 @dataclass(frozen=True)
 class RowSettings:
-    """What a row may override."""
+    """What a row may override. sampling: how its tokens are chosen, as far as that is not the job's for all rows."""
 
     max_new_tokens: int
-    temperature: float
-    seed: int
+    sampling: dict[str, Any]
     stop: list[str]
 
 
@@ -53,11 +53,12 @@ class Prompts:
     """
 
     def __init__(self, job: Job, tokenizer: Any, schema: pa.Schema) -> None:
-        self.job, self.tokenizer = job, tokenizer
+        self.batch = is_batch(job, schema)
+        self.job, self.tokenizer = job.model_copy(update=COLUMNS) if self.batch else job, tokenizer
         self.answers = job.answers(tokenizer)
         self.space: Room | None = None
-        self.column = None if job.prompt_template else prompt_column(job, schema)
-        kind = schema.field(self.column).type if self.column else pa.null()
+        self.column = None if job.prompt_template else "prompt" if self.batch else prompt_column(job, schema)
+        kind = schema.field(self.column).type if self.column in schema.names else pa.null()
         self.json = is_json(kind) or (self.column == MESSAGES and is_text(kind))
         stop = schema.field(job.stop_column).type if job.stop_column in schema.names else pa.null()
         self.json_stop = is_json(stop)
@@ -86,7 +87,13 @@ class Prompts:
     def columns(self, schema: pa.Schema) -> list[str]:
         """The columns of which a row needs its values, in the order of the schema."""
         named = {self.column, *(getattr(self.job, key) for key in OWN_COLUMNS), *self.variables}
+        named = {BODY} if self.batch else named
         return [name for name in schema.names if name in named]
+
+    def _given(self, row: Row) -> dict[str, Any]:
+        if isinstance(row, RowError):
+            raise row
+        return fields(row) if self.batch else row
 
     def room(self, tokens: int, max_new_tokens: int) -> None:
         """Raises RowError where the engine would refuse a prompt of so many tokens."""
@@ -100,7 +107,7 @@ class Prompts:
 
     def _rendered(self, row: Row) -> str:
         """The prompt, with a mark for every control token that was text in the row."""
-        row = _given(row)
+        row = self._given(row)
         if self.template:
             try:
                 rendered = self.template.render({name: self._marked(value) for name, value in row.items()})
@@ -191,7 +198,7 @@ class Prompts:
         job, own, tokens = self.job, self.settings(row, shard, number), self.tokens(row)
         self.room(len(tokens), own.max_new_tokens)
         try:
-            sampling = Sampling(temperature=own.temperature, seed=own.seed, **job.sampling)
+            sampling = Sampling(**job.sampling | own.sampling)
         except ValueError as error:
             raise RowError(str(error)) from error
         return Request(
@@ -205,7 +212,7 @@ class Prompts:
 
     def settings(self, row: Row, shard: Shard, number: int) -> RowSettings:
         """The row's settings: the job's, but for the columns that override them. Raises RowError."""
-        job, row = self.job, _given(row)
+        job, row = self.job, self._given(row)
         whole: Callable[[Any], bool] = lambda v: isinstance(v, int) and not isinstance(v, bool) and 0 <= v < 2**63  # noqa: E731
         seed = _override(row, job.seed_column, row_seed(job.seed, shard, number), whole, "a whole number of 63 bits")
         length = _override(
@@ -220,7 +227,8 @@ class Prompts:
         if self.json_stop and isinstance(text := row[str(job.stop_column)], str):
             row = row | {str(job.stop_column): _json(job.stop_column, text, "texts")}
         stop = _override(row, job.stop_column, job.stop, _are_texts, "texts that are not empty")
-        return RowSettings(length, float(temperature), seed, [stop] if isinstance(stop, str) else list(stop))
+        sampling = {"temperature": float(temperature), "seed": seed, **(row["sampling"] if self.batch else {})}
+        return RowSettings(length, sampling, [stop] if isinstance(stop, str) else list(stop))
 
 
 def _marks(tokenizer: Any) -> dict[str, str]:
@@ -292,12 +300,6 @@ def _optional(parsed: nodes.Template) -> set[str]:
     tests = [test.node for test in parsed.find_all(nodes.Test) if test.name in ("defined", "undefined")]
     defaults = [found.node for found in parsed.find_all(nodes.Filter) if found.name in ("default", "d")]
     return {node.name for node in (*tests, *defaults) if isinstance(node, nodes.Name)}
-
-
-def _given(row: Row) -> dict[str, Any]:
-    if isinstance(row, RowError):
-        raise row
-    return row
 
 
 def _json(column: str | None, text: str, expected: str) -> Any:

@@ -141,11 +141,12 @@ def test_a_row_overrides_what_its_columns_say() -> None:
     columns = {f"{name}_column": name for name in ("max_new_tokens", "temperature", "seed", "stop")}
     made = prompts({"prompt": pa.string()}, **columns, stop=["x"], max_new_tokens=7)
     given = {"max_new_tokens": 3, "temperature": 0.5, "seed": 11, "stop": ["a", "b"]}
-    assert vars(made.settings(given, SHARD, 0)) == given
+    found = made.settings(given, SHARD, 0)
+    assert {"max_new_tokens": found.max_new_tokens, "stop": found.stop, **found.sampling} == given
     null = dict.fromkeys(given)
     settings = made.settings(null, SHARD, 4)
-    assert (settings.max_new_tokens, settings.temperature, settings.stop) == (7, 0.0, ["x"])
-    assert settings.seed == row_seed(0, SHARD, 4) != row_seed(0, SHARD, 5) != row_seed(1, SHARD, 5)
+    assert (settings.max_new_tokens, settings.sampling["temperature"], settings.stop) == (7, 0.0, ["x"])
+    assert settings.sampling["seed"] == row_seed(0, SHARD, 4) != row_seed(0, SHARD, 5) != row_seed(1, SHARD, 5)
     for column, value in {"max_new_tokens": 0, "temperature": -1, "seed": "x", "stop": [""]}.items():
         with pytest.raises(RowError, match=f"column '{column}': expected"):
             made.settings(null | {column: value}, SHARD, 0)
