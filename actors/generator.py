@@ -42,6 +42,7 @@ class RowResult:
     prompt_tokens: int | None = None
     values: dict[str, Any] = field(default_factory=dict)  # by column, what the text was read as
     lasting: bool = False  # the error is the row's own, and no second try would help
+    cut: int = 0  # tokens that the prompt had before those that were decoded
 
 
 class Sink(Protocol):
@@ -171,7 +172,7 @@ class Generator:
             sampling = Sampling(**self.sampling | json.loads(row["_sampling"]))
         except ValueError as error:
             refused = str(error)
-            return lambda: RowResult(None, None, refused, prompt)
+            return lambda: RowResult(None, None, refused, prompt, lasting=True)
         request = Request(name, row["_prompt"], row["_max_new_tokens"], sampling, stop=stop)
         future = self.engine.submit(replace(request, **asked(self.answers)))
 
@@ -182,7 +183,8 @@ class Generator:
             completion = future.result()
             text = completion_text(self.tokenizer, completion, stop)
             try:
-                return RowResult(completion, text, None, prompt, self.answers.read(completion, text))
+                values = self.answers.read(completion, text)
+                return RowResult(completion, text, None, prompt, values, cut=row["_cut"])
             except AnswerError as unread:
                 return RowResult(None, None, str(unread), prompt)
 

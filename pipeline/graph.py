@@ -328,6 +328,7 @@ BLOCK = pa.schema({"task": pa.binary(), "rows": pa.large_binary(), "unreadable":
 WORK_SCHEMA = pa.schema(
     {
         "_prompt": pa.list_(pa.int32()),
+        "_cut": pa.int32(),
         "_error": pa.string(),
         "_skip": pa.bool_(),
         "_max_new_tokens": pa.int32(),
@@ -345,8 +346,7 @@ def _work(prompts: Prompts, chunk: Chunk, i: int, row: dict[str, Any] | RowError
         settings = prompts.settings(row, chunk.shard, chunk.first + i)
         work |= {"_max_new_tokens": settings.max_new_tokens, "_stop": settings.stop}
         work["_sampling"] = json.dumps(settings.sampling)
-        work["_prompt"] = prompts.tokens(row)
-        prompts.room(len(work["_prompt"]), settings.max_new_tokens)
+        work["_prompt"], work["_cut"] = prompts.fitted(row, settings.max_new_tokens)
         return work
     except RowError as error:
         return work | {"_error": str(error)}

@@ -103,6 +103,9 @@ class Job(BaseModel):
         "Arguments of the chat template, as NAME=VALUE: enable_thinking=false of Qwen3.",
         json_schema_extra={"flag": True},
     )
+    truncate_prompt: bool = setting(
+        "Prompts", False, "Cut off the beginning of a prompt that is too long, instead of refusing the row."
+    )
     allow_special: bool = setting(
         "Prompts", False, "Read control tokens in a row's own text as such; unless allowed they are text."
     )

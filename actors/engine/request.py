@@ -138,6 +138,10 @@ class Room:
     context: int
     capacity: int
 
+    def longest_prompt(self, new: int) -> int:
+        """Tokens of the longest prompt that so many new ones can follow."""
+        return self.context - 1 if self.capacity >= self.context else self.capacity - new
+
     def refusal(self, prompt: int, new: int) -> str | None:
         """Why a prompt of so many tokens cannot be followed by so many new ones; None where it can."""
         if prompt >= self.context:

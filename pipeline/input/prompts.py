@@ -95,6 +95,17 @@ class Prompts:
             raise row
         return fields(row) if self.batch else row
 
+    def fitted(self, row: Row, max_new_tokens: int) -> tuple[list[int], int]:
+        """Token ids of a row's prompt, and how many were cut off its beginning, if the job says that it may be cut.
+
+        Raises RowError where there are none, or the engine would refuse so many.
+        """
+        tokens = self.tokens(row)
+        most = self.space.longest_prompt(max_new_tokens) if self.space else len(tokens)
+        cut = len(tokens) - most if self.job.truncate_prompt and 0 < most < len(tokens) else 0
+        self.room(len(tokens) - cut, max_new_tokens)
+        return tokens[cut:], cut
+
     def room(self, tokens: int, max_new_tokens: int) -> None:
         """Raises RowError where the engine would refuse a prompt of so many tokens."""
         if self.space and (why := self.space.refusal(tokens, max_new_tokens)):
@@ -168,7 +179,7 @@ class Prompts:
             raise RowError("the prompt is empty")
         if self.space and len(text) > (most := LONG * self.space.capacity):
             begun = len(self._ids(text[:most]))  # the whole could take minutes and gigabytes
-            if begun >= 2 * self.space.capacity:
+            if begun >= 2 * self.space.capacity and not self.job.truncate_prompt:
                 raise RowError(
                     f"a prompt of {len(text)} characters, of which the first {most} are {begun} tokens already, does "
                     f"not fit the slots' capacity of {self.space.capacity} tokens; raise capacity or shorten it"
@@ -195,8 +206,8 @@ class Prompts:
 
     def request(self, row: Row, shard: Shard, number: int) -> Request:
         """What an actor asks its engine for this row, under its shard and number. Raises RowError."""
-        job, own, tokens = self.job, self.settings(row, shard, number), self.tokens(row)
-        self.room(len(tokens), own.max_new_tokens)
+        job, own = self.job, self.settings(row, shard, number)
+        tokens, _ = self.fitted(row, own.max_new_tokens)
         try:
             sampling = Sampling(**job.sampling | own.sampling)
         except ValueError as error:

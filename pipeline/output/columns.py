@@ -18,6 +18,7 @@ _COLUMNS: dict[str, tuple[pa.DataType, str]] = {
     "finish_reason": (pa.string(), "stop (end token or stop string), length, or error"),
     "error": (pa.string(), "why the row could not be generated; null otherwise"),
     "prompt_tokens": (pa.int32(), "tokens of the prompt"),
+    "prompt_tokens_cut": (pa.int32(), "tokens that were cut off the beginning of the prompt"),
     "completion_tokens": (pa.int32(), "tokens of the completion, the end token included"),
     "rounds": (pa.int32(), "rounds of drafting and verifying that the row took part in"),
     "drafted": (pa.int32(), "tokens proposed by the drafter"),

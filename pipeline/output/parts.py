@@ -143,6 +143,7 @@ def _generated(result: RowResult) -> dict[str, Any]:
         "completion": result.text,
         "finish_reason": result.completion.finish_reason,
         "prompt_tokens": counted.prompt_tokens,
+        "prompt_tokens_cut": result.cut,
         "completion_tokens": counted.completion_tokens,
         "rounds": counted.rounds,
         "drafted": counted.drafted,

@@ -47,7 +47,7 @@ def test_a_row_whose_settings_cannot_be_computed_is_an_error_of_its_own() -> Non
     keep: Any = SimpleNamespace(stage=stage)
     quiet: Any = SimpleNamespace(report=lambda *_: None)
     generator = Generator(jobs.ArithmeticLoader(), {}, keep, Book(), quiet, 3, lambda _: FreeText())
-    work = {"_prompt": [1], "_skip": False, "_max_new_tokens": 4, "_stop": []}
+    work = {"_prompt": [1], "_cut": 0, "_skip": False, "_max_new_tokens": 4, "_stop": []}
     rows = [work | {"_sampling": json.dumps({"temperature": t, "seed": 0})} for t in (0.0, 1e-39, float("inf"), 0.0)]
     task = Task(Chunk(Shard("s", "file:///s", 4, 1, ""), 0, 0, 4))
     generator(block(task, pa.Table.from_pylist(rows, schema=WORK_SCHEMA), None))

@@ -252,6 +252,29 @@ def test_the_plan_refuses_what_the_engine_refuses(tokens: int, new: int, capacit
     assert refusals[0] == refusals[1]
 
 
+@pytest.mark.parametrize(
+    ("context", "capacity", "new", "most"), [(100, 50, 10, 40), (50, 60, 10, 49), (100, 50, 50, 0)]
+)
+def test_a_prompt_that_is_too_long_loses_its_beginning_where_it_may(
+    context: int, capacity: int, new: int, most: int
+) -> None:
+    """As many tokens stay as the engine takes; what was cut is told."""
+    room, row = Room(context, capacity), {"prompt": "one two three four five six seven eight nine ten " * 20}
+    made = prompts({"prompt": pa.string()}, max_new_tokens=new, truncate_prompt=True).within(room)
+    whole = prompts({"prompt": pa.string()}).tokens(row)
+    with pytest.raises(RowError, match="leaves no room in the context"):
+        prompts({"prompt": pa.string()}, max_new_tokens=new).within(room).request(row, SHARD, 0)
+    if not most:
+        with pytest.raises(RowError, match="leaves no room in the context"):
+            made.request(row, SHARD, 0)
+        return
+    assert made.fitted(row, new) == (whole[-most:], len(whole) - most)
+    assert made.request(row, SHARD, 0).prompt == whole[-most:]
+    assert room.refusal(most, new) is None
+    assert room.refusal(most + 1, new) is not None
+    assert made.fitted({"prompt": "Hi"}, new)[1] == 0
+
+
 class Counting:
     """A tokenizer of characters that notes how many it was given."""
 
