@@ -129,6 +129,7 @@ def _private() -> Iterator[None]:
 def results(
     job: Job,
     slots: int,
+    rows_per_chunk: int,
     room: Room,
     tasks: Iterator[Task],
     schema: pa.Schema,
@@ -150,7 +151,7 @@ def results(
     logging.getLogger("ray.data").setLevel(logging.ERROR)
 
     low, high = job.actor_range
-    calls = max(job.chunks_in_flight, -(-ROWS_PER_SLOT * slots // job.rows_per_chunk))
+    calls = max(job.chunks_in_flight, -(-ROWS_PER_SLOT * slots // rows_per_chunk))
     # A fixed pool balances best with one task waiting; an elastic one grows only while more are.
     waiting = calls + 1 if low == high else 2 * calls
     pool = {"size": high} if low == high else {"min_size": low, "max_size": high}
@@ -229,6 +230,17 @@ def check_cluster(job: Job) -> None:
         request_resources(bundles=[])  # from here on the actors speak for themselves
     if short:
         raise JobError(f"device: {short}")
+
+
+def actors_that_fit(job: Job, memory: int) -> int:
+    """How many actors of so many bytes the cluster carries; one at least. A local Ray has this machine's cores."""
+    import ray
+
+    have = ray.cluster_resources()
+    if gpus(job):
+        return max(1, int(have.get("GPU", 0) / gpus(job)))
+    cores = job.actor_range[1] if _address(job) == "local" else int(have.get("CPU", 1)) // job.threads
+    return max(1, min(cores, int(have.get("memory", memory)) // memory))
 
 
 def _needs(job: Job) -> dict[str, float]:

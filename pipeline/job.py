@@ -44,6 +44,7 @@ class DraftLength(StrEnum):
 AUTO = ("method", "batch_size", "window", "draft_tokens", "bucket")  # settings that may be measured
 Auto = int | Literal["auto"]
 # What the engine can compute in float32; its own limits are the same (actors/engine/request.py).
+CHUNK, LEAST_CHUNK, ROUNDS = 64, 8, 4  # rows of a chunk, at most and at least; chunks that an actor is to have
 SMALLEST, LARGEST, LARGEST_INT, HIGHEST = 1e-6, 1e6, 2**31 - 1, 100
 # Of how tokens are chosen, what all rows share.
 SHARED = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -176,10 +177,14 @@ class Job(BaseModel):
         "Cluster", "auto", "cpu, cuda, or auto: cuda where there is one.", pattern="^(auto|cpu|cuda)$"
     )
     threads: int = setting("Cluster", 1, "CPU threads of an actor.", ge=1)
-    actors: Annotated[str, Field(pattern=r"^\d+(:\d+)?$")] = setting("Cluster", "1", "A number of actors, or MIN:MAX.")
+    actors: Annotated[str, Field(pattern=r"^(auto|\d+(:\d+)?)$")] = setting(
+        "Cluster", "auto", "A number of actors, MIN:MAX, or auto: one a GPU, or as many as cores and memory carry."
+    )
     num_gpus: float | None = setting("Cluster", None, "GPUs of an actor. Default: 1 on cuda, 0 on cpu.", ge=0)
-    rows_per_chunk: int = setting(
-        "Chunks and failures", 64, "Rows of a chunk: the unit of dispatch, commit and resume.", ge=1
+    rows_per_chunk: Auto = setting(
+        "Chunks and failures",
+        "auto",
+        f"Rows of a chunk: the unit of dispatch, commit and resume. auto: {CHUNK}, fewer where actors would be idle.",
     )
     chunks_in_flight: int = setting("Chunks and failures", 4, "Chunks that an actor works on at once, at least.", ge=1)
     attempts: int = setting("Chunks and failures", 6, "Attempts at a chunk before it is set aside.", ge=1)
@@ -217,7 +222,7 @@ class Job(BaseModel):
     def _one_or_many(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
 
-    @field_validator(*AUTO[1:], mode="before")
+    @field_validator(*AUTO[1:], "rows_per_chunk", mode="before")
     @classmethod
     def _auto(cls, value: Any) -> Any:
         number = int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
@@ -347,8 +352,18 @@ class Job(BaseModel):
 
     @property
     def actor_range(self) -> tuple[int, int]:
+        """How many actors there are to be, at least and at most; auto is as many as the cores of this machine carry."""
+        if self.actors == "auto":
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            return (max(1, cores // self.threads),) * 2
         low, _, high = self.actors.partition(":")
         return int(low), int(high or low)
+
+    def chunk_rows(self, rows: int) -> int:
+        """Rows of a chunk, where a job has so many."""
+        if self.rows_per_chunk != "auto":
+            return int(self.rows_per_chunk)
+        return min(CHUNK, max(LEAST_CHUNK, -(-rows // (ROUNDS * self.actor_range[1]))))
 
 
 # Leave to run code that comes with a model.
@@ -356,7 +371,8 @@ PERMISSIONS = {"trust_remote_code", "allow_pickle"}
 # Settings that decide where and how a job runs, not what it writes; they may change between runs of one job.
 FREE = {
     "output", "input", "storage_options", "device", "threads", "actors", "num_gpus", "chunks_in_flight", "attempts",
-    "ray_address", "draft_length", "tune_seconds", "tune_from", "memory_gib", "since", "gold_column", "review_share",
+    "ray_address", "rows_per_chunk", "notify",
+    "draft_length", "tune_seconds", "tune_from", "memory_gib", "since", "gold_column", "review_share",
     *PERMISSIONS, "max_error_share", "max_write_failures", "wait",
     # What a revision stands for is in the fingerprint: the commit.
     "target_revision", "draft_revision",

@@ -130,7 +130,8 @@ def prepare(job: Job, restart: bool = False) -> Prepared:
         check(lambda: _check_memory(job, models))
     if problems or not (found and models and prompts and output):
         raise JobError(*dict.fromkeys(problems))
-    plan = Plan(found[0], job.rows_per_chunk, job.limit, encode_schema(found[1]))
+    plan = Plan(found[0], 1, job.limit, encode_schema(found[1]))
+    plan = replace(plan, rows_per_chunk=job.chunk_rows(plan.rows))
     shape = shape_of(job, models.context, plan.rows, None)
     prepared = Prepared(job, output, restart, found[1], found[0], settled, plan, shape, prompts, models)
     return prepared.taken_up(earlier) if earlier else prepared

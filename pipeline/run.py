@@ -17,7 +17,16 @@ from ray.exceptions import RayError
 
 from exspec.actors.engine import EngineConfig, Room
 from exspec.pipeline.errors import BrokenOffError, JobError, StoppedError
-from exspec.pipeline.graph import PairLoader, check_cluster, connect, device, lacking, on_a_device, results
+from exspec.pipeline.graph import (
+    PairLoader,
+    actors_that_fit,
+    check_cluster,
+    connect,
+    device,
+    lacking,
+    on_a_device,
+    results,
+)
 from exspec.pipeline.input.plan import Plan, Shard
 from exspec.pipeline.input.shards import changed
 from exspec.pipeline.job import Job
@@ -31,7 +40,7 @@ from exspec.pipeline.output.report import Report, write_report
 from exspec.pipeline.prepare import Prepared
 from exspec.pipeline.progress import Progress
 from exspec.pipeline.secrets import anonymous
-from exspec.pipeline.shape import Settled, Shape, sample, settle, shape_of, stored_shape
+from exspec.pipeline.shape import Settled, Shape, memory_of, sample, settle, shape_of, stored_shape
 
 SAMPLES = 2  # completions that are shown at the end
 
@@ -87,12 +96,15 @@ class _Run:
             self.writer.adopt(read_staged)
         self.writer.sweep()
         tried = self.writer.state.mendable if retry_errors else None
+        if fresh:
+            self._connect()
+            self.plan = replace(self.plan, rows_per_chunk=self.job.chunk_rows(self.plan.rows))
         tasks, again = self._tasks(fresh, retry_errors)
         first = next(tasks, None)
-        if first is not None:
-            self._connect()
-        else:
+        if first is None:
             self.writer.extend(self.plan)
+        elif not fresh:
+            self._connect()
         if self.writer.lost:
             self.progress.say(f"{self.writer.lost} rows were in files that are gone or damaged; they are decoded again")
         if not fresh and first is not None:
@@ -122,6 +134,14 @@ class _Run:
         # Decided once: a node with a GPU that joins later must not change what actors ask for.
         self.job = self.job.model_copy(update={"device": device(self.job)})
         check_cluster(self.job)
+        if self.job.actors == "auto":
+            self.job = self.job.model_copy(update={"actors": str(self._fitting())})
+
+    def _fitting(self) -> int:
+        """How many actors the cluster carries: one a GPU, or what its cores and its memory are enough for."""
+        config, models = self.prepared.shape.config, self.prepared.models.configs
+        packed = self.job.device != "cuda" and torch.backends.mkldnn.is_available()
+        return actors_that_fit(self.job, memory_of(config, models, self.job, packed).total)
 
     def _begin(self, fresh: bool) -> EngineConfig:
         """Begin the job, or take it up again, in the log; returns the shape that it decodes in."""
@@ -178,7 +198,8 @@ class _Run:
         sink = PartSink(self.folder, str(writer.state.job), writer.prefix, carried, job.answer_columns())
         make = self.load or PairLoader(job, config, job.device)
         ledger = RayLedger()
-        found = results(job, config.slots, self._room(config), tasks, schema, sink, make, ledger)
+        chunk = self.plan.rows_per_chunk
+        found = results(job, config.slots, chunk, self._room(config), tasks, schema, sink, make, ledger)
         watched = self.progress.decoding(
             report, writer.state.rows, job.actor_range[0], ledger.signs, partial(lacking, job)
         )
