@@ -246,20 +246,33 @@ def compact(
 @command(
     "exspec convert out/ out.jsonl",
     "exspec convert s3://bucket/out/ s3://bucket/out.csv.gz --columns id --columns completion",
+    "exspec convert out/ by-label/ --partition-by label",
 )
 def convert(
     output: Annotated[str, typer.Argument(help="Output folder of a finished job, a path or an fsspec URL.")],
-    file: Annotated[str, typer.Argument(help="File to write; its name ends with .jsonl or .csv, and perhaps .gz.")],
+    file: Annotated[
+        str, typer.Argument(help="File to write: NAME.jsonl or NAME.csv, perhaps with .gz; or a new folder.")
+    ],
     columns: Annotated[list[str] | None, typer.Option(help="Columns to write. Default: all.")] = None,
+    partition_by: Annotated[
+        list[str] | None, typer.Option(help="Write Parquet into folders by the values of this column.")
+    ] = None,
     storage_options: Options = None,
 ) -> None:
-    """Write the rows of a finished job into one file of JSON Lines or CSV, in their order.
+    """Write the rows of a finished job into one file of JSON Lines or CSV, in their order, or into folders of Parquet.
+
+    Where the input was a file of the batch API, JSON Lines are its answers, unless columns are named.
 
     Exit codes: 0 written, 2 refused.
     """
     from exspec.jobs import convert as job
 
-    print(f"{job.convert(output, file, _options(storage_options), columns)} rows in {file}")
+    options = _options(storage_options)
+    if partition_by:
+        rows = job.partition(output, file, options, partition_by)
+    else:
+        rows = job.convert(output, file, options, columns)
+    print(f"{rows} rows in {redacted(file)}")
 
 
 @command(

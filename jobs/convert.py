@@ -8,11 +8,15 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
-from exspec.pipeline.errors import JobError
+import pyarrow as pa
+from pyarrow.dataset import write_dataset
+from pyarrow.fs import FSSpecHandler, PyFileSystem
+
+from exspec.pipeline.errors import JobError, meant
 from exspec.pipeline.input.batch import answer, is_batch
 from exspec.pipeline.input.plan import decode_schema
 from exspec.pipeline.output.contents import tables
-from exspec.pipeline.output.owner import Output, read_output, settings
+from exspec.pipeline.output.owner import SUCCESS, Output, read_output, settings
 from exspec.pipeline.storage import Folder
 
 Write = Callable[[TextIO, list[str], Iterator[dict[str, Any]]], int]
@@ -23,6 +27,38 @@ def kind_of(name: str) -> str | None:
     return next((suffix for suffix in WRITERS if name.removesuffix(".gz").endswith(suffix)), None)
 
 
+def partition(output: str, folder: str, options: dict[str, Any], by: list[str]) -> int:
+    """Write the rows of an output as Parquet into folders named after the values of columns; returns how many.
+
+    Raises JobError where rows are missing, a column is, or the folder holds something.
+    """
+    found, target = _complete(output, options), Folder(folder, options)
+    if target.exists(""):
+        raise JobError(f"{folder}: is there already; expected a folder that is to be made")
+    every = tables(found, None)
+    first = next(every)
+    _check(by, first, found)
+    count = 0
+
+    def counted() -> Iterator[pa.RecordBatch]:
+        nonlocal count
+        for table in chain([first], every):
+            count += table.num_rows
+            yield from table.to_batches()
+
+    write_dataset(
+        counted(),
+        target.path,
+        schema=first.schema,
+        format="parquet",
+        filesystem=PyFileSystem(FSSpecHandler(target.fs)),
+        partitioning=by,
+        partitioning_flavor="hive",
+    )
+    target.write(SUCCESS, b"")
+    return count
+
+
 def convert(output: str, file: str, options: dict[str, Any], columns: list[str] | None = None) -> int:
     """Write the rows of an output, in their order, into one file, whole or not at all; returns how many there are.
 
@@ -31,21 +67,32 @@ def convert(output: str, file: str, options: dict[str, Any], columns: list[str] 
     """
     if kind_of(file) is None:
         raise JobError(f"{file}: expected a name that ends with {' or '.join(WRITERS)}, or with .gz after it")
+    found = _complete(output, options)
+    folder, _, name = file.rpartition("/")
+    with Folder(folder or ".", options).writing(name) as place:
+        return _write(place, file, found, columns)
+
+
+def _complete(output: str, options: dict[str, Any]) -> Output:
     found = read_output(Folder(output, options))
     if not found.state.complete:
         missing = sum(chunk.rows for chunk in found.state.missing())
         raise JobError(f"{output}: {missing} of {found.state.plan.rows} rows are missing; run the job again first")
-    folder, _, name = file.rpartition("/")
-    with Folder(folder or ".", options).writing(name) as place:
-        return _write(place, file, found, columns)
+    return found
+
+
+def _check(columns: list[str], table: pa.Table, output: Output) -> None:
+    if missing := [name for name in columns if name not in table.column_names]:
+        raise JobError(
+            *(f"{output.folder.url}: has no column {name!r}{meant(name, table.column_names)}" for name in missing)
+        )
 
 
 def _write(place: Path, file: str, output: Output, columns: list[str] | None) -> int:
     found = tables(output, columns)
     first = next(found)
     names = columns or first.column_names
-    if missing := [name for name in names if name not in first.column_names]:
-        raise JobError(*(f"columns: {name!r} is not in the output {output.folder.url}" for name in missing))
+    _check(names, first, output)
     rows = (row for table in chain([first], found) for row in table.select(names).to_pylist())
     job = settings(output.state.description, output.folder.options)
     if kind_of(file) == ".jsonl" and columns is None and is_batch(job, decode_schema(output.state.plan.schema)):

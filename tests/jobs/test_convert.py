@@ -1,0 +1,93 @@
+"""The rows of an output as one file of another kind, or by the values of a column."""
+
+import csv
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from exspec.jobs import cli
+from exspec.pipeline.errors import JobError
+from exspec.pipeline.output.owner import Output, take
+from exspec.pipeline.prepare import prepare
+from exspec.pipeline.run import execute
+from exspec.pipeline.storage import Folder
+from tests.pipeline import jobs
+
+
+@pytest.fixture(scope="module")
+def output(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory, ray_session: None) -> Path:  # noqa: ARG001
+    place = tmp_path_factory.mktemp("convert")
+    jobs.write_shards(place / "in", rows=30)
+    for path in (place / "in").iterdir():
+        table = pq.read_table(path)
+        kinds = [f"k{key % 3}" for key in table["key"].to_pylist()]
+        pq.write_table(table.append_column("kind", pa.array(kinds)), path)
+    assert execute(prepare(jobs.job(pair, place / "in", place / "out")), load=jobs.ArithmeticLoader()) == 0
+    return place / "out"
+
+
+def rows(output: Path) -> list[dict[str, object]]:
+    return [row for path in sorted(output.glob("part-*")) for row in pq.read_table(path).to_pylist()]
+
+
+def convert(*words: object) -> str:
+    result = CliRunner().invoke(cli.app, ["convert", *map(str, words)], catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.output
+
+
+def test_json_lines_hold_every_row_in_order(output: Path, tmp_path: Path) -> None:
+    assert "30 rows in" in convert(output, tmp_path / "out.jsonl")
+    convert(output, tmp_path / "out.jsonl.gz")
+    lines = (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == rows(output)
+    with gzip.open(tmp_path / "out.jsonl.gz", "rt", encoding="utf-8") as packed:
+        assert packed.read().splitlines() == lines
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "out.jsonl.gz"], "nothing else is left"
+
+
+def test_csv_holds_the_columns_that_are_asked_for(output: Path, tmp_path: Path) -> None:
+    convert(output, tmp_path / "out.csv", "--columns", "id", "--columns", "completion")
+    with (tmp_path / "out.csv").open(newline="", encoding="utf-8") as file:
+        found = list(csv.reader(file))
+    assert found == [["id", "completion"], *([str(row["id"]), str(row["completion"])] for row in rows(output))]
+
+
+def test_folders_by_the_values_of_a_column(output: Path, tmp_path: Path) -> None:
+    convert(output, tmp_path / "by", "--partition-by", "kind")
+    assert {path.name for path in (tmp_path / "by").iterdir()} == {"kind=k0", "kind=k1", "kind=k2", "_SUCCESS"}
+    found = ds.dataset(tmp_path / "by", partitioning="hive", exclude_invalid_files=True).to_table().to_pylist()
+    key = lambda row: (row["shard"], row["row"])  # noqa: E731
+    assert [row | {"kind": row["kind"]} for row in sorted(found, key=key)] == sorted(rows(output), key=key)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["out.txt"], "out.txt: expected a name that ends with .jsonl or .csv, or with .gz after it"),
+        (["out.jsonl", "--columns", "complition"], "has no column 'complition'; did you mean completion?"),
+        (["by", "--partition-by", "kin"], "has no column 'kin'; did you mean kind?"),
+        ([".", "--partition-by", "kind"], ": is there already; expected a folder that is to be made"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(output: Path, tmp_path: Path, words: list[str], message: str) -> None:
+    with pytest.raises(JobError) as refused:
+        CliRunner().invoke(
+            cli.app, ["convert", str(output), str(tmp_path / words[0]), *words[1:]], catch_exceptions=False
+        )
+    assert message in str(refused.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_output_with_rows_missing_is_refused(output: Path, tmp_path: Path) -> None:
+    other = Folder(str(tmp_path / "other"))
+    with take(Output(other), "run") as writer:
+        writer.begin({}, Output(Folder(str(output))).read().state.plan)
+    with pytest.raises(JobError, match="30 of 30 rows are missing; run the job again first"):
+        CliRunner().invoke(cli.app, ["convert", other.url, str(tmp_path / "out.jsonl")], catch_exceptions=False)
