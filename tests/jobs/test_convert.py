@@ -21,8 +21,9 @@ from tests.pipeline import jobs
 
 
 @pytest.fixture(scope="module")
-def output(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory, ray_session: None) -> Path:  # noqa: ARG001
+def output(tmp_path_factory: pytest.TempPathFactory, ray_session: None) -> Path:  # noqa: ARG001
     place = tmp_path_factory.mktemp("convert")
+    pair = jobs.save_pair(place / "pair")
     jobs.write_shards(place / "in", rows=30)
     for path in (place / "in").iterdir():
         table = pq.read_table(path)

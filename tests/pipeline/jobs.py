@@ -157,6 +157,7 @@ class BreaksOff:
 def job(pair: tuple[str, str], source: Any, output: Any, **settings: Any) -> Job:
     return Job(**{
         "target": pair[0], "draft": pair[1], "input": [str(source)], "output": str(output), "rows_per_chunk": 8,
+        "actors": "1",
         "id_column": "key", "max_new_tokens_column": "budget", "batch_size": 4, "window": 4, "draft_tokens": 3,
         "method": "exspec", "bucket": 512,
         **settings,
