@@ -167,10 +167,13 @@ class Totals:
         self._spread(s)
 
     def _spread(self, s: Summary) -> None:
-        """A chunk's tokens, over the time that it took."""
-        first, last = (int(t / self.width) for t in (s.started, s.ended))
-        for i in range(first, last + 1):
-            self.bins[i] += s.completion_tokens / (last - first + 1)  # type: ignore[assignment]
+        """A chunk's tokens, over the time in which they came."""
+        pieces = s.produced or [s.completion_tokens]
+        each = (s.ended - s.started) / len(pieces)
+        for n, tokens in enumerate(pieces):
+            first, last = (int((s.started + (n + k) * each) / self.width) for k in (0, 1))
+            for i in range(first, last + 1):
+                self.bins[i] += tokens / (last - first + 1)  # type: ignore[assignment]
         while len(self.bins) > MOST_BINS:
             wider: Counter[int] = Counter()
             for i, tokens in self.bins.items():

@@ -48,6 +48,7 @@ class Summary:
     ended: float
     attempt: int
     reasons: list[dict[str, Any]] = field(default_factory=list)
+    produced: list[float] = field(default_factory=list)  # tokens, in equal pieces of the time from start to end
 
     def shares_rows(self, other: "Summary") -> bool:
         """Whether a row is in both chunks."""
