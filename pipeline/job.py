@@ -464,7 +464,7 @@ def _value(keys: dict[str, Any], key: str) -> Any:
     """The key's value: a setting's default where it is missing; None where a setting that is not known is off."""
     if _is_measured(key):
         return keys.get(key)
-    known = _defaults()
+    known = defaults()
     return keys.get(key, known[key]) if key in known else keys.get(key) or None
 
 
@@ -477,7 +477,8 @@ def _is_measured(key: str) -> bool:
     return key == "device" or key.endswith(" (content)")
 
 
-def _defaults() -> dict[str, Any]:
+def defaults() -> dict[str, Any]:
+    """The default of every setting that has one, of all kinds of jobs."""
     fields = {name: field for kind in _kinds(Job) for name, field in kind.model_fields.items()}
     return {name: getattr(f.default, "value", f.default) for name, f in fields.items() if not f.is_required()}
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
-from itertools import chain, islice
+from itertools import chain
 from textwrap import shorten
 from typing import Any
 
@@ -33,7 +33,7 @@ from exspec.pipeline.job import Job
 from exspec.pipeline.ledger import RayLedger
 from exspec.pipeline.output.collect import Collector, StopError, collect
 from exspec.pipeline.output.columns import carried_schema
-from exspec.pipeline.output.contents import tables
+from exspec.pipeline.output.contents import samples, tables
 from exspec.pipeline.output.owner import DESCRIPTION, SUCCESS, Output, Writer, take
 from exspec.pipeline.output.parts import PartSink, Task, read_staged
 from exspec.pipeline.output.report import Report, write_report
@@ -234,7 +234,7 @@ class _Run:
         self._show_samples()
         whole = state.complete and not report.set_aside and not _too_many(figures, self.job)
         try:
-            write_report(report, figures, self.folder)
+            write_report(report, figures, self.writer)
             if whole and state.done is None:
                 self.writer.finish()
         except OSError as error:  # what was generated is safe in its files
@@ -252,8 +252,7 @@ class _Run:
     def _show_samples(self) -> None:
         """The first completions, a line each."""
         width = shutil.get_terminal_size().columns
-        wanted = (row for table in tables(self.writer, ["id", "completion"]) for row in table.to_pylist())
-        for row in islice((row for row in wanted if row["completion"]), SAMPLES):
+        for row in samples(self.writer, SAMPLES):
             print(shorten(f"{row['id']}: {' '.join(row['completion'].split())}", width, placeholder="..."))
 
     def _read(self) -> list[Shard]:

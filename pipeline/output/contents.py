@@ -3,6 +3,7 @@
 import io
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import Any
 
 import pyarrow as pa
@@ -30,6 +31,12 @@ def tables(output: Output, columns: list[str] | None) -> Iterator[pa.Table]:
             else:
                 for found in pool.map(lambda name: list(read(name)), batch):
                     yield from found
+
+
+def samples(output: Output, count: int) -> list[dict[str, Any]]:
+    """The first rows that have a completion: its id, and the completion."""
+    found = (row for table in tables(output, ["id", "completion"]) for row in table.to_pylist())
+    return list(islice((row for row in found if row["completion"]), count))
 
 
 def batches(names: Iterable[str], sizes: dict[str, int]) -> Iterator[list[str]]:

@@ -1,27 +1,25 @@
-"""The report of a job: figures derived from the parts' summaries, as JSON and as a page that needs no network."""
+"""The report of a job: figures derived from the parts' summaries, as JSON and as a page."""
 
 import bisect
 import heapq
-import io
 import json
-from collections import Counter, defaultdict
+from collections import Counter
 from functools import partial
 from itertools import islice, zip_longest
 from typing import Any
 
-import jinja2
-
 from exspec.actors.engine import EngineStatistics
 from exspec.actors.ledger import Signs
-from exspec.pipeline.output.contents import tables
+from exspec.pipeline.output.contents import samples, tables
 from exspec.pipeline.output.owner import AUDIT, REPORT, REPORT_PAGE, Output, settings
+from exspec.pipeline.output.page import render
 from exspec.pipeline.output.reasons import Reasons
 from exspec.pipeline.output.state import State, Summary
-from exspec.pipeline.secrets import redacted
-from exspec.pipeline.storage import Folder
+from exspec.pipeline.secrets import anonymous, redacted
 
 SUMMED = ("rows", "errors", "prompt_tokens", "completion_tokens", "rounds", "forced")
 SHOWN_MISSING = 1000  # chunks that a report names
+SAMPLES = 3  # completions on the page
 REASONS = 5  # of row errors that are printed
 MOST_BINS = 400  # of the plot of tokens by time
 
@@ -89,6 +87,7 @@ class Report:
             "prompt_tokens": sums["prompt_tokens"],
             "completion_tokens": tokens,
             "seconds": round(spans, 3),
+            "began": min((start for start, _ in totals.spans), default=None),
             "tokens_per_second": round(tokens / spans, 1) if spans else None,
             "acceptance_rate": round(sum(accepted) / sum(drafted), 4) if sum(drafted) else None,
             "mean_accepted_length": round(tokens / sums["rounds"], 3) if sums["rounds"] else None,
@@ -229,138 +228,15 @@ def rewrite(output: Output) -> tuple[Report, dict[str, Any]]:
     """Write the report of a job anew from its files; returns it with its figures."""
     report = rebuild(output)
     figures = report.figures()
-    write_report(report, figures, output.folder)
+    write_report(report, figures, output)
     return report, figures
 
 
-def write_report(report: Report, figures: dict[str, Any], folder: Folder) -> None:
+def write_report(report: Report, figures: dict[str, Any], output: Output) -> None:
     """Write both forms of the report, with the audit that lies in the folder."""
+    folder = output.folder
     if folder.exists(AUDIT):
         report.audit = json.loads(folder.read(AUDIT))
     folder.write(REPORT, json.dumps(figures | {"job": report.description, "audit": report.audit}, indent=1).encode())
-    folder.write(REPORT_PAGE, render(report, figures).encode())
-
-
-PAGE = """\
-<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>exspec job</title>
-<style>body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}
-table{border-collapse:collapse}td,th{padding:.15rem .8rem .15rem 0;text-align:left;vertical-align:top}
-figure{margin:1.5rem 0}svg{max-width:100%;height:auto}.bad{color:#b00}</style>
-<h1>exspec job</h1>
-{% if figures.missing %}<p class="bad">{{ figures.missing|length }} chunks are missing.</p>{% endif %}
-<table>{% for name, value in numbers %}<tr><th>{{ name }}</th><td>{{ value }}</td></tr>{% endfor %}</table>
-{% if figures.set_aside or figures.missing %}<h2>Set aside</h2>
-<ul>{% for text in figures.set_aside or figures.missing %}<li>{{ text }}</li>{% endfor %}</ul>{% endif %}
-{% for title, svg in plots %}<figure><figcaption>{{ title }}</figcaption>{{ svg|safe }}</figure>{% endfor %}
-{% for field, a in figures.answers.items() %}<h2>Labels: {{ field }}</h2>
-<table><tr>{% for label, rows in a.rows_by_label.items() %}<th>{{ label }}</th>{% endfor %}</tr>
-<tr>{% for label, rows in a.rows_by_label.items() %}<td>{{ rows }}</td>{% endfor %}</tr></table>
-{% if a.accuracy is defined %}<p>Accuracy {{ a.accuracy }} over {{ a.rows_with_gold }} rows whose label is known.</p>
-<table><tr><th>label</th><th>precision</th><th>recall</th><th>rows</th></tr>
-{% for c in a.classes %}<tr><td>{{ c.label }}</td><td>{{ c.precision if c.precision is not none else "-" }}</td>
-<td>{{ c.recall if c.recall is not none else "-" }}</td><td>{{ c.rows }}</td></tr>{% endfor %}</table>{% endif %}
-{% for name, svg in matrices if name == field %}<figure>{{ svg|safe }}</figure>{% endfor %}{% endfor %}
-{% if audit %}<h2>Audit</h2>
-<p>{{ audit.sample }} rows decoded again.</p>
-<table><tr><th>against</th><th>rows</th><th>equal</th></tr>
-{% for c in audit.comparisons %}<tr><td>{{ c.against }}</td><td>{{ c.rows }}</td>
-<td{% if c.equal < c.rows %} class="bad"{% endif %}>{{ c.equal }}</td></tr>{% endfor %}</table>
-{% for c in audit.comparisons %}{% for d in c.differences[:5] %}
-<p class="bad">{{ d.shard }}, row {{ d.row }} (id {{ d.id }}) differs from {{ c.against }} at token {{ d.token }}.</p>
-<table><tr><th>stored</th><td>{{ d.stored }}</td></tr><tr><th>expected</th><td>{{ d.expected }}</td></tr></table>
-{% endfor %}{% endfor %}{% endif %}
-<h2>Slowest chunks</h2>
-<table><tr><th>chunk</th><th>seconds</th><th>tokens</th></tr>
-{% for c in figures.slowest_chunks %}<tr><td>{{ c.chunk }}</td><td>{{ c.seconds }}</td><td>{{ c.tokens }}</td></tr>
-{% endfor %}</table>
-<h2>Settings and versions</h2>
-<table>{% for name, value in settings %}<tr><th>{{ name }}</th><td>{{ value }}</td></tr>{% endfor %}</table>
-</html>
-"""
-
-
-def render(report: Report, figures: dict[str, Any]) -> str:
-    """The page: numbers first, then plots as inline SVG."""
-    shown = ("rows", "planned_rows", "errors", "completion_tokens", "prompt_tokens", "tokens_per_second",
-             "acceptance_rate", "mean_accepted_length", "forced_share", "occupancy", "seconds",
-             "repeated_chunks")  # fmt: skip
-    written = report.description
-    named = written["job"] | written["shape"] | written["versions"] | {"device": written["device"]}
-    return jinja2.Environment(autoescape=True).from_string(PAGE).render(
-        figures=figures,
-        numbers=[(name.replace("_", " "), figures[name]) for name in shown if figures[name] is not None],
-        plots=_plots(report.totals, figures) if figures["rows"] else [],
-        settings=sorted(named.items()),
-        matrices=[(field, _confusion(field, a)) for field, a in report.answers.items() if "matrix" in a],
-        audit=report.audit,
-    )  # fmt: skip
-
-
-def _plots(totals: Totals, figures: dict[str, Any]) -> list[tuple[str, str]]:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    def draw(title: str, x_label: str, y_label: str, paint: Any) -> tuple[str, str]:
-        figure, axes = pyplot.subplots(figsize=(8, 2.6))
-        paint(axes)
-        axes.set_xlabel(x_label)
-        axes.set_ylabel(y_label)
-        axes.spines[["top", "right"]].set_visible(False)
-        return title, _svg(figure)
-
-    start, end = min(totals.bins, default=0), max(totals.bins, default=0)
-    seconds = [(i - start) * totals.width for i in range(start, end + 1)]
-    speeds = [totals.bins[i] / totals.width for i in range(start, end + 1)]
-    values, counts = list(totals.lengths), list(totals.lengths.values())
-    rows: dict[str, int] = defaultdict(int, figures["rows_by_actor"])
-    plots = [
-        draw("Throughput", "seconds", "tokens/s", lambda a: a.step(seconds, speeds, where="post")),
-        draw("Completion lengths", "tokens", "rows", lambda a: a.hist(values, bins=40, weights=counts)),
-        draw("Rows by actor", "rows", "", lambda a: a.barh(list(rows), list(rows.values()))),
-    ]
-    if figures["acceptance_by_position"]:
-        rates = [rate or 0 for rate in figures["acceptance_by_position"]]
-        places = list(range(1, len(rates) + 1))
-        title, label = "Acceptance by place in the draft", "accepted / drafted"
-        plots.insert(1, draw(title, "place", label, lambda a: a.bar(places, rates)))
-    return plots
-
-
-SHOWN = 30  # classes of a confusion matrix
-
-
-def _confusion(field: str, answer: dict[str, Any]) -> str:
-    """The confusion matrix, each row of it as shares of its class; of many classes the first."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    labels = [c["label"] for c in answer["classes"]][:SHOWN]
-    matrix = [row[:SHOWN] for row in answer["matrix"][:SHOWN]]
-    shares = [[n / (sum(row) or 1) for n in row] for row in matrix]
-    size = 2.5 + 0.45 * len(labels)
-    figure, axes = pyplot.subplots(figsize=(size + 0.6, size))
-    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    for y, row in enumerate(matrix):
-        for x, count in enumerate(row):
-            if count:
-                axes.text(x, y, str(count), ha="center", va="center", color="white" if shares[y][x] > 0.5 else "black")
-    axes.set_xticks(range(len(labels)), labels, rotation=45, ha="right", parse_math=False)
-    axes.set_yticks(range(len(labels)), labels, parse_math=False)
-    axes.set_xlabel(f"{field}, as labeled", parse_math=False)
-    axes.set_ylabel(f"{field}, as known", parse_math=False)
-    return _svg(figure)
-
-
-def _svg(figure: Any) -> str:
-    from matplotlib import pyplot
-
-    figure.tight_layout()
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg")
-    pyplot.close(figure)
-    return buffer.getvalue()[buffer.getvalue().index("<svg") :]
+    page = render(report, figures, anonymous(folder.url), samples(output, SAMPLES))
+    folder.write(REPORT_PAGE, page.encode())

@@ -18,7 +18,7 @@ from exspec.jobs.demo.messages import CATEGORIES
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job import load_job
 from exspec.pipeline.labels import NONE, LabelJob, _evaluation
-from exspec.pipeline.output.report import _confusion
+from exspec.pipeline.output.page import _confusion
 
 FIELDS = ["--fields", f"category={','.join(CATEGORIES)}", "--fields", "urgency=high,low,normal", "--no-json-spaces"]
 GOLD = ["--gold-column", "category=category", "--gold-column", "urgency=urgency"]

@@ -1,0 +1,269 @@
+"""The report as a page that needs no network: what was done, how well and how fast, and what is wrong."""
+
+import io
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+
+from exspec.pipeline.output.reasons import Reasons
+
+if TYPE_CHECKING:
+    from exspec.pipeline.output.report import Report, Totals
+
+INK = "#010203"  # of a plot's lines and letters, for which the page has its own colour
+BARS = "#4c78a8"
+SHOWN = 30  # classes of a confusion matrix
+LONG = 300  # characters of a completion that are shown
+
+PAGE = """\
+<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>{{ title }}</title>
+<style>
+:root{color-scheme:light dark;--ink:#1c1c1e;--soft:#6b6b70;--line:#d8d8dc;--paper:#fff;--bad:#b00020;--good:#17692f}
+@media(prefers-color-scheme:dark){:root{--ink:#ececee;--soft:#a0a0a6;--line:#3a3a3e;--paper:#161618;--bad:#ff7b80;
+--good:#7fd495}}
+body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:var(--ink);
+background:var(--paper)}
+h1{font-size:1.5rem;margin-bottom:.2rem}h2{font-size:1.1rem;margin-top:2.2rem;border-bottom:1px solid var(--line)}
+.soft{color:var(--soft)}.bad{color:var(--bad)}.good{color:var(--good)}
+.tiles{display:flex;flex-wrap:wrap;gap:1.6rem;margin:1.4rem 0}.tiles b{display:block;font-size:1.5rem;font-weight:600}
+table{border-collapse:collapse}td,th{padding:.15rem .9rem .15rem 0;text-align:left;vertical-align:top}
+td.number,th.number{text-align:right}th{font-weight:500;color:var(--soft)}
+figure{margin:1.5rem 0}figcaption{color:var(--soft)}svg{max-width:100%;height:auto;color:var(--ink)}
+blockquote{margin:.6rem 0;padding:.1rem 0 .1rem .9rem;border-left:3px solid var(--line);white-space:pre-wrap;
+overflow-wrap:anywhere}details{margin-top:1rem}summary{cursor:pointer;color:var(--soft)}
+</style>
+<h1>{{ title }}</h1>
+<p class="soft">{{ subtitle }}</p>
+<p>{{ verdict|safe }}</p>
+<div class="tiles">{% for value, name in tiles %}<div><b>{{ value }}</b><span class="soft">{{ name }}</span></div>
+{% endfor %}</div>
+{% macro answers() %}{% for field, a in figures.answers.items() %}<h2>Labels: {{ field }}</h2>
+<table><tr><th>label</th><th class="number">rows</th></tr>
+{% for label, rows in a.rows_by_label.items() %}<tr><td>{{ label }}</td><td class="number">{{ rows }}</td></tr>
+{% endfor %}</table>
+{% if a.accuracy is defined %}<p>Accuracy {{ a.accuracy }} over {{ a.rows_with_gold }} rows whose label is known.</p>
+<table><tr><th>label</th><th>precision</th><th>recall</th><th>rows</th></tr>
+{% for c in a.classes %}<tr><td>{{ c.label }}</td><td>{{ c.precision if c.precision is not none else "-" }}</td>
+<td>{{ c.recall if c.recall is not none else "-" }}</td><td>{{ c.rows }}</td></tr>{% endfor %}</table>{% endif %}
+{% for name, svg in matrices if name == field %}<figure>{{ svg|safe }}</figure>{% endfor %}{% endfor %}{% endmacro %}
+{{ answers() }}
+{% if samples %}<h2>Some completions</h2>
+{% for sample in samples %}<p class="soft">{{ sample.id }}</p><blockquote>{{ sample.text }}</blockquote>{% endfor %}
+{% endif %}
+{% if reasons %}<h2>Rows with an error</h2>
+<table><tr><th class="number">rows</th><th>why</th><th>such as</th></tr>
+{% for r in reasons %}<tr><td class="number">{{ r.rows }}</td><td>{{ r.text }}</td><td>{{ r.named }}</td></tr>
+{% endfor %}</table>{% endif %}
+{% if figures.set_aside or figures.missing %}<h2>Set aside</h2>
+<ul>{% for text in figures.set_aside or figures.missing %}<li>{{ text }}</li>{% endfor %}</ul>{% endif %}
+{% if audit %}<h2>Audit</h2>
+<p>{{ audit.sample }} rows decoded again.</p>
+<table><tr><th>against</th><th class="number">rows</th><th class="number">equal</th></tr>
+{% for c in audit.comparisons %}<tr><td>{{ c.against }}</td><td class="number">{{ c.rows }}</td>
+<td class="number{% if c.equal < c.rows %} bad{% endif %}">{{ c.equal }}</td></tr>{% endfor %}</table>
+{% for c in audit.comparisons %}{% for d in c.differences[:5] %}
+<p class="bad">{{ d.shard }}, row {{ d.row }} (id {{ d.id }}) differs from {{ c.against }} at token {{ d.token }}.</p>
+<table><tr><th>stored</th><td>{{ d.stored }}</td></tr><tr><th>expected</th><td>{{ d.expected }}</td></tr></table>
+{% endfor %}{% endfor %}{% endif %}
+{% if plots %}<h2>How it went</h2>
+{% for title, svg in plots %}<figure><figcaption>{{ title }}</figcaption>{{ svg|safe }}</figure>{% endfor %}{% endif %}
+<h2>Figures</h2>
+<table>{% for name, value in numbers %}<tr><th>{{ name }}</th><td>{{ value }}</td></tr>{% endfor %}</table>
+{% if figures.slowest_chunks %}<details><summary>Slowest chunks</summary>
+<table><tr><th>chunk</th><th class="number">seconds</th><th class="number">tokens</th></tr>
+{% for c in figures.slowest_chunks %}<tr><td>{{ c.chunk }}</td><td class="number">{{ c.seconds }}</td>
+<td class="number">{{ c.tokens }}</td></tr>{% endfor %}</table></details>{% endif %}
+<h2>Settings</h2>
+<table>{% for name, value in changed %}<tr><th>{{ name }}</th><td>{{ value }}</td></tr>{% endfor %}</table>
+<details><summary>Defaults, shape and versions</summary>
+<table>{% for name, value in others %}<tr><th>{{ name }}</th><td>{{ value }}</td></tr>{% endfor %}</table></details>
+</html>
+"""
+
+
+def render(report: "Report", figures: dict[str, Any], url: str, samples: list[dict[str, Any]]) -> str:
+    """The page. url: of the output, without secrets. samples: a few rows, with `id` and `completion`."""
+    written = report.description
+    reasons = Reasons()
+    reasons.merge(figures["errors_by_reason"])
+    changed, others = _settings(written)
+    return jinja2.Environment(autoescape=True).from_string(PAGE).render(
+        title=f"{'Labels' if written['kind'] == 'label' else 'Completions'} in {url.rstrip('/').rpartition('/')[2]}",
+        subtitle=_subtitle(written, figures, url),
+        verdict=_verdict(figures),
+        tiles=_tiles(written, figures),
+        figures=figures,
+        samples=[{"id": row["id"], "text": _cut(row["completion"])} for row in samples],
+        reasons=reasons.most_first,
+        matrices=[(field, _confusion(field, a)) for field, a in report.answers.items() if "matrix" in a],
+        audit=report.audit,
+        plots=_plots(report.totals, figures) if figures["rows"] else [],
+        numbers=_numbers(figures),
+        changed=changed,
+        others=others,
+    )  # fmt: skip
+
+
+def _subtitle(written: dict[str, Any], figures: dict[str, Any], url: str) -> str:
+    job, shape = written["job"], written["shape"]
+    models = job["target"] if shape["method"] == "plain" else f"{job['target']} with {job['draft']}"
+    date = f", {time.strftime('%Y-%m-%d %H:%M', time.localtime(figures['began']))}" if figures["began"] else ""
+    return f"{url}{date}; {models}; {shape['method']} on {written['device']}"
+
+
+def _verdict(figures: dict[str, Any]) -> str:
+    """One line: whether it is done."""
+    rows, planned, errors = figures["rows"], figures["planned_rows"], figures["errors"]
+    if rows < planned:
+        return f'<span class="bad">{planned - rows:,} of {planned:,} rows are missing.</span>'
+    if errors:
+        return f'All {planned:,} rows are there, <span class="bad">{errors:,} of them with an error.</span>'
+    return f'<span class="good">All {planned:,} rows are there, none with an error.</span>'
+
+
+def _tiles(written: dict[str, Any], figures: dict[str, Any]) -> list[tuple[str, str]]:
+    """What one looks for first."""
+    tiles = [(f"{figures['rows']:,}", "rows"), (duration(figures["seconds"]), "at work")]
+    tiles.append((f"{figures['completion_tokens']:,}", "tokens"))
+    if figures["tokens_per_second"]:
+        tiles.append((f"{figures['tokens_per_second']:,.0f}", "tokens/s"))
+    if gain := gain_of(written):
+        tiles.append((f"{gain:.2f} x", "plain decoding, as measured"))
+    if figures["acceptance_rate"] is not None:
+        tiles.append((f"{figures['acceptance_rate']:.0%}", "of the drafts accepted"))
+    return tiles
+
+
+def gain_of(written: dict[str, Any]) -> float | None:
+    """Tokens/s of the shape that was chosen over those of plain decoding, as the job's calibration ran both."""
+    measured = [c for c in written["calibration"] if c["measured"]]
+    chosen = next((c["measured"] for c in measured if c["chosen"]), None)
+    plain = max((c["measured"] for c in measured if c["method"] == "plain"), default=None)
+    return chosen / plain if chosen and plain else None
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words of two units at most."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes, hours = seconds / 60, seconds / 3600
+    return f"{minutes:.0f} min" if minutes < 120 else f"{hours:.1f} h"
+
+
+def _numbers(figures: dict[str, Any]) -> list[tuple[str, Any]]:
+    shown = ("planned_rows", "rows", "errors", "prompt_tokens", "completion_tokens", "seconds", "tokens_per_second",
+             "acceptance_rate", "mean_accepted_length", "forced_share", "occupancy", "repeated_chunks")  # fmt: skip
+    return [(name.replace("_", " "), figures[name]) for name in shown if figures[name] is not None]
+
+
+def _settings(written: dict[str, Any]) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
+    """The settings that somebody gave, and everything else that decided how the job went."""
+    from exspec.pipeline.job import defaults
+
+    usual = defaults()
+    given = {n: v for n, v in written["job"].items() if n not in usual or usual[n] != v}
+    rest = {n: v for n, v in written["job"].items() if n not in given}
+    rest |= written["shape"] | written["versions"] | {"device": written["device"]}
+    return _told(given), _told(rest)
+
+
+def _told(values: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [(n, "-" if v is None or v == [] else v) for n, v in sorted(values.items())]
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONG else f"{text[:LONG]}..."
+
+
+def _plots(totals: "Totals", figures: dict[str, Any]) -> list[tuple[str, str]]:
+    start, end = min(totals.bins, default=0), max(totals.bins, default=0)
+    seconds = [(i - start) * totals.width for i in range(start, end + 2)]
+    speeds = [totals.bins[i] / totals.width for i in range(start, end + 1)]
+    values, counts = list(totals.lengths), list(totals.lengths.values())
+    longest = max(values, default=1)
+    edges = range(0, longest + 2) if longest < 40 else 40
+    rows: dict[str, int] = defaultdict(int, figures["rows_by_actor"])
+    names = [f"actor {i}" for i in range(1, len(rows) + 1)]
+    plots = [
+        _plot("Tokens by the time they came", "seconds", "tokens/s", lambda a: a.stairs(speeds, seconds, fill=True)),
+        _plot("Lengths of completions", "tokens", "rows", lambda a: a.hist(values, bins=edges, weights=counts)),
+        _plot("Rows by actor", "rows", "", lambda a: a.barh(names, list(rows.values()))),
+    ]
+    if figures["acceptance_by_position"]:
+        rates = [rate or 0 for rate in figures["acceptance_by_position"]]
+
+        def paint(axes: Any) -> None:
+            axes.bar(range(1, len(rates) + 1), rates)
+            axes.set_ylim(0, 1)
+
+        plots.insert(1, _plot("Drafts accepted, by their place", "place in the draft", "accepted / drafted", paint))
+    return plots
+
+
+def _plot(title: str, x_label: str, y_label: str, paint: Callable[[Any], Any]) -> tuple[str, str]:
+    with _drawing() as pyplot:
+        from matplotlib.ticker import MaxNLocator
+
+        figure, axes = pyplot.subplots(figsize=(8, 2.6))
+        paint(axes)
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        return title, _svg(figure)
+
+
+def _drawing() -> Any:
+    """matplotlib without a screen, in the page's colours, as a context manager."""
+    import contextlib
+
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import cycler, pyplot
+
+    names = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    colours: dict[str, Any] = dict.fromkeys(names, INK) | {"axes.prop_cycle": cycler(color=[BARS])}
+
+    @contextlib.contextmanager
+    def drawn() -> Any:
+        with pyplot.rc_context({**colours, "font.size": 9}):
+            yield pyplot
+
+    return drawn()
+
+
+def _confusion(field: str, answer: dict[str, Any]) -> str:
+    """The confusion matrix, each row of it as shares of its class; of many classes the first."""
+    labels = [c["label"] for c in answer["classes"]][:SHOWN]
+    matrix = [row[:SHOWN] for row in answer["matrix"][:SHOWN]]
+    shares = [[n / (sum(row) or 1) for n in row] for row in matrix]
+    size = 2.5 + 0.45 * len(labels)
+    with _drawing() as pyplot:
+        figure, axes = pyplot.subplots(figsize=(size + 0.6, size))
+        axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+        for y, row in enumerate(matrix):
+            for x, count in enumerate(row):
+                if count:
+                    colour = "white" if shares[y][x] > 0.5 else "black"
+                    axes.text(x, y, str(count), ha="center", va="center", color=colour)
+        axes.set_xticks(range(len(labels)), labels, rotation=45, ha="right", parse_math=False)
+        axes.set_yticks(range(len(labels)), labels, parse_math=False)
+        axes.set_xlabel(f"{field}, as labeled", parse_math=False)
+        axes.set_ylabel(f"{field}, as known", parse_math=False)
+        return _svg(figure)
+
+
+def _svg(figure: Any) -> str:
+    from matplotlib import pyplot
+
+    figure.tight_layout()
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", transparent=True)
+    pyplot.close(figure)
+    return buffer.getvalue()[buffer.getvalue().index("<svg") :].replace(INK, "currentColor")
