@@ -3,7 +3,8 @@
 import io
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -218,24 +219,19 @@ def _plot(title: str, x_label: str, y_label: str, paint: Callable[[Any], Any]) -
         return title, _svg(figure)
 
 
-def _drawing() -> Any:
-    """matplotlib without a screen, in the page's colours, as a context manager."""
-    import contextlib
-
+@contextmanager
+def _drawing() -> Iterator[Any]:
+    """matplotlib without a screen, in the page's colours."""
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import cycler, pyplot
+    from cycler import cycler
+    from matplotlib import pyplot
 
     names = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-    colours: dict[str, Any] = dict.fromkeys(names, INK) | {"axes.prop_cycle": cycler(color=[BARS])}
-
-    @contextlib.contextmanager
-    def drawn() -> Any:
-        with pyplot.rc_context({**colours, "font.size": 9}):
-            yield pyplot
-
-    return drawn()
+    style: Any = dict.fromkeys(names, INK) | {"axes.prop_cycle": cycler(color=[BARS]), "font.size": 9}
+    with pyplot.rc_context(style):
+        yield pyplot
 
 
 def _confusion(field: str, answer: dict[str, Any]) -> str:
