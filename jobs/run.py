@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from exspec.actors.engine import Room
 from exspec.jobs.demo import DRAFT, TARGET
 from exspec.jobs.tables import candidates_table
 from exspec.pipeline.errors import JobError
@@ -71,7 +70,7 @@ def tune(file: Path | None, flags: dict[str, Any]) -> None:
 
 def _show_prompts(prepared: Prepared, job: Job, console: Console) -> None:
     """The first prompts as they are rendered, and what is wrong with rows of the first chunks."""
-    prompts = prepared.prompts.within(Room(prepared.models.context, prepared.shape.config.capacity))
+    prompts = prepared.prompts.within(prepared.room(prepared.shape.config))
     refused, looked, ids = [], 0, []
     for chunk in islice(prepared.plan.chunks(), 8):
         looked += chunk.rows

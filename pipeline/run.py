@@ -1,6 +1,5 @@
 """A job from its settings to `_SUCCESS`: prepare, run what is missing, check, report."""
 
-import json
 import platform
 import time
 from collections import Counter
@@ -22,7 +21,7 @@ from exspec.actors.engine import EngineConfig, Room
 from exspec.actors.engine.cached_model import context_length
 from exspec.actors.engine.memory import fit
 from exspec.actors.models import ModelError, check_config, check_vocabularies, load_part
-from exspec.pipeline.errors import BrokenOffError, JobError
+from exspec.pipeline.errors import BrokenOffError, JobError, told
 from exspec.pipeline.graph import PairLoader, check_cluster, connect, device, on_a_device, results
 from exspec.pipeline.input.plan import Chunk, Plan, Shard, encode_schema
 from exspec.pipeline.input.prompts import Prompts, prompt_column
@@ -30,7 +29,7 @@ from exspec.pipeline.input.shards import Since, changed, find_shards
 from exspec.pipeline.job import Job, differences, fingerprint
 from exspec.pipeline.output.collect import Collector, StopError, collect
 from exspec.pipeline.output.contents import tables
-from exspec.pipeline.output.owner import DESCRIPTION, SUCCESS, Output, Writer, take
+from exspec.pipeline.output.owner import SUCCESS, Output, Writer, take
 from exspec.pipeline.output.parts import PartSink, Task, carried_columns, read_staged
 from exspec.pipeline.output.report import Report, write_report
 from exspec.pipeline.output.state import State
@@ -69,6 +68,10 @@ class Prepared:
         """The chunks that are to run, as far as is known before the output is taken."""
         state = self.output.state
         return self.plan.chunks() if self.restart or state.job is None else self.plan.chunks(state.held())
+
+    def room(self, config: EngineConfig) -> Room:
+        """Tokens that a row may have in such a shape."""
+        return Room(self.models.context, config.capacity)
 
 
 def prepare(job: Job, restart: bool = False) -> Prepared:
@@ -125,14 +128,10 @@ def _planned(state: State, plan: Plan, settled: set[str]) -> Plan:
 
 def _open(folder: Folder) -> Output:
     """The output, which must be one that can be written, and where two runs can be kept apart."""
-    try:
+    with told(f"output {folder.url}: cannot be written"):
         output = Output(folder).read()
         output.check_foreign()
         _probe(folder)
-    except JobError:
-        raise
-    except Exception as error:  # an unreachable or refusing store has many names
-        raise JobError(f"output {folder.url}: cannot be written: {type(error).__name__}: {error}") from error
     return output
 
 
@@ -280,7 +279,7 @@ class _Run:
         if self.writer.lost:
             print(f"{self.writer.lost} rows were in files that are gone or damaged; they are decoded again")
         config = None if first is None else self._begin(fresh)
-        self.folder.write(DESCRIPTION, json.dumps(self.writer.state.description, indent=1).encode())
+        self.writer.publish()
         report = Report(self.writer.state.description, self.plan.rows)
         stopped = None
         if first is not None and config is not None:
@@ -336,17 +335,14 @@ class _Run:
         job = self.job
         if not shape.free and job.memory_gib is None and job.device == "cpu":
             return Settled(shape.config, [])
-        prompts = self.prepared.prompts.within(self._room(shape.config))
+        prompts = self.prepared.prompts.within(self.prepared.room(shape.config))
         requests = sample(job, self.plan, prompts) if shape.free else []
         try:
             settled: Settled = on_a_device(job, settle, job, shape, requests, job.device)
         except ValueError as error:
             raise JobError(str(error)) from error
         except (RayError, torch.OutOfMemoryError) as error:
-            reason = str(error).strip().splitlines()[-1]
-            raise JobError(
-                f"the shape could not be measured: {type(error).__name__}: {reason}; set memory_gib"
-            ) from error
+            raise JobError(f"the shape could not be measured: {_last_line(error)}; set memory_gib") from error
         print(f"shape: {settled}")
         return settled
 
@@ -356,24 +352,16 @@ class _Run:
         carried = pa.schema([schema.field(name) for name in carried_columns(job, schema)])
         sink = PartSink(self.folder, str(writer.state.job), writer.prefix, carried, job.answer_columns(), job.id_column)
         make = self.load or PairLoader(job, config, job.device)
-        collector = Collector(writer, again)
+        found = results(job, config.slots, self.prepared.room(config), tasks, schema, sink, make)
         with Progress(self.plan.rows, writer.state.rows, self.quiet) as progress:
             try:
-                for _ in collect(
-                    job, results(job, config.slots, self._room(config), tasks, schema, sink, make), report, collector
-                ):
+                for _ in collect(job, found, report, Collector(writer, again)):
                     progress.show(report)
             except RayError as error:
-                reason = str(error).strip().splitlines()[-1]
-                broken = f"the job broke off, run it again to resume: {type(error).__name__}: {reason}"
-                raise BrokenOffError(broken) from error
+                raise BrokenOffError(f"the job broke off, run it again to resume: {_last_line(error)}") from error
             except StopError as error:
                 return str(error)
         return None
-
-    def _room(self, config: EngineConfig) -> Room:
-        context = self.prepared.models.context
-        return Room(context, min(config.capacity, context))
 
     def _finish(self, report: Report, stopped: str | None) -> int:
         """Check that every planned row is in a file, write the report, and `_SUCCESS` where all is well."""
@@ -398,6 +386,11 @@ class _Run:
     def _read(self) -> list[Shard]:
         """The shards that this run may have read: all but those that were done before and need not be there."""
         return [shard for shard in self.plan.shards if shard.name not in self.prepared.settled]
+
+
+def _last_line(error: Exception) -> str:
+    """What an error of a worker says, below the traceback that Ray puts into its text."""
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
 
 
 def _too_many(figures: dict[str, Any], job: Job) -> bool:

@@ -9,9 +9,9 @@ from typing import Any
 import fsspec
 import pyarrow as pa
 
-from exspec.pipeline.errors import JobError
+from exspec.pipeline.errors import JobError, first_line, told
 from exspec.pipeline.input.plan import Plan, Shard, decode_row, decode_schema
-from exspec.pipeline.input.reading import FORMAT, Bytes, Unreadable, first_line, read_chunk, read_footer, read_ranges
+from exspec.pipeline.input.reading import FORMAT, Bytes, Unreadable, read_chunk, read_footer, read_ranges
 from exspec.pipeline.input.schemas import nullable, refuse_twins, unified
 from exspec.pipeline.input.snapshot import changed, locate, look, vanished
 from exspec.pipeline.input.tables import Table, find_tables, read_iceberg, read_table
@@ -140,14 +140,11 @@ class Listing:
             fs, path = _open(url, self.options)
         except (ImportError, ValueError) as error:
             raise JobError(f"input {url}: {error}") from error
-        try:
-            return self._found(url, fs, path)
-        except PermissionError as error:
-            raise JobError(f"input {url}: permission denied ({error})") from error
-        except JobError:
-            raise
-        except Exception as error:  # an unreachable or refusing store has many names
-            raise JobError(f"input {url}: cannot be listed: {type(error).__name__}: {error}") from error
+        with told(f"input {url}: cannot be listed"):
+            try:
+                return self._found(url, fs, path)
+            except PermissionError as error:
+                raise JobError(f"input {url}: permission denied ({error})") from error
 
     def _found(self, url: str, fs: Any, path: str) -> list[Place]:
         magic = [path.index(c) for c in "*?[" if c in path]
