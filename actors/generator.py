@@ -45,17 +45,20 @@ class RowResult:
     cut: int = 0  # tokens that the prompt had before those that were decoded
 
 
+@dataclass(frozen=True)
+class Origin:
+    """Where a chunk's results come from: actor and hardware, when the attempt began, and which one it was."""
+
+    actor: str
+    hardware: dict[str, str]
+    started: float
+    attempt: int
+
+
 class Sink(Protocol):
-    def stage(
-        self,
-        task: Any,
-        block: pa.Table,
-        results: list[RowResult | None],
-        actor: str,
-        hardware: dict[str, str],
-        started: float,
-        number: int,
-    ) -> dict[str, Any]:
+    """Where an actor leaves the rows of a chunk."""
+
+    def stage(self, task: Any, block: pa.Table, results: list[RowResult | None], origin: Origin) -> dict[str, Any]:
         """Stage the chunk's rows and return the file that they are; a result of None leaves the row as it was."""
         ...
 
@@ -104,9 +107,10 @@ class Generator:
     def __call__(self, block: pa.Table) -> pa.Table:
         """One chunk in, one row out. block: the task, its rows as an Arrow stream, or why they cannot be read."""
         task = pickle.loads(block["task"][0].as_py())
-        result = self._set_aside(task, block["unreadable"][0].as_py() or "", "input")
-        if block["rows"][0].is_valid:
-            result = self._work(task, pa.ipc.open_stream(block["rows"][0].as_buffer()).read_all())
+        if (rows := block["rows"][0]).is_valid:
+            result = self._work(task, pa.ipc.open_stream(rows.as_buffer()).read_all())
+        else:
+            result = self._set_aside(task, block["unreadable"][0].as_py(), "input")
         statistics = self.engine.statistics
         self.meter.report(self.name, result, statistics)
         return pa.table({"result": [pickle.dumps(result | {"engine": statistics, "actor": self.name})]})
@@ -121,7 +125,8 @@ class Generator:
                 return self._set_aside(task, died, "decoding")
             results = self._survive(task, block, attempt)
         try:
-            file = self.sink.stage(task, block, results, self.name, self.hardware, started, attempt.number)
+            origin = Origin(self.name, self.hardware, started, attempt.number)
+            file = self.sink.stage(task, block, results, origin)
         except Exception as error:  # storage that refuses for good would refuse a second decoding too
             return self._set_aside(task, f"cannot be written: {type(error).__name__}: {error}", "output")
         return {"set_aside": "", "task": task, "file": file}

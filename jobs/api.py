@@ -40,6 +40,8 @@ def _table(table: Any, folder: str | None, settings: dict[str, Any]) -> Any:
     import pyarrow.parquet as pq
 
     from exspec.pipeline.errors import JobError
+    from exspec.pipeline.output.contents import tables
+    from exspec.pipeline.output.owner import read_output
     from exspec.pipeline.secrets import anonymous
     from exspec.pipeline.storage import Folder
 
@@ -54,9 +56,7 @@ def _table(table: Any, folder: str | None, settings: dict[str, Any]) -> Any:
     if not source.create("rows.parquet", buffer.getvalue()):
         raise JobError(f"generate: {anonymous(source.url)} holds other rows; give another folder")
     output = _run(folder, settings)
-    parts = sorted(name for name in output.names() if name.startswith("part-"))
-    made = pa.concat_tables([pq.read_table(io.BytesIO(output.read(name))) for name in parts])
-    return made.sort_by("row").replace_schema_metadata()
+    return pa.concat_tables(tables(read_output(output), None)).replace_schema_metadata()
 
 
 def _dataset(dataset: Any, folder: str | None, settings: dict[str, Any]) -> Any:

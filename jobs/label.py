@@ -1,12 +1,11 @@
 """`exspec label`: a job whose completions are labels."""
 
-import json
 from functools import partial
 
 from exspec.jobs.notify import notified
 from exspec.pipeline.labels import LabelJob
 from exspec.pipeline.output.contents import tables
-from exspec.pipeline.output.owner import DESCRIPTION, REVIEW, Output, read_output, take
+from exspec.pipeline.output.owner import REVIEW, Output, read_output, take
 from exspec.pipeline.output.report import rewrite
 from exspec.pipeline.output.review import write_review
 from exspec.pipeline.prepare import prepare
@@ -33,7 +32,7 @@ def _compare(job: LabelJob, output: Output) -> None:
         return
     with take(output, "label", job.wait) as writer:
         writer.describe({"job": before | {"gold_column": job.gold_column}})
-        output.folder.write(DESCRIPTION, json.dumps(writer.state.description, indent=1).encode())
+        writer.publish()
         report, figures = rewrite(writer)
     for line in report.closing_lines(figures, output.folder.url):
         print(line)

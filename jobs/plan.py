@@ -8,7 +8,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from exspec.actors.engine import Room
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Chunk
 from exspec.pipeline.input.rows import RowError, rows, values
@@ -91,8 +90,7 @@ def _device(job: Job) -> str:
 
 
 def _look(prepared: Prepared) -> Look:
-    room = Room(prepared.models.context, prepared.shape.config.capacity)
-    prompts = prepared.prompts.within(room)
+    prompts = prepared.prompts.within(prepared.room(prepared.shape.config))
     look = Look()
     for chunk in islice(prepared.plan.chunks(), LOOKED):
         _look_at(chunk, prepared, prompts, look)

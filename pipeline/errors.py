@@ -1,6 +1,7 @@
 """Errors that a person can act on."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 
@@ -41,3 +42,22 @@ def meant(name: str, known: Iterable[str]) -> str:
     """The name that was meant, perhaps, as the end of a sentence; empty where none is like it."""
     near = get_close_matches(name, list(known), 1)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+@contextmanager
+def told(what: str) -> Iterator[None]:
+    """Whatever is raised inside becomes a JobError that begins with `what`; a JobError stays as it is.
+
+    For what calls a store or a library: one that cannot be reached, or refuses, has many names.
+    """
+    try:
+        yield
+    except JobError:
+        raise
+    except Exception as error:
+        raise JobError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, without the lines that tell where a library raised it."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

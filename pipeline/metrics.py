@@ -5,8 +5,8 @@ from typing import Any
 from exspec.actors.engine import EngineStatistics
 
 COUNTED = {
-    "rows": "rows committed",
-    "errors": "rows committed with an error",
+    "rows": "rows done",
+    "errors": "rows done, but with an error",
     "prompt_tokens": "tokens of prompts",
     "completion_tokens": "tokens of completions",
     "drafted": "tokens drafted",
@@ -21,7 +21,7 @@ class RayMeter:
         self._made: dict[str, Any] = {}
 
     def report(self, actor: str, result: dict[str, Any], engine: EngineStatistics) -> None:
-        """Count a committed chunk, or one that was set aside, and show how the engine stands."""
+        """Count a chunk that is staged, or one that was set aside, and show how the engine stands."""
         from ray.util.metrics import Counter, Gauge
 
         if not self._made:

@@ -11,10 +11,11 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from exspec.actors.answers import AnswerError
+from exspec.actors.engine import EngineConfig, Room
 from exspec.actors.engine.cached_model import context_length
 from exspec.actors.engine.memory import fit
 from exspec.actors.models import ModelError, check_config, check_vocabularies, load_part
-from exspec.pipeline.errors import JobError, no_column
+from exspec.pipeline.errors import JobError, no_column, told
 from exspec.pipeline.input.batch import is_batch, of_batch
 from exspec.pipeline.input.plan import Chunk, Plan, Shard, encode_schema
 from exspec.pipeline.input.prompts import Prompts, prompt_column
@@ -69,6 +70,10 @@ class Prepared:
         """The chunks that are to run, as far as is known before the output is taken."""
         state = self.output.state
         return self.plan.chunks() if self.restart or state.job is None else self.plan.chunks(state.held())
+
+    def room(self, config: EngineConfig) -> Room:
+        """Tokens that a row may have in such a shape."""
+        return Room(self.models.context, config.capacity)
 
     def fingerprint(self, device: str) -> dict[str, Any]:
         """All that decides the output where the job decodes on such a device."""
@@ -147,14 +152,10 @@ def _with_ids(job: Job, schema: pa.Schema) -> Job:
 
 def _open(folder: Folder) -> Output:
     """The output, which must be one that can be written, and where two runs can be kept apart."""
-    try:
+    with told(f"output {folder.url}: cannot be written"):
         output = Output(folder).read()
         output.check_foreign()
         _probe(folder)
-    except JobError:
-        raise
-    except Exception as error:  # an unreachable or refusing store has many names
-        raise JobError(f"output {folder.url}: cannot be written: {type(error).__name__}: {error}") from error
     return output
 
 

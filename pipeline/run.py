@@ -1,6 +1,5 @@
 """A prepared job to `_SUCCESS`: run what is missing, check, report."""
 
-import json
 import platform
 import shutil
 from collections import Counter
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from ray.exceptions import RayError
 
-from exspec.actors.engine import EngineConfig, Room
+from exspec.actors.engine import EngineConfig
 from exspec.pipeline.errors import BrokenOffError, JobError, StoppedError
 from exspec.pipeline.graph import (
     PairLoader,
@@ -34,7 +33,7 @@ from exspec.pipeline.ledger import RayLedger
 from exspec.pipeline.output.collect import Collector, StopError, collect
 from exspec.pipeline.output.columns import carried_schema
 from exspec.pipeline.output.contents import samples, tables
-from exspec.pipeline.output.owner import DESCRIPTION, SUCCESS, Output, Writer, take
+from exspec.pipeline.output.owner import SUCCESS, Output, Writer, take
 from exspec.pipeline.output.parts import PartSink, Task, read_staged
 from exspec.pipeline.output.report import Report, write_report
 from exspec.pipeline.prepare import Prepared
@@ -111,7 +110,7 @@ class _Run:
             done = f"{self.writer.state.rows} of {self.plan.rows} rows are done"
             self.progress.say(f"taking up the job again: {done}")
         config = None if first is None else self._begin(fresh)
-        self.folder.write(DESCRIPTION, json.dumps(self.writer.state.description, indent=1).encode())
+        self.writer.publish()
         report = Report(self.writer.state.description, self.plan.rows)
         stopped = None
         if first is not None and config is not None:
@@ -175,7 +174,7 @@ class _Run:
         job = self.job
         if not shape.free and job.memory_gib is None and job.device == "cpu":
             return Settled(shape.config, [])
-        prompts = self.prepared.prompts.within(self._room(shape.config))
+        prompts = self.prepared.prompts.within(self.prepared.room(shape.config))
         requests = sample(job, self.plan, prompts) if shape.free else []
         about = f" (about {job.tune_seconds:.0f} s)" if shape.free else " that fits the memory"
         self.progress.stage(f"measuring the shape{about}")
@@ -184,10 +183,7 @@ class _Run:
         except ValueError as error:
             raise JobError(str(error)) from error
         except (RayError, torch.OutOfMemoryError) as error:
-            reason = str(error).strip().splitlines()[-1]
-            raise JobError(
-                f"the shape could not be measured: {type(error).__name__}: {reason}; set memory_gib"
-            ) from error
+            raise JobError(f"the shape could not be measured: {_last_line(error)}; set memory_gib") from error
         self.progress.say(f"shape: {settled}")
         return settled
 
@@ -199,7 +195,7 @@ class _Run:
         make = self.load or PairLoader(job, config, job.device)
         ledger = RayLedger()
         chunk = self.plan.rows_per_chunk
-        found = results(job, config.slots, chunk, self._room(config), tasks, schema, sink, make, ledger)
+        found = results(job, config.slots, chunk, self.prepared.room(config), tasks, schema, sink, make, ledger)
         watched = self.progress.decoding(
             report, writer.state.rows, job.actor_range[0], ledger.signs, partial(lacking, job)
         )
@@ -207,16 +203,10 @@ class _Run:
             try:
                 collect(job, found, report, Collector(writer, again))
             except RayError as error:
-                reason = str(error).strip().splitlines()[-1]
-                broken = f"the job broke off, run it again to resume: {type(error).__name__}: {reason}"
-                raise BrokenOffError(broken) from error
+                raise BrokenOffError(f"the job broke off, run it again to resume: {_last_line(error)}") from error
             except StopError as error:
                 return str(error)
         return None
-
-    def _room(self, config: EngineConfig) -> Room:
-        context = self.prepared.models.context
-        return Room(context, min(config.capacity, context))
 
     def _finish(self, report: Report, stopped: str | None, tried: int | None) -> int:
         """Check that every planned row is in a file, write the report, and `_SUCCESS` where all is well."""
@@ -258,6 +248,11 @@ class _Run:
     def _read(self) -> list[Shard]:
         """The shards that this run may have read: all but those that were done before and need not be there."""
         return [shard for shard in self.plan.shards if shard.name not in self.prepared.settled]
+
+
+def _last_line(error: Exception) -> str:
+    """What an error of a worker says, below the traceback that Ray puts into its text."""
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
 
 
 def _too_many(figures: dict[str, Any], job: Job) -> bool:

@@ -22,8 +22,7 @@ from exspec.actors.models import StopStrings
 from exspec.pipeline.errors import JobError, no_column
 from exspec.pipeline.input.batch import BODY, COLUMNS, fields, is_batch
 from exspec.pipeline.input.plan import Shard
-from exspec.pipeline.input.rows import Row
-from exspec.pipeline.input.rows import RowError as RowError
+from exspec.pipeline.input.rows import Row, RowError
 from exspec.pipeline.input.schemas import is_json, is_list, is_text
 from exspec.pipeline.job import Job
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from exspec.pipeline.errors import JobError
+from exspec.pipeline.errors import JobError, first_line
 from exspec.pipeline.input.formats import read, suffix_of
 from exspec.pipeline.input.plan import Chunk, Shard, decode_row
 from exspec.pipeline.input.schemas import nullable
@@ -219,11 +219,6 @@ def damage(content: Bytes, error: Exception) -> Unreadable:
     if content.refused:
         raise content.refused
     return Unreadable(f"cannot be read: {first_line(error)}")
-
-
-def first_line(error: Exception) -> str:
-    """What an error says, without the lines that tell where pyarrow raised it."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 class Source:

@@ -10,7 +10,7 @@ from typing import Any
 import fsspec
 import pyarrow as pa
 
-from exspec.pipeline.errors import JobError
+from exspec.pipeline.errors import JobError, first_line, told
 from exspec.pipeline.input.formats import FormatError, suffix_of
 from exspec.pipeline.input.formats import look as look_through
 from exspec.pipeline.input.plan import Plan, Shard, decode_row, decode_schema
@@ -19,7 +19,6 @@ from exspec.pipeline.input.reading import (
     Bytes,
     RangeFile,
     Unreadable,
-    first_line,
     read_chunk,
     read_footer,
     read_ranges,
@@ -155,14 +154,11 @@ class Listing:
             fs, path = _open(url, self.options)
         except (ImportError, ValueError) as error:
             raise JobError(f"input {url}: {error}") from error
-        try:
-            return self._found(url, fs, path)
-        except PermissionError as error:
-            raise JobError(f"input {url}: permission denied ({error})") from error
-        except JobError:
-            raise
-        except Exception as error:  # an unreachable or refusing store has many names
-            raise JobError(f"input {url}: cannot be listed: {type(error).__name__}: {error}") from error
+        with told(f"input {url}: cannot be listed"):
+            try:
+                return self._found(url, fs, path)
+            except PermissionError as error:
+                raise JobError(f"input {url}: permission denied ({error})") from error
 
     def _found(self, url: str, fs: Any, path: str) -> list[Place]:
         magic = [path.index(c) for c in "*?[" if c in path]

@@ -12,7 +12,7 @@ from urllib.parse import unquote
 
 import pyarrow as pa
 
-from exspec.pipeline.errors import JobError
+from exspec.pipeline.errors import JobError, told
 from exspec.pipeline.input.plan import encode_row
 from exspec.pipeline.storage import attempt
 
@@ -158,11 +158,9 @@ def _current(files: Sequence[str], url: str) -> str:
 
 def _iceberg(fs: Any, url: str, metadata: str) -> Table:
     library = _library("pyiceberg.table", "an Iceberg", "iceberg", url)
-    try:
+    with told(f"input {url}: cannot be read as an Iceberg table"):
         table = _static_table(library.StaticTable, fs, metadata)
         tasks = list(table.scan().plan_files())
-    except Exception as error:  # of the library, of its parsers, of the store
-        raise JobError(f"input {url}: cannot be read as an Iceberg table: {type(error).__name__}: {error}") from error
     if any(task.delete_files for task in tasks):
         raise JobError(
             f"input {url}: rows are deleted by delete files, which cannot be read here; compact the table's data "

@@ -67,7 +67,7 @@ def mend(writer: Writer, name: str, parts: list[File]) -> None:
         writer.commit(parts, [name])
         return
     new, start, chunks = {(p.chunks[0].shard, p.chunks[0].first): p for p in parts}, 0, []
-    rows = sum(s.rows for s in file.chunks)
+    rows = file.rows
     with writer.folder.staging(writer.prefix) as (path, staged), _Writer(path, writer, ROW_GROUP) as out:
         for old in file.chunks:
             part = new.get((old.shard, old.first))
@@ -89,10 +89,6 @@ class _Source:
 
     file: File
     table: pa.Table | None = None
-
-    @property
-    def rows(self) -> int:
-        return sum(s.rows for s in self.file.chunks)
 
 
 def _sources(writer: Writer, names: list[str], target: int) -> Iterator[_Source]:
@@ -172,14 +168,14 @@ class _Writer:
 
     def add(self, source: _Source) -> None:
         """Write a source's rows."""
-        folder, name = self.owner.folder, source.file.name
+        folder, name, rows = self.owner.folder, source.file.name, source.file.rows
         before, told = self.rows, len(footer("", source.file.chunks)[FOOTER])
         self.footer += told
         for table in read_groups(folder, name) if source.table is None else [source.table]:
-            self.write(table, max(0, source.file.weight - told) * table.num_rows // source.rows)
+            self.write(table, max(0, source.file.weight - told) * table.num_rows // rows)
         self.least = max(self.least, source.file.weight)
-        if self.rows - before != source.rows:
-            raise JobError(f"{folder.url}/{name}: holds {self.rows - before} rows, and the log tells of {source.rows}")
+        if self.rows - before != rows:
+            raise JobError(f"{folder.url}/{name}: holds {self.rows - before} rows, and the log tells of {rows}")
 
     def write(self, table: pa.Table, weight: int) -> None:
         table = table.replace_schema_metadata()

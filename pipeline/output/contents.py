@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from exspec.pipeline.errors import JobError
+from exspec.pipeline.errors import JobError, first_line
 from exspec.pipeline.output.owner import Output
 from exspec.pipeline.storage import STREAMS, Folder, attempt
 
@@ -106,5 +106,4 @@ def open_part(folder: Folder, name: str, content: bytes) -> pa.Table:
 
 
 def unreadable(folder: Folder, name: str, error: Exception) -> JobError:
-    reason = str(error).splitlines()[0]
-    return JobError(f"{folder.url}/{name}: cannot be read ({reason}); remove it and run the job again")
+    return JobError(f"{folder.url}/{name}: cannot be read ({first_line(error)}); remove it and run the job again")

@@ -78,17 +78,17 @@ def dead(folder: Folder, taken: dict[str, Any]) -> bool:
         except psutil.NoSuchProcess:
             return True
     name = sign_name(taken["lease"])
-    first, since = _sign(folder, name), time.monotonic()
+    first, since = _last_sign(folder, name), time.monotonic()
     if first is None or _silent(folder, name) > PATIENCE:
         return True
     while time.monotonic() - since < PATIENCE:
         time.sleep(min(BEAT, 1))
-        if _sign(folder, name) != first:
+        if _last_sign(folder, name) != first:
             return False
     return True
 
 
-def _sign(folder: Folder, name: str) -> bytes | None:
+def _last_sign(folder: Folder, name: str) -> bytes | None:
     try:
         return folder.read(name)
     except FileNotFoundError:

@@ -16,7 +16,7 @@ from copy import copy
 from dataclasses import asdict, replace
 from typing import Any
 
-from exspec.pipeline.errors import BrokenOffError, JobError
+from exspec.pipeline.errors import BrokenOffError, JobError, told
 from exspec.pipeline.input.plan import Plan
 from exspec.pipeline.job import Job
 from exspec.pipeline.labels import LabelJob
@@ -135,6 +135,10 @@ class Writer(Output):
         """Tell otherwise of the job what changes no token."""
         if self.state.description | description != self.state.description:
             self._append({"kind": "describe", "description": description})
+
+    def publish(self) -> None:
+        """Write down beside the parts what the log tells of the job."""
+        self.folder.write(DESCRIPTION, json.dumps(self.state.description, indent=1).encode())
 
     def commit(self, new: Sequence[File], old: Sequence[str] = ()) -> None:
         """Put new files, which are staged, in the place of old ones."""
@@ -294,12 +298,8 @@ def busy(folder: Folder, taken: Entry) -> str:
 
 def read_output(folder: Folder) -> Output:
     """The output of a job. Raises JobError where the folder is none."""
-    try:
+    with told(f"{folder.url}: cannot be read"):
         output = Output(folder).read()
-    except JobError:
-        raise
-    except Exception as error:  # an unreachable or refusing store has many names
-        raise JobError(f"{folder.url}: cannot be read: {type(error).__name__}: {error}") from error
     if output.state.job is None:
         raise JobError(f"{folder.url}: holds no job; expected the output of exspec run")
     return output

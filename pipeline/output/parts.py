@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from exspec.actors.generator import RowResult
+from exspec.actors.generator import Origin, RowResult
 from exspec.pipeline.input.plan import Chunk
 from exspec.pipeline.output.columns import GENERATED, ID
 from exspec.pipeline.output.contents import read_range
@@ -56,16 +56,7 @@ class PartSink:
         self.generated = pa.schema([*answers, *GENERATED])
         self.schema = pa.schema([*carried, *self.generated])
 
-    def stage(
-        self,
-        task: Task,
-        block: pa.Table,
-        results: list[RowResult | None],
-        actor: str,
-        hardware: dict[str, str],
-        started: float,
-        number: int,
-    ) -> dict[str, Any]:
+    def stage(self, task: Task, block: pa.Table, results: list[RowResult | None], origin: Origin) -> dict[str, Any]:
         """Stage the chunk's rows: carried columns and generated ones, in the chunk's order. Returns the file, as JSON
         has it."""
         chunk = task.chunk
@@ -79,7 +70,7 @@ class PartSink:
         generated = pa.Table.from_pylist(rows, schema=self.generated)
         columns = [(generated if name in self.generated.names else block)[name] for name in self.schema.names]
         table = pa.Table.from_arrays(columns, schema=self.schema)
-        counted = summarize(chunk, table, actor, hardware, started, number, reasons)
+        counted = summarize(chunk, table, origin, reasons)
         content = encode(table, self.job, [counted])
         staged = self.folder.stage(content, self.prefix)
         return vars(described(content, staged, [counted])) | {"chunks": [vars(counted)]}
@@ -162,15 +153,7 @@ def _generated(result: RowResult) -> dict[str, Any]:
     }
 
 
-def summarize(
-    chunk: Chunk,
-    table: pa.Table,
-    actor: str,
-    hardware: dict[str, str],
-    started: float,
-    attempt: int,
-    reasons: Reasons,
-) -> Summary:
+def summarize(chunk: Chunk, table: pa.Table, origin: Origin, reasons: Reasons) -> Summary:
     """The summary of a chunk's rows."""
     ended = time.time()
 
@@ -193,13 +176,10 @@ def summarize(
         drafted_by_position=by_position("drafted_by_position"),
         accepted_by_position=by_position("accepted_by_position"),
         lengths=Counter(str(n) for n in table["completion_tokens"].to_pylist() if n is not None),
-        actor=actor,
-        hardware=hardware,
-        started=started,
         ended=ended,
-        attempt=attempt,
         reasons=reasons.to_json(),
-        produced=_produced(table, ended - started),
+        produced=_produced(table, ended - origin.started),
+        **vars(origin),
     )
 
 

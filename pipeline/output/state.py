@@ -75,6 +75,10 @@ class File:
     weight: int
     chunks: list[Summary]
 
+    @property
+    def rows(self) -> int:
+        return sum(s.rows for s in self.chunks)
+
     @classmethod
     def from_json(cls, loaded: dict[str, Any]) -> "File":
         return cls(**loaded | {"chunks": [Summary(**s) for s in loaded["chunks"]]})

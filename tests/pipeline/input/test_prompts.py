@@ -12,8 +12,8 @@ from exspec.actors.engine import Engine, EngineConfig, Request, RequestError, Ro
 from exspec.jobs.demo import TARGET
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Shard
-from exspec.pipeline.input.prompts import Prompts, RowError, row_seed
-from exspec.pipeline.input.rows import rows
+from exspec.pipeline.input.prompts import Prompts, row_seed
+from exspec.pipeline.input.rows import RowError, rows
 from exspec.pipeline.job import Job
 from tests import tiny
 
