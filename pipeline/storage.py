@@ -257,7 +257,11 @@ class Folder:
 
 
 def at_once(action: Callable[[A], T], items: Iterable[A]) -> list[T]:
-    """What an action, one that waits for a store, gives for every item, in order."""
+    """What an action, one that waits for a store, gives for every item, in order.
+
+    No thread outlives it. A generator must not keep a pool while it is suspended: what Python's collector closes, it
+    closes in any thread, at any moment, and one that is just starting would wait for itself.
+    """
     with ThreadPoolExecutor(STREAMS) as pool:
         return list(pool.map(action, items))
 

@@ -6,7 +6,6 @@ Each result is staged whole and then put in the place of what it was made of, by
 import hashlib
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from exspec.pipeline.output.contents import batches, open_part, read_groups, rea
 from exspec.pipeline.output.owner import Writer, read_output, take
 from exspec.pipeline.output.parts import FOOTER, footer, md5
 from exspec.pipeline.output.state import File, Summary
-from exspec.pipeline.storage import STREAMS, Folder
+from exspec.pipeline.storage import Folder, at_once
 
 ROW_GROUP = 64 << 20  # bytes in memory of a row group
 MOST_CHUNKS = 10_000  # of a merged file: its footer, which every reader reads, tells of each
@@ -102,9 +101,8 @@ def _sources(writer: Writer, names: list[str], target: int) -> Iterator[_Source]
             raise JobError(f"{folder.url}/{file.name}: is damaged; remove it and run the job again")
         return _Source(file, open_part(folder, file.name, content))
 
-    with ThreadPoolExecutor(STREAMS) as pool:
-        for batch in batches(names, {n: min(sizes[n], target) for n in names}):
-            yield from pool.map(load, [writer.state.file(name) for name in batch])
+    for batch in batches(names, {n: min(sizes[n], target) for n in names}):
+        yield from at_once(load, [writer.state.file(name) for name in batch])
 
 
 class _Ahead:

@@ -2,7 +2,6 @@
 
 import io
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any
 
@@ -11,7 +10,7 @@ import pyarrow.parquet as pq
 
 from exspec.pipeline.errors import JobError, first_line
 from exspec.pipeline.output.owner import Output
-from exspec.pipeline.storage import STREAMS, Folder, attempt
+from exspec.pipeline.storage import STREAMS, Folder, at_once, attempt
 
 READ_AHEAD = 64 << 20  # bytes of files that are read before they are asked for
 
@@ -24,13 +23,12 @@ def tables(output: Output, columns: list[str] | None) -> Iterator[pa.Table]:
         place = name if name in shown else output.place(name)
         return read_groups(folder, place, columns)
 
-    with ThreadPoolExecutor(STREAMS) as pool:
-        for batch in batches(output.state.names(), sizes):
-            if len(batch) == 1:
-                yield from read(batch[0])
-            else:
-                for found in pool.map(lambda name: list(read(name)), batch):
-                    yield from found
+    for batch in batches(output.state.names(), sizes):
+        if len(batch) == 1:
+            yield from read(batch[0])
+        else:
+            for found in at_once(lambda name: list(read(name)), batch):
+                yield from found
 
 
 def samples(output: Output, count: int) -> list[dict[str, Any]]:

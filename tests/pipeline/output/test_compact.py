@@ -21,7 +21,7 @@ from exspec.jobs import cli
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Plan, Shard
 from exspec.pipeline.output import lease
-from exspec.pipeline.output.compact import Compacted, compact, mend
+from exspec.pipeline.output.compact import Compacted, _sources, compact, mend
 from exspec.pipeline.output.contents import read_range, tables
 from exspec.pipeline.output.owner import Output, read_output, take
 from exspec.pipeline.output.parts import GENERATED, described, encode, summarize
@@ -251,6 +251,20 @@ def _the_killed_are_dead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def assert_no_row_twice(ids: list[str]) -> None:
     assert len(ids) == len(set(ids))
+
+
+def test_who_reads_half_of_it_leaves_no_threads(finished: Path, tmp_path: Path) -> None:
+    """Threads that wait for a generator to go on ended in a deadlock, where Python's collector closed it."""
+    here = Path(shutil.copytree(finished, tmp_path / "here"))
+    before = set(threading.enumerate())
+    half = tables(read_output(Folder(str(here / "out"))), SEEN)
+    assert next(half).num_rows > 0
+    assert set(threading.enumerate()) <= before
+    with take(read_output(Folder(str(here / "out"))), "compact") as writer:
+        before = set(threading.enumerate())  # with the one that gives signs of life
+        sources = _sources(writer, writer.state.names(), LARGE)
+        assert next(sources).table is not None
+        assert set(threading.enumerate()) <= before
 
 
 def test_killed_after_any_operation_nothing_is_lost(pair: Pair, finished: Path, tmp_path: Path) -> None:
