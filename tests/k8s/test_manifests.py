@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from exspec.jobs.run import DEMO_PAIR
+from exspec.jobs.demo import DEMO_PAIR
 from exspec.pipeline.job import Job, load_job
 from exspec.pipeline.labels import LabelJob
 from tests.k8s import policy, rules, schemas
