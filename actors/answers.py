@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -20,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from exspec.actors.engine.constraint import BITS, Automaton, MakeConstraint, Node, chain, choice, mask_of
 from exspec.actors.engine.request import Completion, Scores
 
+FEW = 256  # tokens that may stand at a place of a JSON answer where a label is chosen; in a free text it is thousands
 SEPARATORS = {True: (", ", ": "), False: (",", ":")}  # of JSON's items and of its keys, with spaces or without
 
 
@@ -37,7 +39,7 @@ class Answers(Protocol):
     @property
     def constraint(self) -> MakeConstraint | None: ...
     @property
-    def scored(self) -> bool: ...
+    def scored(self) -> int: ...
     @property
     def end_ids(self) -> frozenset[int]: ...
     @property
@@ -62,7 +64,7 @@ class FreeText:
     A word is barred as the tokenizer writes it at the beginning of a text and behind a space.
     """
 
-    constraint, scored, longest, end_ids = None, False, None, frozenset[int]()
+    constraint, scored, longest, end_ids = None, 0, None, frozenset[int]()
 
     def __init__(
         self, tokenizer: Any = None, min_new_tokens: int = 0, ignore_end: bool = False, bad_words: Sequence[str] = ()
@@ -90,7 +92,7 @@ class Choices:
     Raises AnswerError naming the field and label that the tokenizer cannot write.
     """
 
-    scored = True
+    scored = sys.maxsize
     limits: ClassVar[dict[str, Any]] = {}
 
     def __init__(
@@ -197,10 +199,11 @@ class Json:
     """JSON of a schema, held to it by llguidance, and checked against it once more.
 
     columns: names and types of the output's, by top-level property; each holds the property's value, or its JSON text
-    where the column is text and the value is not. Raises AnswerError where the schema asks for what cannot be held to.
+    where the column is text and the value is not. labels: of the properties that are one of some texts; their columns
+    are four, as those of `Choices`. Raises AnswerError where the schema asks for what cannot be held to.
     """
 
-    scored, longest = False, None
+    longest = None
     limits: ClassVar[dict[str, Any]] = {}
 
     def __init__(
@@ -209,8 +212,11 @@ class Json:
         schema: Mapping[str, Any],
         columns: Mapping[str, tuple[str, pa.DataType]],
         spaces: bool = True,
+        labels: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self.tokenizer, self.schema, self.columns = tokenizer, schema, columns
+        self.labels = labels or {}
+        self.scored = FEW if self.labels else 0
         self.end = end_token(tokenizer)
         self.end_ids = frozenset({self.end})
         try:
@@ -248,7 +254,74 @@ class Json:
             jsonschema.validate(value, self.schema, jsonschema.Draft202012Validator)
         except (json.JSONDecodeError, jsonschema.ValidationError) as error:
             raise AnswerError(f"the JSON does not meet the schema: {str(error).splitlines()[0]}") from error
-        return {column: _cell(value.get(name), kind, name) for name, (column, kind) in self.columns.items()}
+        values = {column: _cell(value.get(name), kind, name) for name, (column, kind) in self.columns.items()}
+        for name, found in self._decided(completion).items():
+            column, _ = self.columns[name]
+            values |= {f"{column}{suffix}": part for suffix, part in zip(SUFFIXES, found, strict=True)}
+        return values
+
+    def _decided(self, completion: Completion) -> dict[str, tuple[str, float, str, float]]:
+        """Of the properties that are labels: the label, its confidence, the runner-up and its own."""
+        if not (self.labels and completion.scores):
+            return {}
+        pieces = [self._vocabulary.decode_bytes([token]) for token in completion.tokens if token != self.end]
+        spans = _spans(b"".join(pieces))
+        found = {}
+        for name, labels in self.labels.items():
+            if name in spans and spans[name][1] in labels:
+                start, label = spans[name]
+                found[name] = self._confidence(pieces, completion.scores, start, label, labels)
+        return found
+
+    def _confidence(
+        self, pieces: Sequence[bytes], scores: Sequence[Scores], start: int, label: str, labels: Sequence[str]
+    ) -> tuple[str, float, str, float]:
+        """As `_decide`, where a label may be written in more than one way: a token speaks for all labels that its text
+        may begin. start: of the label's text in the answer's bytes, its quotation mark included."""
+        written = {name: json.dumps(name, ensure_ascii=False).encode() for name in labels}
+        end, at, confidence, rivals = start + len(written[label]), 0, 1.0, [(0.0, "")]
+        left, answer = list(labels), b"".join(pieces)
+
+        def way(text: bytes) -> tuple[str, ...]:
+            """The labels that are left where this much of the answer, from `start` on, has been written."""
+            return tuple(n for n in left if written[n].startswith(text) or text.startswith(written[n]))
+
+        for piece, likely in zip(pieces, scores, strict=False):
+            if at < end and at + len(piece) > start:
+                before, skipped = answer[start:at], max(start - at, 0)
+                chances: dict[tuple[str, ...], float] = defaultdict(float)
+                for token, score in likely.items():
+                    text = before + self._vocabulary.decode_bytes([token])[skipped:]
+                    chances[way(text)] += math.exp(score)
+                chances.pop((), None)  # written in another form than the one that was taken
+                if likely:
+                    total = sum(chances.values())
+                    others = {names: chance / total for names, chance in chances.items() if label not in names}
+                    rivals += [(confidence * chance, " | ".join(names)) for names, chance in others.items()]
+                    confidence *= 1 - sum(others.values())
+                left = list(way(before + piece[skipped:]))
+            at += len(piece)
+        best = max(rivals, key=lambda rival: rival[0])
+        return label, confidence, best[1], best[0]
+
+
+def _spans(answer: bytes) -> dict[str, tuple[int, Any]]:
+    """Where the values of a JSON object's properties begin, in bytes, and what they are."""
+    text, decoder = answer.decode(), json.JSONDecoder()
+    found, at = {}, text.index("{") + 1
+    while (at := _next(text, at)) < len(text) and text[at] != "}":
+        name, at = decoder.raw_decode(text, at)
+        start = _next(text, at)
+        value, at = decoder.raw_decode(text, start)
+        found[name] = (len(text[:start].encode()), value)
+    return found
+
+
+def _next(text: str, at: int) -> int:
+    """The place of what comes next, past spaces, commas and colons."""
+    while at < len(text) and text[at] in " ,:\n\t\r":
+        at += 1
+    return at
 
 
 class Grammar:

@@ -61,6 +61,7 @@ def _root(
 
 Restart = Annotated[bool, typer.Option(help="Move the output aside and start over.")]
 RetryErrors = Annotated[bool, typer.Option(help="Run rows again that have an error.")]
+Price = Annotated[float | None, typer.Option(min=0, help="Of one GPU, to tell what tokens cost.")]
 Quiet = Annotated[bool, typer.Option(help="Show no progress.")]
 
 
@@ -90,14 +91,23 @@ def run(
 
 @command(
     "exspec plan --input messages/ --output out/",
-    "exspec plan --job job.yaml --batch-size 16",
+    "exspec plan --job job.yaml --estimate --price-per-gpu-hour 3",
 )
 @with_settings(Job)
-def plan(job: Job) -> None:
-    """Show what a job would do, and everything that is wrong with it. Runs nothing."""
+def plan(
+    job: Job,
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="Decode some rows here, and tell what all of them will take.")
+    ] = False,
+    price_per_gpu_hour: Price = None,
+) -> None:
+    """Show what a job would do, and everything that is wrong with it. Writes nothing.
+
+    Exit codes: 0 the job may start, 2 it would be refused, or none of the rows looked at could be decoded.
+    """
     from exspec.jobs.plan import plan as show
 
-    raise typer.Exit(show(job))
+    raise typer.Exit(show(job, estimate, price_per_gpu_hour))
 
 
 @command(
@@ -194,7 +204,7 @@ def audit(
 )
 def report(
     outputs: Annotated[list[str], typer.Argument(help="Output folders of jobs, paths or fsspec URLs.")],
-    price_per_gpu_hour: Annotated[float | None, typer.Option(min=0, help="To tell what a million tokens cost.")] = None,
+    price_per_gpu_hour: Price = None,
     storage_options: Options = None,
 ) -> None:
     """Build the report of a job again from its parts, and compare jobs side by side.

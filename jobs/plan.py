@@ -1,14 +1,16 @@
 """`exspec plan`: what a job would do, and what of its rows would not do."""
 
+import os
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from exspec.actors.engine import Request
+from exspec.jobs.estimate import estimate
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Chunk
 from exspec.pipeline.input.prompts import Prompts
@@ -18,7 +20,7 @@ from exspec.pipeline.job import Job
 from exspec.pipeline.output.columns import GENERATED, carried_columns
 from exspec.pipeline.output.reasons import Reasons
 from exspec.pipeline.prepare import Prepared, prepare
-from exspec.pipeline.shape import Settled, memory_of
+from exspec.pipeline.shape import Settled
 
 LOOKED = 8  # chunks whose rows are rendered
 SHOWN = 3  # prompts that are printed
@@ -29,14 +31,16 @@ class Look:
     """What the first chunks' rows are."""
 
     rows: int = 0
-    requests: list[Request] = field(default_factory=list)
     prompts: list[str] = field(default_factory=list)
     refused: Reasons = field(default_factory=Reasons)
     ids: list[Any] = field(default_factory=list)
 
 
-def plan(job: Job) -> int:
-    """Print what a job would do. Returns 2 where no row of those looked at could be decoded, else 0."""
+def plan(job: Job, estimated: bool = False, price: float | None = None) -> int:
+    """Print what a job would do. Returns 2 where no row of those looked at could be decoded, else 0.
+
+    estimated: decode some of its rows here, and tell what all will take. price: of a GPU hour, to tell the cost.
+    """
     prepared = prepare(job)
     job = prepared.job
     look = _look(prepared)
@@ -45,6 +49,8 @@ def plan(job: Job) -> int:
     for name, value in _facts(prepared):
         table.add_row(name, value)
     console.print(table, markup=False)
+    for note in _notes(prepared):
+        console.print(f"note: {note}", markup=False, highlight=False)
     for shown in look.prompts:
         console.print(shown, markup=False, highlight=False)
     refused = sum(reason.rows for reason in look.refused.most_first)
@@ -55,7 +61,12 @@ def plan(job: Job) -> int:
         _show_ids(look.ids, console)
     if refused == look.rows:
         console.print("none of them could be decoded: the job would be useless", markup=False, highlight=False)
-    return 2 if refused == look.rows else 0
+        return 2
+    if estimated:
+        found = estimate(prepared, 1 - refused / look.rows)
+        for line in found.lines(price):
+            console.print(line, markup=False, highlight=False)
+    return 0
 
 
 def _facts(prepared: Prepared) -> list[tuple[str, str]]:
@@ -65,23 +76,45 @@ def _facts(prepared: Prepared) -> list[tuple[str, str]]:
     config, free = prepared.shape.config, prepared.shape.free
     prompt = "the template" if job.prompt_template else f"column {prepared.prompts.column}"
     columns = [*carried_columns(job, schema).values(), *job.answer_columns().names, *GENERATED.names]
-    packed = job.device != "cuda" and torch.backends.mkldnn.is_available()
     facts = [
         ("target", job.target),
         ("draft", job.draft or "none: plain decoding"),
         ("device", _device(job)),
         ("input", f"{len(found.shards)} shards with {found.rows} rows; {found.rows - missing} of them are done"),
-        ("prompt", f"{prompt}, as {'a chat' if prepared.models.tokenizer.chat_template else 'it is'}"),
+        ("prompt", f"{prompt}, {'in the chat template' if prepared.prompts.chat else 'as it is'}"),
         ("ids", f"column {job.id_column}" if job.id_column else "shard and row number"),
         ("output", f"{job.output}: {', '.join(columns)}"),
         ("chunks", f"{chunks} of at most {found.rows_per_chunk} rows"),
         ("actors", f"{job.actors}, each {job.chunks_in_flight} chunks at once or more"),
         ("shape", f"{Settled(config, [])}, {config.capacity} tokens a slot"),
-        ("memory", f"of an actor: {memory_of(config, prepared.models.configs, job, packed)}"),
+        ("memory", f"of an actor: {prepared.memory(config)}"),
     ]
     if free:
         facts.append(("to be measured", f"{', '.join(free)}; what stands above is where it begins"))
     return facts
+
+
+def _notes(prepared: Prepared) -> list[str]:
+    """What the job asks for and this machine does not have. A cluster may have it."""
+    job, notes = prepared.job, []
+    low, high = job.actor_range
+    if job.ray_address:
+        return []
+    if job.device == "cuda" and not torch.cuda.is_available():
+        notes.append("device is cuda, and this machine has no GPU that torch can use: run refuses it here")
+    cards = torch.cuda.device_count() if job.device != "cpu" else 0
+    if cards and job.actors != "auto" and high * (job.num_gpus or 1) > cards:
+        notes.append(f"{high} actors need {high * (job.num_gpus or 1):g} GPUs, and this machine has {cards}")
+    if not cards and job.device != "cuda" and low * job.threads > (cores := os.cpu_count() or 1):
+        notes.append(f"{low} actors of {job.threads} threads share the {cores} cores of this machine")
+    if (
+        not cards
+        and job.device != "cuda"
+        and (needed := high * prepared.memory(prepared.shape.config).total)
+        > (free := psutil.virtual_memory().available)
+    ):
+        notes.append(f"{high} actors need {needed >> 20} MiB, and this machine has {free >> 20} MiB free")
+    return notes
 
 
 def _device(job: Job) -> str:
@@ -113,7 +146,6 @@ def _look_at(chunk: Chunk, prepared: Prepared, prompts: Prompts, look: Look) -> 
         if isinstance(one.request, RowError):
             look.refused.add(str(one.request), 1, [f"{chunk.shard.name}, row {one.number}"], True)
             continue
-        look.requests.append(one.request)
         if len(look.prompts) < SHOWN:
             look.prompts.append(f"prompt of {len(one.request.prompt)} tokens: {prompts.text(one.row)[:300]!r}")
 

@@ -78,11 +78,11 @@ def _start(settings: dict[str, Any]) -> None:
 
 def logs() -> str:
     """Where Ray keeps the logs of its processes on this machine."""
+    from ray._common.utils import get_default_ray_temp_dir
     from ray._private import worker
-    from ray._private.utils import get_ray_temp_dir
 
     node = worker._global_node
-    return str(node.get_logs_dir_path() if node else Path(get_ray_temp_dir(), "session_latest", "logs"))
+    return str(node.get_logs_dir_path() if node else Path(get_default_ray_temp_dir(), "session_latest", "logs"))
 
 
 def find_token() -> str | None:

@@ -106,10 +106,10 @@ class LabelJob(Job):
             raise ValueError("stop and stop_column have no use in a labeling job: an answer ends where it is complete")
         if self.choices and self.max_new_tokens_column:
             raise ValueError("max_new_tokens_column has no use with labels: an answer is as long as its label")
-        if self.json_schema and (self.gold_column or self.review_share):
-            raise ValueError("gold_column and review_share need labels or fields")
-        if unknown := [name for name in self.gold if name not in self.choices]:
-            expected = f"FIELD=COLUMN with one of {', '.join(self.fields)}" if self.fields else "a column"
+        if not self.classes and (self.gold_column or self.review_share):
+            raise ValueError("gold_column and review_share need labels, fields, or a schema's property with an enum")
+        if unknown := [name for name in self.gold if name not in self.classes]:
+            expected = "a column" if self.labels else f"FIELD=COLUMN with one of {', '.join(self.classes)}"
             wrong = next(text for text in self.gold_column if text.rpartition("=")[0] == unknown[0])
             raise ValueError(f"gold_column: expected {expected}, not {wrong!r}")
         return self
@@ -118,6 +118,12 @@ class LabelJob(Job):
     def choices(self) -> dict[str, list[str]]:
         """Labels by field; the one field of a plain list has no name."""
         return {"": self.labels} if self.labels else self.fields
+
+    @property
+    def classes(self) -> dict[str, list[str]]:
+        """Labels by what gets one of them: fields, or properties of the schema that are one of some texts."""
+        kinds = {name: kind for name, kind in self._properties.items() if isinstance(kind, dict)}
+        return self.choices or {name: kind["enum"] for name, kind in kinds.items() if _are_labels(kind.get("enum"))}
 
     @property
     def gold(self) -> dict[str, str]:
@@ -139,12 +145,13 @@ class LabelJob(Job):
     def answer_columns(self) -> pa.Schema:
         columns = [
             pa.field(f"{self.column(name)}{suffix}", kind, metadata={"description": text})
-            for name in self.choices
+            for name in self.classes
             for suffix, (kind, text) in _CHOICE.items()
         ]
         columns += [
             pa.field(self.column(name), _type(declared), metadata={"description": f"the answer's {name}"})
             for name, declared in self._properties.items()
+            if name not in self.classes
         ]
         return pa.schema(columns)
 
@@ -159,24 +166,28 @@ class LabelJob(Job):
             columns = {name: self.column(name) for name in self.choices}
             return Choices(tokenizer, self.choices, columns, self.json_spaces)
         typed = {name: (self.column(name), _type(declared)) for name, declared in self._properties.items()}
-        return Json(tokenizer, json.loads(str(self.json_schema)), typed, self.json_spaces)
+        return Json(tokenizer, json.loads(str(self.json_schema)), typed, self.json_spaces, self.classes)
 
     def evaluate(self, read: Callable[[list[str]], Iterator[pa.Table]]) -> dict[str, Any]:
         """How often each label was given, and how the labels compare with those that are known."""
-        if not self.choices:
+        if not self.classes:
             return {}
         known = {name: carried_as(self, column) for name, column in self.gold.items()}
-        pairs = {name: [self.column(name), *filter(None, [known.get(name)])] for name in self.choices}
+        pairs = {name: [self.column(name), *filter(None, [known.get(name)])] for name in self.classes}
         counts: dict[str, Counter[tuple[str, ...]]] = {name: Counter() for name in pairs}
         for table in read(list(dict.fromkeys(column for pair in pairs.values() for column in pair))):
             for name, pair in pairs.items():
                 counts[name].update(zip(*(_texts(table[column]) for column in pair), strict=True))
-        return {name or self.label_column: _evaluation(counts[name], self.choices[name]) for name in pairs}
+        return {name or self.label_column: _evaluation(counts[name], self.classes[name]) for name in pairs}
 
     @property
     def _properties(self) -> dict[str, Any]:
         schema = json.loads(self.json_schema or "{}")
         return dict(schema.get("properties", {})) if schema.get("type") == "object" else {}
+
+
+def _are_labels(values: Any) -> bool:
+    return isinstance(values, list) and len(values) > 1 and all(isinstance(v, str) and v for v in values)
 
 
 def _as_texts(labels: Any) -> Any:

@@ -9,11 +9,12 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import torch
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+from transformers.utils import logging
 
 from exspec.actors.answers import AnswerError
 from exspec.actors.engine import EngineConfig, Room
 from exspec.actors.engine.cached_model import context_length
-from exspec.actors.engine.memory import fit
+from exspec.actors.engine.memory import MemoryPlan, fit
 from exspec.actors.models import ModelError, check_config, check_vocabularies, load_part
 from exspec.pipeline.errors import JobError, no_column, told
 from exspec.pipeline.input.batch import is_batch, of_batch
@@ -25,7 +26,7 @@ from exspec.pipeline.job import Job, differences, fingerprint
 from exspec.pipeline.output.columns import added_columns, carried_columns, output_schema
 from exspec.pipeline.output.owner import Output
 from exspec.pipeline.output.state import State
-from exspec.pipeline.shape import LONGEST, Shape, shape_of
+from exspec.pipeline.shape import LONGEST, Shape, memory_of, shape_of
 from exspec.pipeline.storage import PROBE, Folder
 from exspec.pipeline.weights import local_model, model_digest, resolved
 
@@ -78,6 +79,11 @@ class Prepared:
         """Tokens that a row may have in such a shape."""
         return Room(self.models.context, config.capacity)
 
+    def memory(self, config: EngineConfig) -> MemoryPlan:
+        """What an actor allocates in such a shape."""
+        packed = self.job.device != "cuda" and torch.backends.mkldnn.is_available()
+        return memory_of(config, self.models.configs, self.job, packed)
+
     def fingerprint(self, device: str) -> dict[str, Any]:
         """All that decides the output where the job decodes on such a device."""
         return fingerprint(self.job, self.models.digests, device)
@@ -105,6 +111,8 @@ class Prepared:
 
 def prepare(job: Job, restart: bool = False) -> Prepared:
     """Check everything about a job, without starting it. Raises JobError with all that is wrong at once."""
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     problems: list[str] = []
 
     def check(action: Callable[[], T]) -> T | None:

@@ -21,6 +21,7 @@ from exspec.pipeline.connect import (
     connect,
     device,
     lacking,
+    logs,
     on_a_device,
 )
 from exspec.pipeline.errors import BrokenOffError, JobError, StoppedError
@@ -38,7 +39,7 @@ from exspec.pipeline.output.report import Report, write_report
 from exspec.pipeline.prepare import Prepared
 from exspec.pipeline.progress import Progress
 from exspec.pipeline.secrets import anonymous
-from exspec.pipeline.shape import Settled, Shape, memory_of, sample, settle, shape_of, stored_shape
+from exspec.pipeline.shape import Settled, Shape, sample, settle, shape_of, stored_shape
 
 SAMPLES = 2  # completions that are shown at the end
 
@@ -137,9 +138,7 @@ class _Run:
 
     def _fitting(self) -> int:
         """How many actors the cluster carries: one a GPU, or what its cores and its memory are enough for."""
-        config, models = self.prepared.shape.config, self.prepared.models.configs
-        packed = self.job.device != "cuda" and torch.backends.mkldnn.is_available()
-        return actors_that_fit(self.job, memory_of(config, models, self.job, packed).total)
+        return actors_that_fit(self.job, replace(self.prepared, job=self.job).memory(self.prepared.shape.config).total)
 
     def _begin(self, fresh: bool) -> EngineConfig:
         """Begin the job, or take it up again, in the log; returns the shape that it decodes in."""

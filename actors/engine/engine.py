@@ -211,7 +211,7 @@ class Engine:
     def _verify(self, group: Group, draft: Draft) -> tuple[Tensor, Tensor | None, Candidates]:
         """The target's tokens [R, width] after the pending token and after each draft.
 
-        Of scored rows also the log-probabilities [R, width, M] of the candidates, the tokens that may stand there.
+        Of scored rows also the logits [R, width, M] of the candidates, the tokens that may stand there.
         """
         width = self.config.width if self.config.fixed_shapes else 1 + draft.tokens.shape[1]
         padded = torch.nn.functional.pad(draft.tokens, (0, width - 1 - draft.tokens.shape[1]))
@@ -232,28 +232,25 @@ class Engine:
         masks: Tensor | None = None,
         asked: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The tokens [R, Q] that follow tokens [R, Q], and log-probabilities [R, Q, M] of those asked for."""
+        """The tokens [R, Q] that follow tokens [R, Q], and the logits [R, Q, M] of those asked for."""
         logits = self.target.forward(slots, tokens, starts, attended)
         positions = starts[:, None] + 1 + torch.arange(tokens.shape[1], device=self.device)
         choices = sampler.choose(logits, positions, tokens[:, 1:], masks)
         if asked is None:
             return choices, None
-        found = logits.float().gather(2, asked.clamp(min=0)).masked_fill(asked < 0, -torch.inf)
-        return choices, found.log_softmax(dim=-1)
+        return choices, logits.float().gather(2, asked.clamp(min=0))
 
     @phase
     def _wait(self, draft: Draft, choices: Tensor, scores: Tensor | None, candidates: Candidates) -> list[Outcome]:
         """The round's wait for the device: what came of each row."""
         width = choices.shape[1]
         rows = torch.cat([choices, draft.lengths[:, None], draft.tokens], dim=1).tolist()
-        likely = scores.tolist() if scores is not None else None
-        outcomes = []
-        for r, row in enumerate(rows):
-            scored: list[Scores] = [{}] * width
-            if likely is not None:
-                known = [candidates.get((r, q), []) for q in range(width)]
-                scored = [dict(zip(tokens, likely[r][q], strict=False)) for q, tokens in enumerate(known)]
-            outcomes.append(Outcome(row[:width], row[width + 1 :][: row[width]], scored))
+        outcomes = [Outcome(row[:width], row[width + 1 :][: row[width]], [{}] * width) for row in rows]
+        logits = scores.cpu().double() if scores is not None else None
+        for (r, q), tokens in candidates.items():
+            assert logits is not None
+            # Among themselves alone: M is what the neighbours make it, and a sum over it would depend on them.
+            outcomes[r].scores[q] = dict(zip(tokens, logits[r, q, : len(tokens)].log_softmax(0).tolist(), strict=True))
         return outcomes
 
     @phase

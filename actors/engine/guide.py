@@ -67,9 +67,11 @@ class Guide:
         found: Candidates = {}
         for row, (sequence, _) in self.constrained.items():
             if sequence.request.scored:
+                most = sequence.request.scored
                 places = enumerate(self.masks[: min(self.steps[row] + 1, width)])
-                allowed = ((place, tokens_of(mask[row])) for place, mask in places)
-                found |= {(row, place): tokens for place, tokens in allowed if len(tokens) > 1}
+                few = ((place, mask[row]) for place, mask in places if mask[row].count_nonzero() <= most)
+                allowed = ((place, tokens_of(mask)) for place, mask in few)
+                found |= {(row, place): tokens for place, tokens in allowed if 1 < len(tokens) <= most}
         return found
 
     def forced(self, row: int, tokens: int) -> int:

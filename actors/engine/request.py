@@ -83,7 +83,8 @@ class Request:
     ignore_end: an end token is a token like others.
     bad_words: sequences of tokens that the completion never has.
     constraint: makes the constraint that the completion is held to; it must come to allow an end token.
-    scored: whether the completion tells how likely the allowed tokens were. For constraints with few of them.
+    scored: the completion tells how likely each token was at places where a constraint allows a choice of so many at
+        most; 0 is at none.
 
     Raises RequestError where prompt or max_new_tokens are no whole numbers: a tensor of them would fail for all rows.
     """
@@ -98,7 +99,7 @@ class Request:
     ignore_end: bool = False
     bad_words: tuple[tuple[int, ...], ...] = ()
     constraint: MakeConstraint | None = None
-    scored: bool = False
+    scored: int = 0
 
     def __post_init__(self) -> None:
         lengths = {"max_new_tokens": [self.max_new_tokens], "min_new_tokens": [self.min_new_tokens]}

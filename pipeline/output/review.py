@@ -19,7 +19,7 @@ def write_review(job: LabelJob, folder: Folder, read: Callable[[list[str] | None
 
     A row is as certain as the least of its confidences. read: columns, or all, of every part.
     """
-    confidences = [f"{job.column(name)}_confidence" for name in job.choices]
+    confidences = [f"{job.column(name)}_confidence" for name in job.classes]
     certainty = np.concatenate([np.empty(0), *(_certainty(table, confidences) for table in read(confidences))])
     count = math.ceil(float(job.review_share or 0) * int(np.isfinite(certainty).sum()))
     if count == 0:

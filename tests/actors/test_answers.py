@@ -3,6 +3,7 @@
 import json
 import math
 import pickle
+from collections import defaultdict
 from typing import Any
 
 import jsonschema
@@ -118,6 +119,47 @@ def test_json_of_a_schema_is_valid_or_an_error_and_the_same_without_speculation(
     (cut,) = decode(pair, answers, EXSPEC, 1, budget=9)
     with pytest.raises(AnswerError, match="not complete after 9 tokens; raise max_new_tokens"):
         answers.read(cut, completion_text(pair.tokenizer, cut, None))
+
+
+@torch.inference_mode()
+def test_a_property_that_is_one_of_some_texts_has_the_probability_of_its_text(pair: Pair) -> None:
+    """The oracle looks at every token that was allowed, in the whole answer: which labels could it still become?"""
+    labels = ["refund", "refusal", "delivery", "praise", "réservé"]
+    schema = {"type": "object", "properties": {"to": {"enum": labels}, "why": {"type": "string", "maxLength": 5}},
+              "required": ["to", "why"], "additionalProperties": False}  # fmt: skip
+    columns = {"to": ("to", pa.string()), "why": ("why", pa.string())}
+    answers = Json(pair.tokenizer, schema, columns, labels={"to": labels})
+    done = [c for c in decode(pair, answers, EXSPEC, 10, budget=60) if c.finish_reason == "stop"]
+    plain = {c.id: c for c in decode(pair, answers, EXSPEC.plain(), 10, budget=60)}
+    assert len(done) >= 5
+    for completion in done:
+        prompt, text = prompts(pair, 10)[int(completion.id)], completion_text(pair.tokenizer, completion, None)  # type: ignore[call-overload]
+        found = answers.read(completion, text)
+        assert found == answers.read(plain[completion.id], text)
+        label, walk, confidence, rivals = json.loads(text)["to"], answers.constraint(), 1.0, [0.0]
+        heads = {name: f'{{"to": "{name}"' for name in labels}
+
+        def left(written: str, heads: dict[str, str] = heads) -> frozenset[str]:
+            return frozenset(n for n, head in heads.items() if head.startswith(written) or written.startswith(head))
+
+        for place, token in enumerate(completion.tokens[:-1]):
+            before = completion.tokens[:place]
+            allowed = tokens_of(walk.allowed())
+            walk.advance(token)
+            if len(left(str(pair.tokenizer.decode(before)).rstrip("\ufffd"))) == 1:
+                continue
+            logits = pair.target(input_ids=torch.tensor([[*prompt, *before]])).logits[0, -1]
+            chances: dict[frozenset[str], float] = defaultdict(float)
+            for t, chance in zip(allowed, logits[allowed].softmax(0).tolist(), strict=True):
+                chances[left(str(pair.tokenizer.decode([*before, t])).rstrip("\ufffd"))] += chance
+            chances.pop(frozenset(), None)
+            total = sum(chances.values())
+            rivals += [confidence * chance / total for names, chance in chances.items() if label not in names]
+            confidence *= sum(chance for names, chance in chances.items() if label in names) / total
+        assert found["to"] == label
+        assert math.isclose(found["to_confidence"], confidence, rel_tol=1e-3)
+        assert math.isclose(found["to_runner_up_confidence"], max(rivals), rel_tol=1e-2, abs_tol=1e-9)
+        assert label not in found["to_runner_up"].split(" | ")
 
 
 def test_what_cannot_be_asked_for_is_refused_by_name(pair: Pair) -> None:

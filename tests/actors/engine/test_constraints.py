@@ -65,7 +65,7 @@ def requests(sampled: bool) -> list[Request]:
     for i, prompt in enumerate(tiny.prompts(18)):
         sampling = Sampling(temperature=1.3, seed=i) if sampled and i % 2 else Sampling()
         constraint = None if i % 3 == 2 else make_of(i)
-        made.append(Request(i, prompt, 20, sampling, constraint=constraint, scored=i % 3 == 0))
+        made.append(Request(i, prompt, 20, sampling, constraint=constraint, scored=1000 * (i % 3 == 0)))
     return made
 
 

@@ -76,7 +76,7 @@ def test_recorded_forwards_under_constraints(method: str) -> None:
     """Masks and candidates come from the host, and go through the same recordings."""
     words = lambda: Automaton(choice([[10, 11], [10, 11, 12], [20]], chain([40, 41, tiny.ENDS[0]], Node())))  # noqa: E731
     requests = [
-        replace(r, constraint=words if i % 3 else None, scored=i % 3 == 1)
+        replace(r, constraint=words if i % 3 else None, scored=1000 * (i % 3 == 1))
         for i, r in enumerate(tiny.requests(tiny.prompts(14), 12))
     ]
     recorder = Traced()

@@ -1,0 +1,93 @@
+"""`exspec plan --estimate`: some of a job's rows decoded here, and what they say of all."""
+
+import os
+import time
+from dataclasses import dataclass
+
+import torch
+
+from exspec.actors.engine import Completion, Engine, Request, SequenceStatistics
+from exspec.pipeline.errors import JobError
+from exspec.pipeline.output.page import duration
+from exspec.pipeline.prepare import Prepared
+from exspec.pipeline.shape import Settled, pair_of, sample, settle
+
+ROWS = 32  # that are decoded, at most
+SECONDS = 60.0  # after which no further round begins
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What rows that were decoded say of a job. decoded: rows that came to their end. tokens: of the completions of
+    `rows`, the job's that can be decoded; prompts: of their prompts. speed: tokens/s of an actor. gpus: of an actor.
+    """
+
+    shape: Settled
+    decoded: int
+    rows: int
+    tokens: float
+    prompts: float
+    speed: float
+    actors: int
+    gpus: float
+
+    @property
+    def seconds(self) -> float:
+        return self.tokens / (self.speed * self.actors)
+
+    def lines(self, price: float | None) -> list[str]:
+        """What is printed. price: of a GPU hour."""
+        lines = [
+            f"estimate from {self.decoded} rows decoded here, {self.shape}: {self.speed:.0f} tokens/s an actor",
+            f"{self.rows} rows: about {self.prompts:,.0f} tokens of prompts and {self.tokens:,.0f} of completions",
+            f"{duration(self.seconds)} with {self.actors} actors as fast as that",
+        ]
+        if price is not None:
+            cost = self.seconds / 3600 * self.actors * self.gpus * price
+            lines[-1] += f", {cost:.2f} at {price:g} a GPU hour" if self.gpus else "; no GPU, no cost of GPUs"
+        return lines
+
+
+def estimate(prepared: Prepared, share: float) -> Estimate:
+    """Decode some rows of a job in its shape, measured first where it is to be. share: of rows that can be decoded.
+
+    Raises JobError where this machine is not such as the job runs on, or its memory is too small.
+    """
+    job = prepared.job
+    where = job.device if job.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if where == "cuda" and not torch.cuda.is_available():
+        raise JobError("device: this machine has no GPU that torch can use; estimate where the job is to run")
+    requests = sample(job, prepared.plan, prepared.prompts.within(prepared.room(prepared.shape.config)))
+    if not requests:
+        raise JobError("no row of the sample can be decoded: there is nothing to estimate from")
+    try:
+        settled = settle(job, prepared.shape, requests, where)
+    except ValueError as error:
+        raise JobError(str(error)) from error
+    pair = pair_of(job, where, settled.config.drafts)
+    engine = Engine(pair.target, pair.draft, settled.config)
+    warm, *others = requests[: ROWS + 1] if len(requests) > 1 else requests * 2
+    engine.submit(warm)
+    engine.run()
+    done, tokens, seconds = _decode(engine, others)
+    counted = sum((c.statistics for c in done), start=SequenceStatistics())
+    each = counted.completion_tokens / len(done) if done else float(job.max_new_tokens)
+    cards = torch.cuda.device_count() if where == "cuda" else 0
+    gpus = (job.num_gpus or 1.0) if cards else 0.0
+    actors = job.actor_range[1]
+    if job.actors == "auto" or not cards:  # on a CPU more of them are no faster
+        actors = max(1, int(cards / gpus) if cards else min(actors, (os.cpu_count() or 1) // job.threads))
+    rows = round(prepared.plan.rows * share)
+    prompts = sum(len(r.prompt) for r in requests) / len(requests)
+    return Estimate(settled, len(done), rows, rows * each, rows * prompts, tokens / seconds, actors, gpus)
+
+
+def _decode(engine: Engine, requests: list[Request]) -> tuple[list[Completion], int, float]:
+    """Decode for so long at most; returns the completions, the tokens of all rows, and the seconds that it took."""
+    for request in requests:
+        engine.submit(request)
+    before, began, done = engine.statistics.tokens, time.perf_counter(), []
+    while engine.busy and time.perf_counter() - began < SECONDS:
+        engine.step()
+        done += engine.take()
+    return done, engine.statistics.tokens - before, time.perf_counter() - began
