@@ -86,7 +86,7 @@ def reference(name: str, command: Any) -> str:
 
 
 def settings_reference() -> str:
-    """The generated part of the page of settings: those of all kinds of jobs, by group, as the command line has them."""
+    """The generated part of the page of settings: those of all kinds of jobs, by group."""
     name = LabelJob.kind
     options = {p.name: p for p in commands()[name].params}
     groups: dict[str, list[str]] = {}

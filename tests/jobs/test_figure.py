@@ -61,7 +61,7 @@ def without(name: str) -> dict[str, Any]:
         (json.dumps(printed(methods=[])), "methods is empty, expected one object for each method"),
         (
             json.dumps(printed(methods=[printed()["methods"][0] | {"ratio_to_generate": None}])),
-            "method plain: ratio_to_generate is null, expected a number; run exspec bench with generate among --methods",
+            "method plain: ratio_to_generate is null, expected a number; run exspec bench with generate among",
         ),
     ],
 )
