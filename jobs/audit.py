@@ -28,8 +28,9 @@ from exspec.actors.models import Pair, StopStrings, completion_text
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Chunk, decode_schema
 from exspec.pipeline.input.prompts import Prompts
-from exspec.pipeline.input.rows import RowError, rows
-from exspec.pipeline.input.shards import read_chunk, vanished
+from exspec.pipeline.input.requests import mapped, requests
+from exspec.pipeline.input.rows import RowError
+from exspec.pipeline.input.shards import vanished
 from exspec.pipeline.job import Dtype, Job
 from exspec.pipeline.output.contents import read_range
 from exspec.pipeline.output.owner import AUDIT, Output, read_output, settings
@@ -91,6 +92,8 @@ def audit(
     done = read_output(folder)
     description, plan = done.state.description, done.state.plan
     job = settings(description, options).model_copy(update=permissions)
+    if job.map and not job.trust_remote_code:
+        raise JobError(f"{output}: the job ran code of its own, map {job.map.name}; --trust-remote-code runs it here")
     device = str(description["device"])
     if device == "cuda" and not torch.cuda.is_available():
         raise JobError(f"{output}: the job ran on cuda, and its shapes can only be compared there; no GPU is at hand")
@@ -159,31 +162,25 @@ def _samples(chunks: Iterable[tuple[Chunk, str, int]], taken: list[int]) -> Iter
 
 def _read(job: Job, output: Output, pair: Pair, samples: Iterable[Sample]) -> Iterator[Row]:
     schema = decode_schema(output.state.plan.schema)
-    prompts = Prompts(job, pair.tokenizer, schema)
-    needed = prompts.columns(schema)
+    prompts = Prompts(job, pair.tokenizer, mapped(job, schema))
     columns = ["id", "completion", "completion_tokens", "error", *job.value_columns]
     for sample in samples:
         chunk, place = sample.chunk, output.place(sample.file)
-        given = list(rows(read_chunk(chunk, job.storage_options, needed, schema), needed))
         found = read_range(output.folder, place, sample.start, chunk.rows, columns)
         stored = [row for table in found for row in table.to_pylist()]
-        for i in sample.numbers:
-            out = stored[i]
+        for asked in requests(chunk, job, prompts, schema, sample.numbers):
+            out = stored[asked.number - chunk.first]
             if out["error"] == KILLER:
                 continue  # it would end this process too
-            try:
-                request = prompts.request(given[i], chunk.shard, chunk.first + i)
-            except RowError:
-                request = None
             values = {name: out[name] for name in job.value_columns}
             yield Row(
                 chunk.shard.name,
-                chunk.first + i,
+                asked.number,
                 out["id"],
                 out["completion"],
                 out["completion_tokens"],
                 values,
-                request,
+                None if isinstance(asked.request, RowError) else asked.request,
             )
 
 

@@ -9,7 +9,6 @@ import platform
 import random
 import re
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -199,9 +198,9 @@ def run(settings: Settings) -> None:
     from rich.console import Console
     from rich.progress import Progress
 
-    from exspec.jobs.tables import bench_table, candidates_table
+    from exspec.jobs.tables import bench_tables, candidates_table
 
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = Console()
     disable_progress_bar()
     torch.set_num_threads(settings.threads or torch.get_num_threads())
     if settings.device != "cpu" and not torch.cuda.is_available():
@@ -243,7 +242,8 @@ def run(settings: Settings) -> None:
         f"{len(fitting)} prompts, B={settings.batch_size}, W={settings.window}, K={settings.draft_tokens}, "
         f"at most {settings.max_new_tokens} tokens, {settings.dtype}, {hardware}"
     )
-    console.print(bench_table(rows, title))
+    for table in bench_tables(rows, title):
+        console.print(table)
     shown = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(settings).items()}
     print(json.dumps({"settings": shown, "hardware": hardware, "prompts": len(fitting), "methods": rows}))
 

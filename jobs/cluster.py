@@ -11,12 +11,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from exspec.pipeline.connect import find_token
 from exspec.pipeline.errors import JobError
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -26,6 +26,10 @@ MARK = "exspec"  # key in the metadata of our jobs: the version that submitted t
 TALKATIVE = (
     "ray.dashboard.modules.job.sdk", "ray.dashboard.modules.dashboard_sdk", "ray._private.runtime_env.packaging",
 )  # fmt: skip
+AGENT = (
+    "a node's agent takes up to a minute to start, and cannot where another Ray on its machine has its port: start the "
+    "node with `ray start --dashboard-agent-listen-port PORT`, a free one"
+)
 PATIENCE = 120  # seconds that a lost connection may take to come back, and a job to stop
 
 
@@ -67,7 +71,8 @@ class Cluster:
         except RuntimeError as error:
             if job is not None and "status code 404" in str(error):
                 raise JobError(f"{job}: no such job at {self.address}") from error
-            raise JobError(f"{self.address}: {_last_line(error)}") from error
+            hint = f"; {AGENT}" if "agent" in str(error) else ""
+            raise JobError(f"{self.address}: {_last_line(error)}{hint}") from error
         except (OSError, ValueError, KeyError) as error:
             raise JobError(f"{self.address}: no Ray dashboard answers there ({_last_line(error)})") from error
 
@@ -177,22 +182,6 @@ def find_address() -> str:
     )
 
 
-def find_token() -> str | None:
-    """The cluster's token, where Ray looks for it; None: the cluster may ask for none."""
-    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
-        return None
-    if token := os.environ.get("RAY_AUTH_TOKEN", "").strip():
-        return token
-    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
-    path = Path(named) if named else Path.home() / ".ray" / "auth_token"
-    try:
-        return path.read_text(encoding="utf-8").strip() or None
-    except FileNotFoundError as error:
-        if named is None:
-            return None
-        raise JobError(f"RAY_AUTH_TOKEN_PATH: {path} does not exist") from error
-
-
 def exit_code(details: Any) -> int:
     """A command's exit code for a job that has ended: its own 0, 1 or 2, or how else it ended."""
     status = details.status.value
@@ -230,11 +219,14 @@ def show_status(cluster: Cluster, job: str | None) -> None:
         console.print(table)
         return
     found = cluster.jobs()
-    table = Table(title=f"jobs at {cluster.address}")
-    for heading in ("id", "status", "command", "started", "duration", "exit code"):
-        table.add_column(heading, overflow="fold")
+    table = Table(title=f"jobs at {cluster.address}", box=None, padding=(0, 1, 0, 0), title_justify="left")
+    for heading in ("id", "status", "command", "started", "time", "code"):
+        table.add_column(heading, no_wrap=True)  # an id is there to be copied
     for details in found:
-        table.add_row(details.submission_id, *_row(details).values())
+        row = _row(details)
+        command = (details.metadata or {}).get("command", "-")
+        told = (row["status"], command, row["started"][5:16], row["duration"], row["exit code"])
+        table.add_row(details.submission_id, *told)
     console.print(table if found else f"no jobs of exspec at {cluster.address}")
 
 

@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from exspec.jobs.demo import DEMO_PAIR
+from exspec.pipeline.functions import Function
 from exspec.pipeline.job import Job, load_job
 
 
@@ -75,6 +76,7 @@ def _option(name: str, field: Any) -> Any:
     if get_origin(kind) in (Union, UnionType):
         kinds = [a for a in get_args(kind) if a is not type(None)]
         kind = kinds[0] if len(kinds) == 1 else str  # several: the settings class reads the text
+    kind = str if kind is Function else kind
     if get_origin(kind) is dict:
         if not extra.get("flag"):
             return None

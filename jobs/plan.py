@@ -8,10 +8,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from exspec.actors.engine import Request
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Chunk
-from exspec.pipeline.input.rows import RowError, rows, values
-from exspec.pipeline.input.shards import read_chunk
+from exspec.pipeline.input.prompts import Prompts
+from exspec.pipeline.input.requests import requests
+from exspec.pipeline.input.rows import RowError
 from exspec.pipeline.job import Job
 from exspec.pipeline.output.columns import GENERATED, carried_columns
 from exspec.pipeline.output.reasons import Reasons
@@ -27,7 +29,7 @@ class Look:
     """What the first chunks' rows are."""
 
     rows: int = 0
-    tokens: int = 0
+    requests: list[Request] = field(default_factory=list)
     prompts: list[str] = field(default_factory=list)
     refused: Reasons = field(default_factory=Reasons)
     ids: list[Any] = field(default_factory=list)
@@ -57,7 +59,7 @@ def plan(job: Job) -> int:
 
 
 def _facts(prepared: Prepared) -> list[tuple[str, str]]:
-    job, schema, found = prepared.job, prepared.schema, prepared.plan
+    job, schema, found = prepared.job, prepared.mapped, prepared.plan
     chunks = sum(1 for _ in found.chunks())
     missing = sum(chunk.rows for chunk in prepared.missing)
     config, free = prepared.shape.config, prepared.shape.free
@@ -97,25 +99,23 @@ def _look(prepared: Prepared) -> Look:
     return look
 
 
-def _look_at(chunk: Chunk, prepared: Prepared, prompts: Any, look: Look) -> None:
-    job, needed = prepared.job, prompts.columns(prepared.schema)
+def _look_at(chunk: Chunk, prepared: Prepared, prompts: Prompts, look: Look) -> None:
+    job = prepared.job
     look.rows += chunk.rows
-    columns = list(dict.fromkeys([*needed, *([job.id_column] if job.id_column else [])]))
     try:
-        table = read_chunk(chunk, job.storage_options, columns, prepared.schema)
+        asked = list(requests(chunk, job, prompts, prepared.schema, also=[job.id_column] if job.id_column else []))
     except JobError as error:  # the run will set its rows aside, and no others
         look.refused.add(str(error), chunk.rows, [f"{chunk.shard.name}, row {chunk.first}"], True)
         return
-    look.ids += values(table, job.id_column) if job.id_column else []
-    for number, row in enumerate(rows(table, needed), chunk.first):
-        try:
-            request = prompts.request(row, chunk.shard, number)
-        except RowError as error:
-            look.refused.add(str(error), 1, [f"{chunk.shard.name}, row {number}"], True)
+    for one in asked:
+        if job.id_column and isinstance(one.row, dict):
+            look.ids.append(one.row[job.id_column])
+        if isinstance(one.request, RowError):
+            look.refused.add(str(one.request), 1, [f"{chunk.shard.name}, row {one.number}"], True)
             continue
-        look.tokens += len(request.prompt)
+        look.requests.append(one.request)
         if len(look.prompts) < SHOWN:
-            look.prompts.append(f"prompt of {len(request.prompt)} tokens: {prompts.text(row)[:300]!r}")
+            look.prompts.append(f"prompt of {len(one.request.prompt)} tokens: {prompts.text(one.row)[:300]!r}")
 
 
 def _show_ids(ids: list[Any], console: Console) -> None:

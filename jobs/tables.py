@@ -5,16 +5,13 @@ from typing import Any
 from rich.table import Table
 
 
-def bench_table(rows: list[dict[str, Any]], title: str) -> Table:
-    """Figures of methods side by side, as `bench.compare` returns them."""
-    grid = Table(title=title)
-    headings = ("method", "tokens/s", "min-max", "x generate", "x plain", "= float32", "= plain", "acceptance",
-                "wasted drafts", "accepted length", "occupancy", "dead columns")  # fmt: skip
-    for heading in headings:
-        grid.add_column(heading, justify="left" if heading == "method" else "right")
+def bench_tables(rows: list[dict[str, Any]], title: str) -> tuple[Table, Table]:
+    """Figures of methods side by side, as `bench.compare` returns them: speed and exactness, and what rounds did."""
+    speed = _grid(title, "method", "tokens/s", "min-max", "x generate", "x plain", "= float32", "= plain")
+    rounds = _grid("what rounds did", "method", "acceptance", "wasted", "accepted length", "occupancy", "dead columns")
     for row in rows:
         low, high = row["tokens_per_second_range"]
-        grid.add_row(
+        speed.add_row(
             row["method"],
             f"{row['tokens_per_second']:.0f}",
             f"{low:.0f}-{high:.0f}",
@@ -22,12 +19,23 @@ def bench_table(rows: list[dict[str, Any]], title: str) -> Table:
             _cell(row["ratio_to_plain"], ".2f"),
             f"{row['exact_vs_float32']:.1%}",
             f"{row['exact_vs_plain']:.1%}",
+        )
+        rounds.add_row(
+            row["method"],
             _cell(row["acceptance_rate"], ".3f"),
             str(row["wasted"]) if row["drafted"] else "-",
             _cell(row["mean_accepted_length"], ".2f"),
             _cell(row["occupancy"], ".2f"),
             _cell(row["dead_columns"], ".1%"),
         )
+    return speed, rounds
+
+
+def _grid(title: str, *headings: str) -> Table:
+    """A table of numbers by method, in lines that are never wrapped."""
+    grid = Table(title=title, box=None, padding=(0, 1, 0, 0), title_justify="left")
+    for heading in headings:
+        grid.add_column(heading, justify="left" if heading == "method" else "right", no_wrap=True)
     return grid
 
 

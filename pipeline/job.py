@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from exspec.pipeline.errors import JobError, meant
+from exspec.pipeline.functions import Function
 from exspec.pipeline.secrets import anonymous
 
 if TYPE_CHECKING:
@@ -207,6 +208,12 @@ class Job(BaseModel):
         "URL that is told how the job ended: its code and figures, as JSON.",
         pattern="^https?://",
     )
+    map: Function | None = setting(
+        "Input and output", None, "MODULE:FUNCTION, from a pyarrow Table of rows to one of as many, before all else."
+    )
+    map_output: Function | None = setting(
+        "Input and output", None, "The same over the output's rows: the new columns that it makes are written too."
+    )
     limit: int | None = setting("Input and output", None, "Take the first rows only.", ge=1)
     since: str | None = setting(
         "Input and output",
@@ -307,9 +314,14 @@ class Job(BaseModel):
         return settings | named | models
 
     @property
+    def functions(self) -> dict[str, Function]:
+        """The user's functions, by setting."""
+        return {name: given for name in ("map", "map_output") if (given := getattr(self, name))}
+
+    @property
     def inlined(self) -> dict[str, str]:
         """Settings that stood in files of their own, which another machine does not have."""
-        return {}
+        return {name: function.model_dump_json() for name, function in self.functions.items()}
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -435,7 +447,8 @@ def fingerprint(job: Job, models: dict[str, str], device: str | None = None) -> 
 
     device: the kind of device that decodes, cpu or cuda; None where that is not known.
     """
-    keys = job.published() | {f"{name} (content)": digest for name, digest in models.items()}
+    functions = {name: function.identity for name, function in job.functions.items()}
+    keys = job.published() | functions | {f"{name} (content)": digest for name, digest in models.items()}
     free = FREE | FREE_IF_EXACT if job.exact else FREE
     decided = {key: value for key, value in keys.items() if key not in free}
     return decided | ({"device": device} if device else {})

@@ -134,7 +134,7 @@ class LabelJob(Job):
 
     @property
     def inlined(self) -> dict[str, str]:
-        return {"json_schema": self.json_schema} if self.json_schema else {}
+        return super().inlined | ({"json_schema": self.json_schema} if self.json_schema else {})
 
     def answer_columns(self) -> pa.Schema:
         columns = [

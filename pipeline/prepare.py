@@ -19,9 +19,10 @@ from exspec.pipeline.errors import JobError, no_column, told
 from exspec.pipeline.input.batch import is_batch, of_batch
 from exspec.pipeline.input.plan import Chunk, Plan, Shard, encode_schema
 from exspec.pipeline.input.prompts import Prompts, prompt_column
+from exspec.pipeline.input.requests import mapped
 from exspec.pipeline.input.shards import Since, find_shards
 from exspec.pipeline.job import Job, differences, fingerprint
-from exspec.pipeline.output.columns import carried_columns
+from exspec.pipeline.output.columns import added_columns, carried_columns, output_schema
 from exspec.pipeline.output.owner import Output
 from exspec.pipeline.output.state import State
 from exspec.pipeline.shape import LONGEST, Shape, shape_of
@@ -45,15 +46,17 @@ class Models:
 
 @dataclass
 class Prepared:
-    """A job that may start: everything about it has been checked. found: the input's shards as they are now.
+    """A job that may start: everything about it has been checked.
 
-    settled: names of the shards that are done and need not be there any more.
+    schema: of the input's files. mapped: of its rows, as `map` makes them. found: its shards as they are now. settled:
+    names of the shards that are done and need not be there any more.
     """
 
     job: Job
     output: Output
     restart: bool
     schema: pa.Schema
+    mapped: pa.Schema
     found: list[Shard]
     settled: set[str]
     plan: Plan
@@ -122,23 +125,24 @@ def prepare(job: Job, restart: bool = False) -> Prepared:
     settled = earlier.done_shards() if earlier and job.since else set()
     since = Since(earlier.plan if earlier else None, settled, job.newer_than) if job.since else None
     found = check(lambda: find_shards(job.input, job.storage_options, earlier.plan if earlier else None, since))
-    if found:
-        job = _with_ids(job, found[1])
+    columns = check(lambda: mapped(job, found[1])) if found else None
     prompts = None
-    if found:
-        check(lambda: _check_columns(job, found[1]))
+    if columns is not None:
+        job = _with_ids(job, columns)
+        check(lambda: _check_columns(job, columns))
+        check(lambda: added_columns(job.map_output, output_schema(job, columns)))
         if models:
-            prompts = check(lambda: Prompts(job, models.tokenizer, found[1]))
+            prompts = check(lambda: Prompts(job, models.tokenizer, columns))
             if prompts and prompts.answers.constraint:
                 check(prompts.answers.constraint)
     if models:
         check(lambda: _check_memory(job, models))
-    if problems or not (found and models and prompts and output):
+    if problems or not (found and columns is not None and models and prompts and output):
         raise JobError(*dict.fromkeys(problems))
     plan = Plan(found[0], 1, job.limit, encode_schema(found[1]))
     plan = replace(plan, rows_per_chunk=job.chunk_rows(plan.rows))
     shape = shape_of(job, models.context, plan.rows, None)
-    prepared = Prepared(job, output, restart, found[1], found[0], settled, plan, shape, prompts, models)
+    prepared = Prepared(job, output, restart, found[1], columns, found[0], settled, plan, shape, prompts, models)
     return prepared.taken_up(earlier) if earlier else prepared
 
 

@@ -15,17 +15,16 @@ import torch
 from ray.exceptions import RayError
 
 from exspec.actors.engine import EngineConfig
-from exspec.pipeline.errors import BrokenOffError, JobError, StoppedError
-from exspec.pipeline.graph import (
-    PairLoader,
+from exspec.pipeline.connect import (
     actors_that_fit,
     check_cluster,
     connect,
     device,
     lacking,
     on_a_device,
-    results,
 )
+from exspec.pipeline.errors import BrokenOffError, JobError, StoppedError
+from exspec.pipeline.graph import PairLoader, results
 from exspec.pipeline.input.plan import Plan, Shard
 from exspec.pipeline.input.shards import changed
 from exspec.pipeline.job import Job
@@ -190,8 +189,9 @@ class _Run:
     def _decode(self, tasks: Iterator[Task], again: Counter[str], config: EngineConfig, report: Report) -> str | None:
         """Run the tasks and commit what they give; returns why it was stopped early, if it was."""
         job, schema, writer = self.job, self.prepared.schema, self.writer
-        carried = carried_schema(job, schema)
-        sink = PartSink(self.folder, str(writer.state.job), writer.prefix, carried, job.answer_columns())
+        carried = carried_schema(job, self.prepared.mapped)
+        answers, last = job.answer_columns(), job.map_output
+        sink = PartSink(self.folder, str(writer.state.job), writer.prefix, carried, answers, last)
         make = self.load or PairLoader(job, config, job.device)
         ledger = RayLedger()
         chunk = self.plan.rows_per_chunk
@@ -203,7 +203,9 @@ class _Run:
             try:
                 collect(job, found, report, Collector(writer, again))
             except RayError as error:
-                raise BrokenOffError(f"the job broke off, run it again to resume: {_last_line(error)}") from error
+                raise BrokenOffError(
+                    f"the job broke off, run it again to resume: {_last_line(error)}; Ray's own logs: {logs()}"
+                ) from error
             except StopError as error:
                 return str(error)
         return None
@@ -219,6 +221,8 @@ class _Run:
         self.progress.stop()
         for line in report.closing_lines(figures, anonymous(self.folder.url)):
             print(line)
+        if figures["set_aside"]:
+            print(f"Ray's own logs, with what its processes said: {logs()}")
         if tried is not None:
             self._tell_tried(tried, figures["errors"])
         self._show_samples()

@@ -1,6 +1,7 @@
 """The shape of a job's decoding: as the job says, as the job's first run chose it, or measured on a device now."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
@@ -16,8 +17,8 @@ from exspec.actors.models import Pair, load_pair
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Plan, decode_schema
 from exspec.pipeline.input.prompts import Prompts
-from exspec.pipeline.input.rows import RowError, rows
-from exspec.pipeline.input.shards import read_chunk
+from exspec.pipeline.input.requests import requests
+from exspec.pipeline.input.rows import RowError
 from exspec.pipeline.job import AUTO, Job
 from exspec.pipeline.weights import local_model
 
@@ -89,16 +90,10 @@ def sample(job: Job, plan: Plan, prompts: Prompts) -> list[Request]:
     schema = decode_schema(plan.schema)
     each = -(-SAMPLED[1] // min(SAMPLED[0], count))
     for chunk in islice(plan.chunks(), 0, None, -(-count // SAMPLED[0])):
-        needed = prompts.columns(schema)
-        try:
-            table = read_chunk(chunk, job.storage_options, needed, schema)
-        except JobError:
-            continue  # it will be set aside
-        for number, row in enumerate(rows(table.slice(0, each), needed), chunk.first):
-            try:
-                found.append(prompts.request(row, chunk.shard, number))
-            except RowError:
-                continue  # it will be an error row; the others are sample enough
+        first = range(min(each, chunk.rows))
+        with suppress(JobError):  # it will be set aside
+            asked = requests(chunk, job, prompts, schema, first)
+            found += [a.request for a in asked if not isinstance(a.request, RowError)]  # the others are sample enough
     return found
 
 

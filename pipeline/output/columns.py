@@ -6,8 +6,10 @@ import pyarrow as pa
 
 from exspec.actors.work import WORK
 from exspec.pipeline.errors import JobError, no_column
+from exspec.pipeline.functions import FunctionError
 
 if TYPE_CHECKING:
+    from exspec.pipeline.functions import Function
     from exspec.pipeline.job import Job
 
 _COLUMNS: dict[str, tuple[pa.DataType, str]] = {
@@ -59,3 +61,17 @@ def carried_as(job: "Job", name: str) -> str:
 
 def carried_schema(job: "Job", schema: pa.Schema) -> pa.Schema:
     return pa.schema([schema.field(name).with_name(new) for name, new in carried_columns(job, schema).items()])
+
+
+def output_schema(job: "Job", schema: pa.Schema) -> pa.Schema:
+    """The columns of a part before `map_output`."""
+    return pa.schema([*carried_schema(job, schema), *job.answer_columns(), *GENERATED])
+
+
+def added_columns(function: "Function | None", schema: pa.Schema) -> pa.Schema:
+    """The columns that `map_output` adds to a part that has such. Raises JobError."""
+    try:
+        made = function.makes(schema) if function else pa.schema([])
+    except FunctionError as error:
+        raise JobError(f"map_output: {error}") from error
+    return pa.schema([field for field in made if field.name not in schema.names])

@@ -15,8 +15,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from exspec.actors.generator import Origin, RowResult
+from exspec.pipeline.functions import Function
 from exspec.pipeline.input.plan import Chunk
-from exspec.pipeline.output.columns import GENERATED, ID
+from exspec.pipeline.output.columns import GENERATED, ID, added_columns
 from exspec.pipeline.output.contents import read_range
 from exspec.pipeline.output.reasons import Reasons
 from exspec.pipeline.output.state import File, Summary
@@ -49,12 +50,22 @@ class PartSink:
     """Where an actor leaves the rows of a chunk: one file, staged whole under a name of its own, that says whose it is.
 
     It is shown when the driver has committed it. job: the identity that the file carries. prefix: of its staged name.
+    last: what adds columns to it.
     """
 
-    def __init__(self, folder: Folder, job: str, prefix: str, carried: pa.Schema, answers: pa.Schema) -> None:
-        self.folder, self.job, self.prefix = folder, job, prefix
+    def __init__(
+        self,
+        folder: Folder,
+        job: str,
+        prefix: str,
+        carried: pa.Schema,
+        answers: pa.Schema,
+        last: Function | None = None,
+    ) -> None:
+        self.folder, self.job, self.prefix, self.last = folder, job, prefix, last
         self.generated = pa.schema([*answers, *GENERATED])
         self.schema = pa.schema([*carried, *self.generated])
+        self.added = added_columns(last, self.schema)
 
     def stage(self, task: Task, block: pa.Table, results: list[RowResult | None], origin: Origin) -> dict[str, Any]:
         """Stage the chunk's rows: carried columns and generated ones, in the chunk's order. Returns the file, as JSON
@@ -70,6 +81,10 @@ class PartSink:
         generated = pa.Table.from_pylist(rows, schema=self.generated)
         columns = [(generated if name in self.generated.names else block)[name] for name in self.schema.names]
         table = pa.Table.from_arrays(columns, schema=self.schema)
+        if self.last:
+            made = self.last(table)
+            for field in self.added:
+                table = table.append_column(field, made[field.name])
         counted = summarize(chunk, table, origin, reasons)
         content = encode(table, self.job, [counted])
         staged = self.folder.stage(content, self.prefix)

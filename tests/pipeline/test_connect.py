@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 STARTED = """
 import ipaddress, json, os, subprocess, sys
 import psutil, ray
-from exspec.pipeline.graph import connect
+from exspec.pipeline.connect import connect
 from exspec.pipeline.job import Job
 
 def joined(address):

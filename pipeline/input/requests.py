@@ -1,0 +1,77 @@
+"""A chunk's rows as the job's `map` makes them, and what is asked of the engine for each."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from exspec.actors.engine import Request
+from exspec.pipeline.errors import JobError
+from exspec.pipeline.functions import FunctionError
+from exspec.pipeline.input.plan import Chunk, Shard
+from exspec.pipeline.input.prompts import Prompts
+from exspec.pipeline.input.reading import Unreadable, read_ranges
+from exspec.pipeline.input.rows import Row, RowError, rows
+from exspec.pipeline.job import Job
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A row by its number in the shard, and its request, or why it has none."""
+
+    number: int
+    row: Row
+    request: Request | RowError
+
+
+def mapped(job: Job, schema: pa.Schema) -> pa.Schema:
+    """The columns of the rows that prompts are made of, where the files have such. Raises JobError."""
+    try:
+        return job.map.makes(schema) if job.map else schema
+    except FunctionError as error:
+        raise JobError(f"map: {error}") from error
+
+
+def read_mapped(
+    job: Job, shard: Shard, ranges: Sequence[tuple[int, int]], columns: Sequence[str], schema: pa.Schema
+) -> Iterator[pa.Table | Unreadable]:
+    """The rows of each range, in one pass over the shard, with these columns of those that `map` makes.
+
+    schema: of the files. Raises as `read_ranges`.
+    """
+    if job.map is None:
+        yield from read_ranges(shard, ranges, columns, job.storage_options, schema)
+        return
+    for table in read_ranges(shard, ranges, None, job.storage_options, schema):
+        if isinstance(table, Unreadable):
+            yield table
+            continue
+        try:
+            yield job.map(table).select(columns)
+        except FunctionError as error:
+            yield Unreadable(f"map: {error}")
+
+
+def requests(
+    chunk: Chunk,
+    job: Job,
+    prompts: Prompts,
+    schema: pa.Schema,
+    numbers: Sequence[int] | None = None,
+    also: Sequence[str] = (),
+) -> Iterator[Asked]:
+    """The rows of a chunk, or those of these numbers in it, with the columns `also` beside those that prompts need.
+
+    schema: of the files. Raises JobError where they cannot be read.
+    """
+    numbers = range(chunk.rows) if numbers is None else numbers
+    needed = list(dict.fromkeys([*prompts.columns(mapped(job, schema)), *also]))
+    for table in read_mapped(job, chunk.shard, [(chunk.first, chunk.rows)], needed, schema):
+        if isinstance(table, Unreadable):
+            raise JobError(f"{chunk}: {table.reason}")
+        for i, row in zip(numbers, rows(table.take(pa.array(numbers, pa.int64())), needed), strict=True):
+            number = chunk.first + i
+            try:
+                yield Asked(number, row, prompts.request(row, chunk.shard, number))
+            except RowError as error:
+                yield Asked(number, row, error)
