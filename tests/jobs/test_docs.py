@@ -22,15 +22,22 @@ from tests.jobs import docs
 COMMANDS = docs.commands()
 KINDS: dict[str, type[Job]] = {"label": LabelJob}  # settings of a page's job files
 PAGES = sorted(docs.FOLDER.glob("*.md"))
+ROOT = docs.FOLDER.parents[1]
+TREES = {"pipeline/README.md": "pipeline", "actors/engine/README.md": "actors", "jobs/docs/README.md": "jobs"}
+OTHERS = [ROOT / "README.md", ROOT / "pipeline" / "README.md", ROOT / "actors" / "engine" / "README.md"]
 FENCE = re.compile(r"^    (.*)$", re.MULTILINE)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def written(page: Path) -> str:
+    """A page without its generated part."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(docs.BEGIN)
+    return before + rest.partition(docs.END)[2]
 
 
 def lines(page: Path) -> list[str]:
     """Command lines of a page, without its generated part."""
-    text = page.read_text(encoding="utf-8")
-    before, _, rest = text.partition(docs.BEGIN)
-    shown = FENCE.findall(before + rest.partition(docs.END)[2])
-    return [line for line in shown if line.startswith("exspec ")]
+    return [line for line in FENCE.findall(written(page)) if line.startswith("exspec ")]
 
 
 def parse(line: str) -> None:
@@ -52,7 +59,7 @@ def test_every_page_says_what_the_help_says() -> None:
 
 
 def test_no_page_is_left_of_a_command_that_is_gone() -> None:
-    assert set(PAGES) == set(docs.pages())
+    assert set(PAGES) == set(docs.pages()) | docs.guides()
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -61,6 +68,49 @@ def test_a_page_is_written_to_its_end(name: str) -> None:
     assert docs.UNWRITTEN not in text
     assert [h for h in docs.HEADINGS if h not in text] == []
     assert lines(docs.FOLDER / f"{name}.md"), "no example"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_page_has_the_examples_of_the_help(name: str) -> None:
+    shown = {" ".join(shlex.split(line, comments=True)) for line in lines(docs.FOLDER / f"{name}.md")}
+    assert [line for line in docs.examples(COMMANDS[name]) if line not in shown] == []
+
+
+def test_every_setting_is_on_the_page_of_settings_and_on_no_other() -> None:
+    told = (docs.FOLDER / docs.SETTINGS).read_text(encoding="utf-8")
+    for command in COMMANDS.values():
+        for p in command.params:
+            if p.name in docs.settings(command):
+                assert f"\n| `{p.opts[0]}` " in told
+    for name in COMMANDS:
+        generated = (docs.FOLDER / f"{name}.md").read_text(encoding="utf-8").partition(docs.BEGIN)[2]
+        assert "`--draft-revision`" not in generated
+        assert f"]({docs.SETTINGS})" in generated or not docs.settings(COMMANDS[name])
+
+
+def anchors(page: Path) -> set[str]:
+    """What links to headings of a page end with."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, *OTHERS, ROOT / "k8s" / "README.md"], ids=lambda p: f"{p.parent.name}-{p.name}"
+)
+def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+    for link in LINK.findall(page.read_text(encoding="utf-8")):
+        place, _, heading = link.partition("#")
+        if "://" not in link:
+            target = page.parent / place if place else page
+            assert target.exists(), link
+            assert not heading or heading in anchors(target), link
+
+
+@pytest.mark.parametrize(("page", "folder"), TREES.items())
+def test_a_tree_names_every_file(page: str, folder: str) -> None:
+    tree = (ROOT / page).read_text(encoding="utf-8").partition("## The tree\n")[2]
+    for path in (ROOT / folder).rglob("*.py"):
+        assert path.name == "__init__.py" or re.search(rf"\b{re.escape(path.name)}\b", tree), path
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -78,7 +128,7 @@ def test_help_ends_with_examples_that_survive_a_narrow_terminal(name: str, colou
         parse(line)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=lambda p: f"{p.parent.name}-{p.name}")
 def test_every_command_line_of_a_page_can_be_read(page: Path) -> None:
     for line in lines(page):
         parse(line)
@@ -91,7 +141,7 @@ def test_a_line_that_is_wrong_is_found() -> None:
 
 def test_every_job_file_of_the_pages_is_one() -> None:
     found = 0
-    for page in PAGES:
+    for page in [*PAGES, *OTHERS]:
         for block in re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
             KINDS.get(page.stem, Job)(**({"target": "t", "draft": "d"} | yaml.safe_load(block)))
             found += 1
@@ -127,7 +177,7 @@ def complete(*words: str) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("co",), ["compact"]),
+        (("co",), ["compact", "convert"]),
         (("run", "--method", ""), ["auto", "plain", "eqspec", "exspec"]),
         (("run", "--dtype", "b"), ["bfloat16"]),
         (("audit", "out/", "--sh"), ["--share"]),
