@@ -190,8 +190,8 @@ class Generator:
             try:
                 values = self.answers.read(completion, text)
                 return RowResult(completion, text, None, prompt, values, cut=row["_cut"])
-            except AnswerError as unread:
-                return RowResult(None, None, str(unread), prompt)
+            except AnswerError as unread:  # and would be again
+                return RowResult(None, None, str(unread), prompt, lasting=True)
 
         return result
 

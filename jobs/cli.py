@@ -77,10 +77,10 @@ def run(
     retry_errors: RetryErrors = False,
     quiet: Quiet = False,
 ) -> None:
-    """Generate completions for Parquet shards. Run it again to resume: only what is missing runs.
+    """Generate completions for all rows of the input. Run it again to resume: only what is missing runs.
 
     Exit codes: 0 all rows done (row errors included), 1 rows are missing (chunks set aside, or broken off: run it
-    again), 2 refused before starting, 3 a fault of exspec.
+    again), 2 refused before starting, 3 a fault of exspec, 130 interrupted.
     """
     with Progress(quiet) as progress:
         progress.stage("checking the job")
@@ -135,12 +135,12 @@ def label(
     retry_errors: RetryErrors = False,
     quiet: Quiet = False,
 ) -> None:
-    """Label the rows of Parquet shards: one label of a list, one of each of several fields, or JSON of a schema.
+    """Label the rows of the input: one label of a list, one of each of several fields, or JSON of a schema.
 
     Run it every night over a folder that grows: each row is labeled once.
 
     Exit codes: 0 all rows done (row errors included), 1 rows are missing (chunks set aside, or broken off: run it
-    again), 2 refused before starting, 3 a fault of exspec.
+    again), 2 refused before starting, 3 a fault of exspec, 130 interrupted.
     """
     if plan:
         from exspec.jobs.plan import plan as show
@@ -279,7 +279,7 @@ def convert(
 
     options = _options(storage_options)
     if partition_by:
-        rows = job.partition(output, file, options, partition_by)
+        rows = job.partition(output, file, options, partition_by, columns)
     else:
         rows = job.convert(output, file, options, columns)
     print(f"{rows} rows in {redacted(file)}")

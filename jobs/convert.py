@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 import pyarrow as pa
 from pyarrow.dataset import write_dataset
@@ -15,10 +15,14 @@ from pyarrow.fs import FSSpecHandler, PyFileSystem
 from exspec.pipeline.errors import JobError, meant
 from exspec.pipeline.input.batch import answer, is_batch
 from exspec.pipeline.input.plan import decode_schema
+from exspec.pipeline.job import Job
 from exspec.pipeline.output.contents import tables
 from exspec.pipeline.output.owner import SUCCESS, Output, read_output, settings
+from exspec.pipeline.secrets import anonymous
 from exspec.pipeline.storage import Folder
 
+J = TypeVar("J", bound=Job)
+BESIDE = ".job"  # what the name of the folder ends with that stands behind an output that is a file
 Write = Callable[[TextIO, list[str], Iterator[dict[str, Any]]], int]
 
 
@@ -27,17 +31,34 @@ def kind_of(name: str) -> str | None:
     return next((suffix for suffix in WRITERS if name.removesuffix(".gz").endswith(suffix)), None)
 
 
-def partition(output: str, folder: str, options: dict[str, Any], by: list[str]) -> int:
+def behind(job: J) -> tuple[J, str | None]:
+    """A job whose output is a folder, and the file that is to be made of it, where its output was one."""
+    if kind_of(job.output) is None:
+        return job, None
+    return job.model_copy(update={"output": f"{job.output}{BESIDE}"}), job.output
+
+
+def finish(job: Job, file: str | None, code: int) -> int:
+    """Make the file of a job that has one, where all its rows are done. Returns the exit code, as it was."""
+    if file and code == 0:
+        print(f"{convert(job.output, file, job.storage_options)} rows in {anonymous(file)}")
+    return code
+
+
+def partition(
+    output: str, folder: str, options: dict[str, Any], by: list[str], columns: list[str] | None = None
+) -> int:
     """Write the rows of an output as Parquet into folders named after the values of columns; returns how many.
 
-    Raises JobError where rows are missing, a column is, or the folder holds something.
+    columns: of the rows; all unless given. Raises JobError where rows are missing, a column is, or the folder holds
+    something.
     """
     found, target = _complete(output, options), Folder(folder, options)
     if target.exists(""):
         raise JobError(f"{folder}: is there already; expected a folder that is to be made")
-    every = tables(found, None)
+    names = _columns(found, [*(columns or []), *by])
+    every = tables(found, list(dict.fromkeys([*columns, *by])) if columns else names)
     first = next(every)
-    _check(by, first, found)
     count = 0
 
     def counted() -> Iterator[pa.RecordBatch]:
@@ -81,19 +102,18 @@ def _complete(output: str, options: dict[str, Any]) -> Output:
     return found
 
 
-def _check(columns: list[str], table: pa.Table, output: Output) -> None:
-    if missing := [name for name in columns if name not in table.column_names]:
-        raise JobError(
-            *(f"{output.folder.url}: has no column {name!r}{meant(name, table.column_names)}" for name in missing)
-        )
+def _columns(output: Output, wanted: list[str]) -> list[str]:
+    """The columns of an output. Raises JobError naming those of the wanted that it has not."""
+    names = list(next(tables(output, None)).column_names)
+    if missing := [name for name in wanted if name not in names]:
+        raise JobError(*(f"{output.folder.url}: has no column {name!r}{meant(name, names)}" for name in missing))
+    return names
 
 
 def _write(place: Path, file: str, output: Output, columns: list[str] | None) -> int:
-    found = tables(output, columns)
-    first = next(found)
-    names = columns or first.column_names
-    _check(names, first, output)
-    rows = (row for table in chain([first], found) for row in table.select(names).to_pylist())
+    every = _columns(output, columns or [])
+    names = columns or every
+    rows = (row for table in tables(output, names) for row in table.select(names).to_pylist())
     job = settings(output.state.description, output.folder.options)
     if kind_of(file) == ".jsonl" and columns is None and is_batch(job, decode_schema(output.state.plan.schema)):
         model, began = output.state.description["job"]["target"], int(output.state.began)

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from exspec.jobs.convert import behind, finish
 from exspec.jobs.notify import notified
 from exspec.pipeline.labels import LabelJob
 from exspec.pipeline.output.contents import tables
@@ -16,13 +17,14 @@ from exspec.pipeline.storage import Folder
 
 def label(job: LabelJob, restart: bool, retry_errors: bool, progress: Progress) -> int:
     """Run a labeling job, or what is missing of it. Returns the exit code."""
+    job, file = behind(job)
     code = notified(job, lambda: execute(prepare(job, restart), retry_errors, progress=progress))
     output = read_output(Folder(job.output, job.storage_options))
     _compare(job, output)
     if job.review_share:
         count = write_review(job, output.folder, partial(tables, output))
         print(f"{count} rows to look at: {output.folder.url}/{REVIEW}" if count else "no labeled rows to look at")
-    return code
+    return finish(job, file, code)
 
 
 def _compare(job: LabelJob, output: Output) -> None:

@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from exspec.jobs.convert import behind
 from exspec.jobs.estimate import estimate
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Chunk
@@ -41,7 +42,7 @@ def plan(job: Job, estimated: bool = False, price: float | None = None) -> int:
 
     estimated: decode some of its rows here, and tell what all will take. price: of a GPU hour, to tell the cost.
     """
-    prepared = prepare(job)
+    prepared = prepare(behind(job)[0])
     job = prepared.job
     look = _look(prepared)
     console = Console(soft_wrap=False)

@@ -3,7 +3,7 @@
 import torch
 from rich.console import Console
 
-from exspec.jobs.convert import convert, kind_of
+from exspec.jobs.convert import behind, finish
 from exspec.jobs.notify import notified
 from exspec.jobs.tables import candidates_table
 from exspec.pipeline.errors import JobError
@@ -11,10 +11,7 @@ from exspec.pipeline.job import AUTO, Job
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.progress import Progress
 from exspec.pipeline.run import execute
-from exspec.pipeline.secrets import anonymous
 from exspec.pipeline.shape import sample, settle, shape_of
-
-BESIDE = ".job"  # what the name of the folder ends with that stands behind an output that is a file
 
 
 def run(job: Job, restart: bool, retry_errors: bool, progress: Progress) -> int:
@@ -22,13 +19,8 @@ def run(job: Job, restart: bool, retry_errors: bool, progress: Progress) -> int:
 
     Where the output is a file, the job has a folder beside it, and the file is written when all is done.
     """
-    file = job.output if kind_of(job.output) else None
-    if file:
-        job = job.model_copy(update={"output": f"{file}{BESIDE}"})
-    code = notified(job, lambda: execute(prepare(job, restart), retry_errors, progress=progress))
-    if file and code == 0:
-        print(f"{convert(job.output, file, job.storage_options)} rows in {anonymous(file)}")
-    return code
+    job, file = behind(job)
+    return finish(job, file, notified(job, lambda: execute(prepare(job, restart), retry_errors, progress=progress)))
 
 
 def tune(job: Job) -> None:

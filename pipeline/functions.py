@@ -61,6 +61,8 @@ class Function(BaseModel):
     def _called(self, table: pa.Table) -> pa.Table:
         try:
             made = _load(self.name, self.source)(table)
+        except FunctionError:
+            raise
         except Exception as error:  # whatever somebody's code may raise
             raise FunctionError(f"{self.name}: {type(error).__name__}: {error}") from error
         if not isinstance(made, pa.Table):

@@ -82,9 +82,13 @@ class Job(BaseModel):
     allow_pickle: bool = setting("Models", False, "Load weights that are no safetensors; such a file can run code.")
 
     input: list[str] = setting(
-        "Input and output", ..., "Folders, globs or Parquet files; fsspec URLs such as s3://bucket/folder."
+        "Input and output",
+        ...,
+        "Files, folders or globs, of Parquet, JSONL, CSV or Arrow; fsspec URLs such as s3://bucket/folder.",
     )
-    output: str = setting("Input and output", ..., "Folder for the completions; an fsspec URL.")
+    output: str = setting(
+        "Input and output", ..., "Folder for the completions, or a file NAME.jsonl or NAME.csv; an fsspec URL."
+    )
     storage_options: dict[str, Any] = setting(
         "Input and output", {}, "Options of the file systems, as fsspec takes them."
     )
@@ -434,7 +438,8 @@ def _problem(error: Any, file: Path | None, kind: type[Job]) -> str:
     elif error["type"] == "missing":
         message = "is missing"
     elif error["type"] == "string_pattern_mismatch":
-        message = f"expected {Job.model_fields[key].description}".removesuffix(".") + f", not {error['input']!r}"
+        told = str(Job.model_fields[key].description).removesuffix(".")
+        message = f"expected {told[0].lower()}{told[1:]}, not {error['input']!r}"
     else:
         found = "" if key.startswith("storage_options") else f", not {error['input']!r}"  # it may hold a secret
         message = f"{error['msg'].removeprefix('Value error, ')}{found}" if key else error["msg"]

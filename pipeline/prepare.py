@@ -157,7 +157,7 @@ def prepare(job: Job, restart: bool = False) -> Prepared:
 def _with_ids(job: Job, schema: pa.Schema) -> Job:
     """The job with the column that its ids are in; an empty name means none."""
     if is_batch(job, schema):
-        return of_batch(job)
+        return of_batch(job, schema)
     found = "id" if job.id_column is None and "id" in schema.names else job.id_column
     return job.model_copy(update={"id_column": found or None})
 
@@ -221,7 +221,7 @@ def _check_columns(job: Job, schema: pa.Schema) -> None:
     missing = [(key, column) for key, columns in named.items() for column in columns if column not in schema.names]
     problems = [f"{key}: {no_column(column, schema.names)}" for key, column in missing]
     try:
-        if job.prompt_template is None:
+        if job.prompt_template is None and not is_batch(job, schema):
             prompt_column(job, schema)
         carried = carried_columns(job, schema)
     except JobError as error:

@@ -35,7 +35,7 @@ from exspec.pipeline.output.columns import carried_schema
 from exspec.pipeline.output.contents import samples, tables
 from exspec.pipeline.output.owner import SUCCESS, Output, Writer, take
 from exspec.pipeline.output.parts import PartSink, Task, read_staged
-from exspec.pipeline.output.report import Report, write_report
+from exspec.pipeline.output.report import Report, stored_occupancy, write_report
 from exspec.pipeline.prepare import Prepared
 from exspec.pipeline.progress import Progress
 from exspec.pipeline.secrets import anonymous
@@ -96,14 +96,14 @@ class _Run:
         self.writer.sweep()
         tried = self.writer.state.mendable if retry_errors else None
         if fresh:
-            self._connect()
+            self._connect(self.plan.rows)
             self.plan = replace(self.plan, rows_per_chunk=self.job.chunk_rows(self.plan.rows))
         tasks, again = self._tasks(fresh, retry_errors)
         first = next(tasks, None)
         if first is None:
             self.writer.extend(self.plan)
         elif not fresh:
-            self._connect()
+            self._connect(self.plan.rows - self.writer.state.rows)
         if self.writer.lost:
             self.progress.say(f"{self.writer.lost} rows were in files that are gone or damaged; they are decoded again")
         if not fresh and first is not None:
@@ -127,14 +127,16 @@ class _Run:
         failed = [Task(replace(c, shard=self.plan.shards[c.number]), file, start) for c, file, start in found]
         return chain(missing, failed), Counter(str(task.file) for task in failed)
 
-    def _connect(self) -> None:
+    def _connect(self, rows: int) -> None:
+        """Join the cluster, and settle what depends on it. rows: that are to be decoded."""
         self.progress.stage("starting Ray")
         connect(self.job)
         # Decided once: a node with a GPU that joins later must not change what actors ask for.
         self.job = self.job.model_copy(update={"device": device(self.job)})
         check_cluster(self.job)
         if self.job.actors == "auto":
-            self.job = self.job.model_copy(update={"actors": str(self._fitting())})
+            chunks = max(1, -(-rows // self.job.chunk_rows(rows)))
+            self.job = self.job.model_copy(update={"actors": str(min(self._fitting(), chunks))})
 
     def _fitting(self) -> int:
         """How many actors the cluster carries: one a GPU, or what its cores and its memory are enough for."""
@@ -215,6 +217,7 @@ class _Run:
         report.set_aside += [f"{name}: {why}" for name, why in changed(self._read(), self.job.storage_options).items()]
         if stopped:
             report.set_aside.append(stopped)
+        report.occupancy = stored_occupancy(self.writer)
         report.complete(state, self.job.evaluate(partial(tables, self.writer)))
         figures = report.figures()
         self.progress.stop()

@@ -1,4 +1,4 @@
-"""Statistics as values with `+`: of a sequence, and of an engine. The words are those of the README."""
+"""Statistics as values with `+`: of a sequence, and of an engine. The words are those of jobs/docs/words.md."""
 
 from dataclasses import dataclass, field, fields
 from itertools import zip_longest

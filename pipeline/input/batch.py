@@ -35,10 +35,10 @@ def is_batch(job: Job, schema: pa.Schema) -> bool:
     return {BODY, ID} <= set(schema.names) and job.prompt_column is None and job.prompt_template is None
 
 
-def of_batch(job: Job) -> Job:
+def of_batch(job: Job, schema: pa.Schema) -> Job:
     """The job with settings that such rows need: their ids, and of their columns the kind of the call alone."""
-    given = {"id_column": ID if job.id_column is None else job.id_column, "carry": job.carry or [URL]}
-    return job.model_copy(update=given)
+    carry = [name for name in schema.names if name == URL] if job.carry is None else job.carry
+    return job.model_copy(update={"id_column": ID if job.id_column is None else job.id_column, "carry": carry})
 
 
 def fields(row: dict[str, Any]) -> dict[str, Any]:

@@ -117,10 +117,11 @@ class Report:
         if len(told) > REASONS:
             lines.append(f"  and {len(told) - REASONS} more reasons: see the report")
         if f["tokens_per_second"]:
-            lines.append(
-                f"{f['completion_tokens']} tokens in {f['seconds']:.0f} s of decoding, {f['tokens_per_second']} "
-                f"tokens/s, acceptance rate {f['acceptance_rate']}, occupancy {f['occupancy']}"
-            )
+            speed = [f"{f['completion_tokens']} tokens in {f['seconds']:.0f} s of decoding"]
+            speed.append(f"{f['tokens_per_second']} tokens/s")
+            shown = ("acceptance_rate", "occupancy")
+            speed += [f"{name.replace('_', ' ')} {f[name]}" for name in shown if f[name] is not None]
+            lines.append(", ".join(speed))
         lines += [
             f"{field}: accuracy {a['accuracy']} over {a['rows_with_gold']} rows whose label is known"
             for field, a in self.answers.items()
@@ -199,9 +200,16 @@ def rebuild(output: Output) -> Report:
     report = Report(state.description, state.plan.rows)
     job = settings(state.description, folder.options)
     report.complete(state, job.evaluate(partial(tables, output)))
-    if folder.exists(REPORT):
-        report.occupancy = json.loads(folder.read(REPORT))["occupancy"]
+    report.occupancy = stored_occupancy(output)
     return report
+
+
+def stored_occupancy(output: Output) -> float | None:
+    """As an earlier report has it: what engines did that run no more."""
+    if not output.folder.exists(REPORT):
+        return None
+    found: float | None = json.loads(output.folder.read(REPORT))["occupancy"]
+    return found
 
 
 def price(figures: dict[str, Any], gpus: float, per_gpu_hour: float) -> float | None:

@@ -254,7 +254,7 @@ def test_bad_shards_are_named(pair: Pair, source: Path, tmp_path: Path) -> None:
         prepare(job)
     for path in source.glob("*"):
         path.unlink()
-    with pytest.raises(JobError, match="input: no Parquet files in"):
+    with pytest.raises(JobError, match="input: no Parquet, JSONL, CSV or Arrow files in"):
         prepare(job)
     pq.write_table(pa.table({"key": [1], "prompt": ["w1"], "budget": [1]}).slice(1), source / "empty.parquet")
     with pytest.raises(JobError, match="hold no rows"):

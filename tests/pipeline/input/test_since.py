@@ -67,7 +67,7 @@ def test_a_date_leaves_out_what_is_older(pair: Pair, tmp_path: Path) -> None:
     assert night(pair, tmp_path, since="2001-01-01") == 0
     assert set(jobs.read_output(tmp_path / "out")) == {str(n) for n in range(20)}
     jobs.write_shards(tmp_path / "other" / "in", rows=9)
-    with pytest.raises(JobError, match=r"no Parquet files in .* are newer than since tells"):
+    with pytest.raises(JobError, match=r"no Parquet, JSONL, CSV or Arrow files in .* are newer than since tells"):
         night(pair, tmp_path / "other", since="2999-01-01")
 
 

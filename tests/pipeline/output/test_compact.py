@@ -47,7 +47,6 @@ def finished(pair: Pair, ray_session: str, tmp_path_factory: pytest.TempPathFact
         execute(
             prepare(jobs.job(pair, place / "in", place / "out")),
             load=jobs.RefusingLoader(jobs.prompt(REFUSED)),
-            quiet=True,
         )
         == 0
     )

@@ -1,0 +1,151 @@
+"""Functions of the user's over the rows as they are read, and over the rows of a part."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from exspec.pipeline.errors import JobError
+from exspec.pipeline.functions import Function, FunctionError
+from exspec.pipeline.job import differences, fingerprint
+from exspec.pipeline.output.owner import read_output, settings
+from exspec.pipeline.prepare import prepare
+from exspec.pipeline.run import execute
+from exspec.pipeline.storage import Folder
+from tests.pipeline import jobs
+
+SOURCE = """
+from dataclasses import dataclass
+import pyarrow as pa
+import pyarrow.compute as pc
+
+@dataclass
+class Longest:
+    words: "int" = 2
+
+def shorter(table):
+    words = [" ".join(text.split()[:Longest().words]) for text in table["prompt"].to_pylist()]
+    table = table.set_column(table.column_names.index("prompt"), "prompt", pa.array(words, pa.string()))
+    return table.append_column("words", pa.array([len(text.split()) for text in words], pa.int64())).drop_columns("kind")
+
+def count(table):
+    return table.select(["id"]).append_column("characters", pc.utf8_length(table["completion"]))
+
+def fewer(table):
+    return table.slice(0, table.num_rows - 1)
+
+def nothing(table):
+    return None
+
+def other(table):
+    return table.append_column("late", pa.nulls(table.num_rows)) if table.num_rows == 0 else table
+
+def broken(table):
+    raise ValueError("no such thing") if table.num_rows else ZeroDivisionError
+
+def for_many(table):
+    if table.num_rows and table["id"][0].as_py() == 0:
+        raise ValueError("the first row")
+    return table
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a module of functions, which is the one that we are in."""
+    (tmp_path / "mine.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_rows_are_made_before_and_columns_added_after(pair: tuple[str, str], own: Path) -> None:
+    jobs.write_shards(own / "in", rows=30)
+    job = jobs.job(pair, own / "in", own / "out", map="mine:shorter", map_output="mine:count")
+    assert execute(prepare(job), load=jobs.ArithmeticLoader()) == 0
+    jobs.write_shards(own / "plain", rows=30)
+    assert execute(prepare(jobs.job(pair, own / "plain", own / "other")), load=jobs.ArithmeticLoader()) == 0
+    given = {row["id"]: row for path in (own / "in").iterdir() for row in pq.read_table(path).to_pylist()}
+    rows = [row for path in (own / "out").glob("*.parquet") for row in pq.read_table(path).to_pylist()]
+    assert len(rows) == 30
+    for row in rows:
+        words = given[int(row["id"])]["prompt"].split()[:2]
+        assert row["words"] == len(words)
+        assert row["characters"] == len(row["completion"])
+        assert row["prompt_tokens"] == len(words), "the prompt is what the function made"
+        assert "kind" not in row, "a column that it drops is gone"
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_other_code_is_another_job(pair: tuple[str, str], own: Path) -> None:
+    jobs.write_shards(own / "in", rows=6)
+    job = jobs.job(pair, own / "in", own / "out", map="mine:shorter")
+    assert execute(prepare(job), load=jobs.ArithmeticLoader()) == 0
+    stored = settings(read_output(Folder(str(own / "out"))).state.description, {})
+    assert stored.map == job.map, "who reads the output has the code"
+    assert execute(prepare(job), load=jobs.ArithmeticLoader()) == 0
+    (own / "mine.py").write_text(SOURCE.replace("= 2", "= 3"))
+    with pytest.raises(JobError, match=r"map was 'mine:shorter \(\w{12}\)' and is 'mine:shorter \(\w{12}\)'"):
+        prepare(jobs.job(pair, own / "in", own / "out", map="mine:shorter"))
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_a_function_that_fails_takes_its_chunks_alone(pair: tuple[str, str], own: Path, capsys: Any) -> None:
+    jobs.write_shards(own / "in", rows=30)
+    job = jobs.job(pair, own / "in", own / "out", map="mine:for_many")
+    assert execute(prepare(job), load=jobs.ArithmeticLoader()) == 1
+    printed = capsys.readouterr().out
+    assert "map: mine:for_many: ValueError: the first row" in printed
+    rows = jobs.read_output(own / "out")
+    assert "0" not in rows
+    assert len(rows) > 20
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("mine:nothing", "map: mine:nothing: gave NoneType, expected a pyarrow Table"),
+        ("mine:none_of_that_name", "map: mine has no function 'none_of_that_name'"),
+        ("json:dumps", "map: json:dumps: TypeError: Object of type Table is not JSON serializable"),
+    ],
+)
+def test_what_no_job_can_do_is_refused_before_it_starts(
+    pair: tuple[str, str], own: Path, function: str, message: str
+) -> None:
+    jobs.write_shards(own / "in", rows=3)
+    with pytest.raises(JobError) as refused:
+        prepare(jobs.job(pair, own / "in", own / "out", map=function))
+    assert message in refused.value.problems
+
+
+@pytest.mark.parametrize("name", ["mine", "mine:", "mi-ne:count", "no_such_module:count", "mine:1"])
+def test_a_function_that_is_nowhere_is_named(pair: tuple[str, str], own: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=r"expected module:function|there is no no_such_module\.py below .* nor a"):
+        jobs.job(pair, own / "in", own / "out", map=name)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("fewer", "mine:fewer: gave 2 rows for 3, expected as many"),
+        ("other", "mine:other: gave other columns than for an empty table"),
+        ("broken", "mine:broken: ValueError: no such thing"),
+    ],
+)
+def test_what_a_function_must_not_give_is_refused(own: Path, function: str, message: str) -> None:
+    assert own
+    with pytest.raises(FunctionError) as refused:
+        Function.model_validate(f"mine:{function}")(pa.table({"id": [0, 1, 2]}))
+    assert message in str(refused.value)
+
+
+def test_the_fingerprint_has_a_digest_and_the_job_the_source(pair: tuple[str, str], own: Path) -> None:
+    job = jobs.job(pair, own / "in", own / "out", map="mine:shorter")
+    assert SOURCE in job.published()["map"]["source"]
+    found = fingerprint(job, {})
+    assert found["map"] == job.map.identity  # type: ignore[union-attr]
+    assert differences(found, found) == []
+    without = fingerprint(jobs.job(pair, own / "in", own / "out"), {})
+    assert differences(without, found) == [f"map was None and is {found['map']!r}"]
