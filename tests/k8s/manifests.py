@@ -140,7 +140,7 @@ def job_file(objects: list[Manifest]) -> str:
 
 
 def values(container: Manifest) -> dict[str, str]:
-    """The variables that have a value in the manifest, with $(NAME) of an earlier one in it as the kubelet expands it."""
+    """The variables that have a value in the manifest, with $(NAME) of earlier ones expanded as the kubelet does."""
     found: dict[str, str] = {}
     for variable in container.get("env", []):
         if "value" in variable:

@@ -207,8 +207,8 @@ def test_the_metadata_server_is_open_to_google_s_identity_alone() -> None:
     opened = {item["metadata"]["name"]: item["spec"] for item in of_kind(combine(("gcp-identity",)), "NetworkPolicy")}
     spec = opened["metadata-server"]
     assert spec["podSelector"] == opened["storage-and-hub"]["podSelector"]
-    places = {(rule["to"][0]["ipBlock"]["cidr"], rule["ports"][0]["port"]) for rule in spec["egress"]}
-    assert places == {("169.254.169.252/32", 988), ("169.254.169.254/32", 80)}
+    places = {(rule["to"][0]["ipBlock"]["cidr"], port["port"]) for rule in spec["egress"] for port in rule["ports"]}
+    assert places == {("169.254.169.252/32", 988), ("169.254.169.254/32", 80), ("169.254.169.254/32", 53)}
 
 
 @needs_renderer
