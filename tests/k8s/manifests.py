@@ -62,14 +62,18 @@ def overlay(name: str) -> list[Manifest]:
     return copy.deepcopy(render(K8S / "overlays" / name if name != "base" else K8S / "base"))
 
 
-def combine(components: tuple[str, ...], job: str | None = None) -> list[Manifest]:
-    """The base with components, in this order, as a person's own kustomization has them. Raises RenderError."""
+def combine(components: tuple[str, ...], job: str | None = None, **more: Any) -> list[Manifest]:
+    """The base with components, in this order, as a person's own kustomization has them. Raises RenderError.
+
+    more: further fields of that kustomization.
+    """
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made).resolve()
         top = os.path.relpath(K8S, folder)
         text: Manifest = {
             "resources": [f"{top}/base"],
             "components": [f"{top}/components/{name}" for name in components],
+            **more,
         }
         if job is not None:
             (folder / "job.yaml").write_text(job)
@@ -79,6 +83,15 @@ def combine(components: tuple[str, ...], job: str | None = None) -> list[Manifes
             text["generatorOptions"] = {"disableNameSuffixHash": True}
         (folder / "kustomization.yaml").write_text(yaml.safe_dump(text))
         return render(folder)
+
+
+def suffixed(name: str, suffix: str) -> list[Manifest]:
+    """An overlay as a person renders it who has several jobs in the namespace: with its components, and a suffix."""
+    place = K8S / "overlays" / name if name != "base" else K8S / "base"
+    text = yaml.safe_load((place / "kustomization.yaml").read_text())
+    parts = tuple(Path(part).name for part in text.get("components", []))
+    job = (place / "job.yaml" if (place / "job.yaml").exists() else K8S / "base" / "job.yaml").read_text()
+    return combine(parts, job, nameSuffix=suffix)
 
 
 def of_kind(objects: list[Manifest], kind: str) -> list[Manifest]:
@@ -120,7 +133,20 @@ def containers(template: Manifest) -> list[Manifest]:
 
 
 def job_file(objects: list[Manifest]) -> str:
-    return str(one(objects, "ConfigMap", "exspec-job")["data"]["job.yaml"])
+    """The file that the head finds under /etc/exspec."""
+    head = of_kind(objects, "RayJob")[0]["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+    (name,) = (v["configMap"]["name"] for v in head["volumes"] if v["name"] == "job")
+    return str(one(objects, "ConfigMap", name)["data"]["job.yaml"])
+
+
+def values(container: Manifest) -> dict[str, str]:
+    """The variables that have a value in the manifest, with $(NAME) of earlier ones expanded as the kubelet does."""
+    found: dict[str, str] = {}
+    for variable in container.get("env", []):
+        if "value" in variable:
+            known = re.compile("|".join(re.escape(f"$({name})") for name in found) or "(?!)")
+            found[variable["name"]] = known.sub(lambda m: found[m[0][2:-1]], variable["value"])
+    return found
 
 
 def environment(objects: list[Manifest], container: Manifest, secrets: dict[str, dict[str, str]]) -> dict[str, str]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from tests.k8s.manifests import Manifest, containers, job_file, of_kind, pod_templates
+from tests.k8s.manifests import Manifest, containers, job_file, of_kind, pod_templates, values
 
 RAYJOB_NAME = 47  # characters: the cluster gets six more, and its services' names must still be labels
 DNS_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
@@ -134,17 +134,16 @@ def _actors(item: Manifest, job: Manifest) -> list[str]:
 def _nightly(objects: list[Manifest]) -> list[str]:
     found = []
     for item in of_kind(objects, "CronJob"):
-        variables = containers(item["spec"]["jobTemplate"]["spec"]["template"])[0]["env"]
-        values = {v["name"]: v.get("value") for v in variables}
-        templates = [j for j in of_kind(objects, "RayJob") if j["metadata"]["name"] == values["TEMPLATE"]]
+        given = values(containers(item["spec"]["jobTemplate"]["spec"]["template"])[0])
+        templates = [j for j in of_kind(objects, "RayJob") if j["metadata"]["name"] == given["TEMPLATE"]]
         if not templates:
-            found.append(f"CronJob: no RayJob {values['TEMPLATE']}")
+            found.append(f"CronJob: no RayJob {given['TEMPLATE']}")
         for template in templates:
             if not template["spec"].get("suspend"):
                 found.append("CronJob: its template would run")
             if QUEUE in template["metadata"].get("labels", {}):
                 found.append("CronJob: Kueue would start its template")
-        if len(f"{values['PREFIX']}-20260101") > RAYJOB_NAME:
+        if len(f"{given['PREFIX']}-20260101") > RAYJOB_NAME:
             found.append("CronJob: its prefix is too long")
     return found
 

@@ -27,6 +27,7 @@ from tests.k8s.manifests import (
     of_kind,
     one,
     overlay,
+    pod_templates,
     render,
 )
 
@@ -177,12 +178,38 @@ def test_the_job_file_is_one_that_its_command_takes(name: str, tmp_path: Path) -
     assert job.ray_address == arguments[arguments.index("--ray-address") + 1] == "auto"
 
 
+IDENTITIES = {
+    "aws-identity": "eks.amazonaws.com/role-arn",
+    "gcp-identity": "iam.gke.io/gcp-service-account",
+    "azure-identity": "azure.workload.identity/client-id",
+}
+
+
 @needs_renderer
-def test_identity_and_monitoring_are_a_component_each() -> None:
-    objects = combine(("aws-identity", "no-monitor"))
+@pytest.mark.parametrize("name", OVERLAYS)
+@pytest.mark.parametrize("identity", IDENTITIES)
+def test_a_cloud_s_identity_goes_with_every_overlay(identity: str, name: str) -> None:
+    objects = combine((name, identity, "no-monitor"), own_job((name,)))
     assert invalid(objects) == rules.problems(objects) == policy.problems(objects) == []
-    assert "eks.amazonaws.com/role-arn" in one(objects, "ServiceAccount")["metadata"]["annotations"]
+    assert IDENTITIES[identity] in one(objects, "ServiceAccount", "exspec")["metadata"]["annotations"]
     assert not of_kind(objects, "PodMonitor")
+
+
+@needs_renderer
+def test_azure_s_webhook_finds_the_pods_that_read_and_write() -> None:
+    for place, template in pod_templates(of_kind(combine(("azure-identity",)), "RayJob")):
+        used = template["metadata"]["labels"].get("azure.workload.identity/use")
+        assert used == (None if place.endswith("submitter") else "true"), place
+
+
+@needs_renderer
+def test_the_metadata_server_is_open_to_google_s_identity_alone() -> None:
+    opened = {item["metadata"]["name"]: item["spec"] for item in of_kind(combine(("gcp-identity",)), "NetworkPolicy")}
+    spec = opened["metadata-server"]
+    assert spec["podSelector"] == opened["storage-and-hub"]["podSelector"]
+    places = {(rule["to"][0]["ipBlock"]["cidr"], port["port"]) for rule in spec["egress"] for port in rule["ports"]}
+    ports = {"169.254.169.252/32": (987, 988), "169.254.169.254/32": (80, 8080, 53)}
+    assert places == {(address, port) for address, open_ones in ports.items() for port in open_ones}
 
 
 @needs_renderer
@@ -191,7 +218,11 @@ def test_nothing_goes_in_or_out_but_by_a_policy(name: str) -> None:
     """The default is to deny; Ray's ports are open to Ray's pods alone, and the internet to HTTPS out of them."""
     policies = {item["metadata"]["name"]: item["spec"] for item in of_kind(overlay(name), "NetworkPolicy")}
     assert policies["default-deny"] == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
-    ray = {"app.kubernetes.io/part-of": "exspec", "ray.io/is-ray-node": "yes"}
+    ray = {
+        "app.kubernetes.io/part-of": "exspec",
+        "app.kubernetes.io/instance": "exspec",
+        "ray.io/is-ray-node": "yes",
+    }
     for spec in policies.values():
         for rule in spec.get("ingress", []):
             assert rule["from"], "from everywhere"

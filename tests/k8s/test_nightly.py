@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.k8s import rules, schemas
-from tests.k8s.manifests import Manifest, containers, needs_renderer, one, overlay
+from tests.k8s.manifests import Manifest, containers, needs_renderer, one, overlay, values
 
 PATH = "/apis/ray.io/v1/namespaces/exspec/rayjobs"
 
@@ -94,7 +94,7 @@ def night(objects: list[Manifest], api: str, folder: Path, **more: str) -> subpr
     """The program of the ConfigMap as the CronJob's container starts it."""
     (container,) = containers(one(objects, "CronJob")["spec"]["jobTemplate"]["spec"]["template"])
     fields = {"NAMESPACE": "exspec", "OWNER_NAME": "exspec-nightly-1", "OWNER_UID": "1-2-3"}
-    variables = {v["name"]: v.get("value", fields.get(v["name"])) for v in container["env"]}
+    variables = values(container) | fields
     (folder / "token").write_text("night")
     program = folder / "nightly.py"
     program.write_text(one(objects, "ConfigMap", "exspec-nightly")["data"]["nightly.py"])
