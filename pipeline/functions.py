@@ -8,8 +8,9 @@ import linecache
 import re
 import sys
 from functools import lru_cache
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pyarrow as pa
@@ -96,7 +97,7 @@ def _source(name: str) -> str:
 def _load(name: str, source: str) -> Any:
     """The function of a module that is made of the source, under a name of its own."""
     of, _, function = name.partition(":")
-    module = ModuleType(f"exspec_{of.replace('.', '_')}")
+    module = module_from_spec(ModuleSpec(f"exspec_{of.replace('.', '_')}", None))
     module.__file__ = f"<{of}>"
     linecache.cache[module.__file__] = (len(source), None, source.splitlines(keepends=True), module.__file__)
     sys.modules[module.__name__] = module  # where dataclasses and pickles look for it

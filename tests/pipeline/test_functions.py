@@ -28,7 +28,7 @@ class Longest:
 def shorter(table):
     words = [" ".join(text.split()[:Longest().words]) for text in table["prompt"].to_pylist()]
     table = table.set_column(table.column_names.index("prompt"), "prompt", pa.array(words, pa.string()))
-    return table.append_column("words", pa.array([len(text.split()) for text in words], pa.int64())).drop_columns("kind")
+    return table.append_column("words", pa.array([len(text.split()) for text in words], pa.int64()))
 
 def count(table):
     return table.select(["id"]).append_column("characters", pc.utf8_length(table["completion"]))
@@ -46,7 +46,7 @@ def broken(table):
     raise ValueError("no such thing") if table.num_rows else ZeroDivisionError
 
 def for_many(table):
-    if table.num_rows and table["id"][0].as_py() == 0:
+    if table.num_rows and table["key"][0].as_py() == 0:
         raise ValueError("the first row")
     return table
 """
@@ -65,9 +65,7 @@ def test_rows_are_made_before_and_columns_added_after(pair: tuple[str, str], own
     jobs.write_shards(own / "in", rows=30)
     job = jobs.job(pair, own / "in", own / "out", map="mine:shorter", map_output="mine:count")
     assert execute(prepare(job), load=jobs.ArithmeticLoader()) == 0
-    jobs.write_shards(own / "plain", rows=30)
-    assert execute(prepare(jobs.job(pair, own / "plain", own / "other")), load=jobs.ArithmeticLoader()) == 0
-    given = {row["id"]: row for path in (own / "in").iterdir() for row in pq.read_table(path).to_pylist()}
+    given = {row["key"]: row for path in (own / "in").iterdir() for row in pq.read_table(path).to_pylist()}
     rows = [row for path in (own / "out").glob("*.parquet") for row in pq.read_table(path).to_pylist()]
     assert len(rows) == 30
     for row in rows:
@@ -75,7 +73,6 @@ def test_rows_are_made_before_and_columns_added_after(pair: tuple[str, str], own
         assert row["words"] == len(words)
         assert row["characters"] == len(row["completion"])
         assert row["prompt_tokens"] == len(words), "the prompt is what the function made"
-        assert "kind" not in row, "a column that it drops is gone"
 
 
 @pytest.mark.usefixtures("ray_session")
@@ -108,7 +105,7 @@ def test_a_function_that_fails_takes_its_chunks_alone(pair: tuple[str, str], own
     [
         ("mine:nothing", "map: mine:nothing: gave NoneType, expected a pyarrow Table"),
         ("mine:none_of_that_name", "map: mine has no function 'none_of_that_name'"),
-        ("json:dumps", "map: json:dumps: TypeError: Object of type Table is not JSON serializable"),
+        ("textwrap:dedent", "map: textwrap:dedent: TypeError: expected string or bytes-like object"),
     ],
 )
 def test_what_no_job_can_do_is_refused_before_it_starts(
@@ -117,7 +114,7 @@ def test_what_no_job_can_do_is_refused_before_it_starts(
     jobs.write_shards(own / "in", rows=3)
     with pytest.raises(JobError) as refused:
         prepare(jobs.job(pair, own / "in", own / "out", map=function))
-    assert message in refused.value.problems
+    assert refused.value.problems[0].startswith(message)
 
 
 @pytest.mark.parametrize("name", ["mine", "mine:", "mi-ne:count", "no_such_module:count", "mine:1"])
