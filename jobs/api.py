@@ -4,6 +4,7 @@ import json
 import tempfile
 from typing import Any
 
+REASONS = 5  # why a job failed, that are told
 WRITTEN = "_INPUT.json"  # beside an input whose rows are all there: how many, and their columns
 
 
@@ -33,7 +34,7 @@ def generate(data: Any, folder: str | None = None, **settings: Any) -> Any:
     raise TypeError(f"generate: expected a pyarrow table, a pandas DataFrame or a Ray Dataset, not {kind}")
 
 
-def _table(table: Any, folder: str | None, settings: dict[str, Any]) -> Any:
+def _table(table: Any, folder: str | None, settings: dict[str, Any], kept: bool = True) -> Any:
     import io
 
     import pyarrow as pa
@@ -47,7 +48,7 @@ def _table(table: Any, folder: str | None, settings: dict[str, Any]) -> Any:
 
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="exspec-") as temporary:
-            return _table(table, temporary, settings)
+            return _table(table, temporary, settings, kept=False)
     source = Folder(f"{folder}/input", settings.get("storage_options"))
     if source.names() - {"rows.parquet"}:
         raise JobError(f"generate: {anonymous(source.url)} holds other files; give another folder")
@@ -55,7 +56,7 @@ def _table(table: Any, folder: str | None, settings: dict[str, Any]) -> Any:
     pq.write_table(table, buffer)
     if not source.create("rows.parquet", buffer.getvalue()):
         raise JobError(f"generate: {anonymous(source.url)} holds other rows; give another folder")
-    output = _run(folder, settings)
+    output = _run(folder, settings, kept)
     return pa.concat_tables(tables(read_output(output), None)).replace_schema_metadata()
 
 
@@ -102,16 +103,26 @@ def _described(dataset: Any) -> dict[str, Any]:
     return {"rows": dataset.count(), "columns": dataset.columns()}
 
 
-def _run(folder: str, settings: dict[str, Any]) -> Any:
-    """Run the job between the folder's input and output; returns the output's folder."""
+def _run(folder: str, settings: dict[str, Any], kept: bool = True) -> Any:
+    """Run the job between the folder's input and output; returns the output's folder.
+
+    kept: the folder stays, so that it makes sense to speak of it.
+    """
     from exspec.jobs.demo import DEMO_PAIR
     from exspec.pipeline.errors import JobError
     from exspec.pipeline.job import Job, load_job
+    from exspec.pipeline.output.owner import REPORT
+    from exspec.pipeline.output.reasons import Reasons
     from exspec.pipeline.prepare import prepare
+    from exspec.pipeline.progress import Progress, Silent
     from exspec.pipeline.run import execute
 
     job = load_job(Job, None, {**settings, "input": f"{folder}/input", "output": f"{folder}/output"}, DEMO_PAIR)
     prepared = prepare(job)
-    if execute(prepared) != 0:
-        raise JobError(f"{job.output}: the job finished with chunks set aside; see _report.json there")
+    if execute(prepared, progress=Progress() if kept else Silent()) != 0:
+        figures = json.loads(prepared.folder.read(REPORT))
+        failed = Reasons()
+        failed.merge(figures["errors_by_reason"])
+        reasons = [*(f"set aside: {chunk}" for chunk in figures["set_aside"]), *failed.lines()]
+        raise JobError("generate: the job failed", *reasons[:REASONS])
     return prepared.folder

@@ -62,11 +62,15 @@ def results(
     logging.getLogger("ray.data").setLevel(logging.ERROR)
 
     low, high = job.actor_range
+    passes, count = [], 0
+    for together in read_together(tasks):
+        passes.append({"tasks": pickle.dumps(together)})
+        count += len(together)
     calls = max(job.chunks_in_flight, -(-ROWS_PER_SLOT * slots // rows_per_chunk))
+    calls = min(calls, -(-count // high))  # one who loads its models a little sooner does not take the others' share
     # A fixed pool balances best with one task waiting; an elastic one grows only while more are.
     waiting = calls + 1 if low == high else 2 * calls
     pool = {"size": high} if low == high else {"min_size": low, "max_size": high}
-    passes = [{"tasks": pickle.dumps(together)} for together in read_together(tasks)]
     chunks: ray.data.Dataset = ray.data.from_items(passes, override_num_blocks=len(passes))
     # Few readers: each is a process that first imports what a tokenizer needs, and one can feed several engines.
     readers = TaskPoolStrategy(size=min(high + 1, len(passes)))

@@ -55,6 +55,10 @@ class Progress:
         else:
             print(line, flush=True)
 
+    def tell(self, line: str) -> None:
+        """A line of what came of the job, on the standard output."""
+        print(line, flush=True)
+
     def stop(self) -> None:
         """Take the live line away."""
         if self.live:
@@ -110,3 +114,11 @@ class Progress:
             if waiting and not told and time.monotonic() - began > PATIENCE:
                 told = True
                 self.say(f"waiting for {actors - now.actors} of {actors} actors: {lacking()}")
+
+
+class Silent(Progress):
+    """Says nothing, for who calls it tells what came of the job."""
+
+    def say(self, line: str) -> None: ...
+
+    def tell(self, line: str) -> None: ...

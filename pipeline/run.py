@@ -55,14 +55,14 @@ def execute(prepared: Prepared, retry_errors: bool = False, load: Any = None, pr
         raise JobError(
             "since: leaves out shards that are done, and --retry-errors reads them again; give one of the two"
         )
-    output, plan = prepared.output, prepared.plan
+    output, plan, progress = prepared.output, prepared.plan, progress or Progress()
     if not (prepared.restart or retry_errors) and finished(output, plan):
-        print(f"nothing to do: all {plan.rows} rows are in {anonymous(prepared.folder.url)}")
+        progress.tell(f"nothing to do: all {plan.rows} rows are in {anonymous(prepared.folder.url)}")
         return 0
     action = "restart" if prepared.restart else "retry" if retry_errors else "run"
     try:
         with take(output, action, prepared.job.wait) as writer:
-            return _Run(prepared, writer, load, progress or Progress()).run(retry_errors)
+            return _Run(prepared, writer, load, progress).run(retry_errors)
     except KeyboardInterrupt:
         kept = f"{output.state.rows} of {plan.rows} rows are kept"
         raise StoppedError(f"stopped; {kept}; run it again to resume") from None
@@ -151,12 +151,12 @@ class _Run:
         shape = shape_of(job, prepared.models.context, self.plan.rows, stored)
         settled = self._settle(shape) if self.load is None else Settled(shape.config, [])
         if not fresh:
-            self.writer.describe({"job": job.published()})
+            self.writer.describe({"job": prepared.job.published()})
             self.writer.extend(self.plan)
             return settled.config
         description = {
             "kind": job.kind,
-            "job": job.published(),
+            "job": prepared.job.published(),
             "fingerprint": prepared.fingerprint(job.device),
             "shape": stored_shape(settled.config),
             "calibration": settled.candidates,
@@ -222,9 +222,9 @@ class _Run:
         figures = report.figures()
         self.progress.stop()
         for line in report.closing_lines(figures, anonymous(self.folder.url)):
-            print(line)
+            self.progress.tell(line)
         if figures["set_aside"]:
-            print(f"Ray's own logs, with what its processes said: {logs()}")
+            self.progress.tell(f"Ray's own logs, with what its processes said: {logs()}")
         if tried is not None:
             self._tell_tried(tried, figures["errors"])
         self._show_samples()
@@ -234,22 +234,24 @@ class _Run:
             if whole and state.done is None:
                 self.writer.finish()
         except OSError as error:  # what was generated is safe in its files
-            print(f"output {self.folder.url}: the report cannot be written: {error}")
+            self.progress.tell(f"output {self.folder.url}: the report cannot be written: {error}")
             return 1
         return int(not whole)
 
     def _tell_tried(self, tried: int, errors: int) -> None:
         """What became of rows that were tried again; and of the others: what is wrong with them is in the row."""
         left = self.writer.state.mendable
-        print(f"tried again: {tried} rows; {tried - left} of them are done now, {left} still have an error")
+        self.progress.tell(
+            f"tried again: {tried} rows; {tried - left} of them are done now, {left} still have an error"
+        )
         if alone := errors - left:
-            print(f"left alone: {alone} rows that no second try would help")
+            self.progress.tell(f"left alone: {alone} rows that no second try would help")
 
     def _show_samples(self) -> None:
         """The first completions, a line each."""
         width = shutil.get_terminal_size().columns
         for row in samples(self.writer, SAMPLES):
-            print(shorten(f"{row['id']}: {' '.join(row['completion'].split())}", width, placeholder="..."))
+            self.progress.tell(shorten(f"{row['id']}: {' '.join(row['completion'].split())}", width, placeholder="..."))
 
     def _read(self) -> list[Shard]:
         """The shards that this run may have read: all but those that were done before and need not be there."""

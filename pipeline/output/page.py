@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 INK = "#010203"  # of a plot's lines and letters, for which the page has its own colour
 BARS = "#4c78a8"
 SHOWN = 30  # classes of a confusion matrix
+LENGTHS = 40  # bars of the plot of lengths
 LONG = 300  # characters of a completion that are shown
 
 PAGE = """\
@@ -187,14 +188,15 @@ def _plots(totals: "Totals", figures: dict[str, Any]) -> list[tuple[str, str]]:
     speeds = [totals.bins[i] / totals.width for i in range(start, end + 1)]
     values, counts = list(totals.lengths), list(totals.lengths.values())
     longest = max(values, default=1)
-    edges = range(0, longest + 2) if longest < 40 else 40
+    edges = range(0, longest + 2 + longest // LENGTHS, 1 + longest // LENGTHS)
     rows: dict[str, int] = defaultdict(int, figures["rows_by_actor"])
     names = [f"actor {i}" for i in range(1, len(rows) + 1)]
     plots = [
         _plot("Tokens by the time they came", "seconds", "tokens/s", lambda a: a.stairs(speeds, seconds, fill=True)),
         _plot("Lengths of completions", "tokens", "rows", lambda a: a.hist(values, bins=edges, weights=counts)),
-        _plot("Rows by actor", "rows", "", lambda a: a.barh(names, list(rows.values()))),
     ]
+    if len(names) > 1:
+        plots.append(_plot("Rows by actor", "rows", "", lambda a: a.barh(names, list(rows.values()))))
     if figures["acceptance_by_position"]:
         rates = [rate or 0 for rate in figures["acceptance_by_position"]]
 

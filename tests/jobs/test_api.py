@@ -109,3 +109,14 @@ def test_what_is_no_table_is_refused(pair: dict[str, str]) -> None:
         generate(["text"], **pair)
     with pytest.raises(JobError, match="unknown setting"):
         generate(table(), colour="red", **pair)
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_without_a_folder_nothing_is_said_of_one(pair: dict[str, str], capfd: Any) -> None:
+    generate(table(), max_new_tokens=6, **pair, **SHAPE)
+    printed = capfd.readouterr()
+    assert "/tmp" not in printed.out + printed.err
+    nothing = pa.table({"prompt": pa.array([None, None], pa.string())})
+    with pytest.raises(JobError, match=r"failed; 2 rows: column 'prompt' is null \(rows\.parquet:0") as failed:
+        generate(nothing, max_new_tokens=6, **pair, **SHAPE)
+    assert "/tmp" not in str(failed.value)
