@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from exspec.jobs.options import GroupedCommand, with_settings
+from exspec.pipeline.connect import show_token
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job import Dtype, Job
 from exspec.pipeline.labels import LabelJob
@@ -84,6 +85,7 @@ def run(
     """
     with Progress(quiet) as progress:
         progress.stage("checking the job")
+        show_token()
         from exspec.jobs import run as jobs
 
         raise typer.Exit(jobs.run(job, restart, retry_errors, progress))
@@ -148,6 +150,7 @@ def label(
         raise typer.Exit(show(job))
     with Progress(quiet) as progress:
         progress.stage("checking the job")
+        show_token()
         from exspec.jobs import label as jobs
 
         raise typer.Exit(jobs.label(job, restart, retry_errors, progress))

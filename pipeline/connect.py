@@ -44,7 +44,6 @@ def connect(job: Job) -> None:
         if address == "local":
             _start(quiet)
         else:
-            _give_token()
             with _silent():
                 ray.init(address=address, **quiet)
     except (OSError, ValueError, OverflowError) as error:
@@ -101,13 +100,12 @@ def find_token() -> str | None:
         raise JobError(f"RAY_AUTH_TOKEN_PATH: {path} does not exist") from error
 
 
-def _give_token() -> None:
-    """Let Ray show the token that is found, without being told to: a cluster that asks for none takes no notice."""
-    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
-
-    if "RAY_AUTH_MODE" not in os.environ and (token := find_token()):
-        os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
-        AuthenticationTokenLoader.instance().reset_cache()
+def show_token() -> None:
+    """Have Ray show the token that is found: it is told before it is imported, or not at all. A cluster that asks for
+    none takes no notice.
+    """
+    if "RAY_AUTH_MODE" not in os.environ and find_token():
+        os.environ["RAY_AUTH_MODE"] = "token"
 
 
 @contextmanager

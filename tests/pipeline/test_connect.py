@@ -47,7 +47,14 @@ print(json.dumps({"found": found, "same": same}))
 """
 
 
-@pytest.mark.parametrize("given", [{}, {"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "another cluster's"}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "another cluster's"},
+        {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "another cluster's"},
+    ],
+)
 def test_a_local_ray_listens_on_loopback_and_asks_for_a_token(given: dict[str, str], tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_A")} | {"HOME": str(tmp_path), **given}
     started = subprocess.run(
