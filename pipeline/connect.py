@@ -46,6 +46,8 @@ def connect(job: Job) -> None:
         else:
             with _silent():
                 ray.init(address=address, **quiet)
+    except JobError:
+        raise
     except (OSError, ValueError, OverflowError) as error:
         raise JobError(f"ray_address {address}: no cluster can be joined there: {error}") from error
 
@@ -67,7 +69,9 @@ def _start(settings: dict[str, Any]) -> None:
                     process.kill()
             psutil.wait_procs(left, timeout=10)
             ray.shutdown()
-            if not tries_left:
+            if tries_left:
+                print("Ray did not start in time; once more", file=sys.stderr, flush=True)
+            else:
                 reason = " ".join(str(error).split())
                 raise JobError(
                     f"a local Ray did not start, in two tries ({type(error).__name__}: {reason}); try again when the "
