@@ -1,5 +1,6 @@
 """`exspec bench`: what it prints can be read by a program, compares all methods alike, and names what is wrong."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from exspec.jobs import cli
 from exspec.jobs.bench import read_column
+from exspec.jobs.tables import bench_tables
 
 SPEC_BENCH = Path(__file__).parents[3] / "shared" / "data" / "spec_bench.jsonl"
 SMALL = [
@@ -131,3 +134,18 @@ def test_bad_options_are_one_sentence_and_exit_code_2(
     assert end.value.code == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert message in line
+
+
+def test_the_tables_fit_a_terminal() -> None:
+    row = {
+        "method": "exspec+implicit:8", "tokens_per_second": 12586.0, "tokens_per_second_range": (12000.0, 13455.0),
+        "ratio_to_generate": 11.26, "ratio_to_plain": 1.0, "exact_vs_float32": 1.0, "exact_vs_plain": 1.0,
+        "acceptance_rate": 0.964, "drafted": 2566, "wasted": 119, "mean_accepted_length": 5.58, "occupancy": 0.92,
+        "dead_columns": 0.1,
+    }  # fmt: skip
+    console = Console(width=80, file=io.StringIO())
+    for table in bench_tables([row], "48 prompts"):
+        console.print(table)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in shown
+    assert shown.count("exspec+implicit:8") == 2

@@ -66,6 +66,10 @@ def test_folders_by_the_values_of_a_column(output: Path, tmp_path: Path) -> None
     found = ds.dataset(tmp_path / "by", partitioning="hive", exclude_invalid_files=True).to_table().to_pylist()
     key = lambda row: (row["shard"], row["row"])  # noqa: E731
     assert [row | {"kind": row["kind"]} for row in sorted(found, key=key)] == sorted(rows(output), key=key)
+    convert(output, tmp_path / "few", "--partition-by", "kind", "--columns", "id")
+    few = ds.dataset(tmp_path / "few", partitioning="hive", exclude_invalid_files=True).to_table()
+    assert sorted(few.column_names) == ["id", "kind"]
+    assert sorted(few["id"].to_pylist()) == sorted(row["id"] for row in rows(output))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 from exspec.jobs import cli, submit
 from exspec.jobs.demo.messages import CATEGORIES
 from exspec.pipeline.errors import JobError
+from exspec.pipeline.functions import Function
 from exspec.pipeline.job import load_job
 from exspec.pipeline.labels import NONE, LabelJob, _evaluation
 from exspec.pipeline.output.page import _confusion
@@ -152,6 +154,19 @@ def test_json_of_a_schema_gets_typed_columns_and_what_is_cut_short_is_an_error(m
         assert row["completion"] is row["label_category"] is None
     types = pq.read_schema(next(out.glob("part-*"))).field("label_amounts").type
     assert types == pa.list_(pa.string())
+    known = ["--gold-column", "category=category", "--review-share", "0.2"]
+    result = call("label", "--input", str(messages), "--output", str(out), *options, *SMALL, *known)
+    assert result.exit_code == 0, result.output
+    assert "category: accuracy" in result.output
+    figures = json.loads((out / "_report.json").read_text())["answers"]["category"]
+    right = sum(row["label_category"] == row["category"] for row in rows)
+    assert (figures["accuracy"], figures["rows_with_gold"]) == (round(right / 24, 4), 24)
+    assert sum(figures["rows_by_label"].values()) == 24
+    with (out / "_review.csv").open(newline="", encoding="utf-8") as file:
+        least = [float(row["label_category_confidence"]) for row in csv.DictReader(file)]
+    certain = sorted(row["label_category_confidence"] for row in good)
+    assert least == pytest.approx(certain[: len(least)])
+    assert len(least) == math.ceil(0.2 * len(good))
     result = call("audit", str(out), "--share", "1")
     assert result.exit_code == 0, result.output
     assert [c["equal"] for c in json.loads((out / "_audit.json").read_text())["comparisons"]] == [24, 24]
@@ -181,7 +196,10 @@ def test_plan_of_a_labeling_job_runs_nothing(messages: Path, tmp_path: Path) -> 
         ({"labels": ["a", "b"], "stop": ["."]}, "an answer ends where it is complete"),
         ({"json_schema": "no-such-file.json"}, "json_schema: cannot be read: .*no-such-file.json"),
         ({"json_schema": "{]"}, "json_schema: not JSON"),
-        ({"json_schema": "{}", "review_share": 0.1}, "review_share need labels or fields"),
+        (
+            {"json_schema": "{}", "review_share": 0.1},
+            "review_share need labels, fields, or a schema's prop",
+        ),
         ({"fields": ["x=a,b", "x=c,d"]}, "fields: x is given twice"),
         ({"labels": ["a", "b"], "since": "yesterday"}, "since: expected last, or a date"),
     ],
@@ -226,3 +244,15 @@ def test_a_schema_is_sent_along_with_a_submitted_job(tmp_path: Path) -> None:
     words = ["--input", "s3://bucket/in", "--output", "s3://bucket/out", "--json-schema", str(tmp_path / "schema.json")]
     call = submit.check(command, command.make_context("label", list(words)).params, words)
     assert call.arguments[-2:] == ["--json-schema", '{"type": "object"}']
+
+
+def test_a_function_is_sent_along_with_a_submitted_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text("def same(table):\n    return table\n")
+    monkeypatch.chdir(tmp_path)
+    command = typer.main.get_command(cli.app).commands["run"]  # type: ignore[attr-defined]
+    words = ["--input", "s3://bucket/in", "--output", "s3://bucket/out", "--map", "mine:same"]
+    call = submit.check(command, command.make_context("run", list(words)).params, words)
+    assert call.arguments[-2] == "--map"
+    (tmp_path / "mine.py").unlink()
+    sent = Function.model_validate(call.arguments[-1])
+    assert sent(pa.table({"a": [1]})) == pa.table({"a": [1]}), "what the cluster is sent is all that it needs"

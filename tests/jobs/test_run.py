@@ -1,5 +1,6 @@
 """`exspec run` and `exspec plan` as a person types them."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,10 +8,14 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from exspec.actors.engine import EngineConfig
 from exspec.jobs import cli
+from exspec.jobs.estimate import Estimate
 from exspec.pipeline.job import Job
+from exspec.pipeline.shape import Settled
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +55,39 @@ def test_plan_reports_refused_rows_and_ids(tmp_path: Path) -> None:
     assert "2 of the first 3 rows would be refused" in result.stdout
     assert "  1 row: column 'prompt' is null (x.parquet, row 1)" in result.stdout
     assert "ids: 1 null and 1 repeated; shard and row tell them apart" in result.stdout
+
+
+def test_an_estimate_is_made_of_rows_that_were_decoded(messages: Path, tmp_path: Path) -> None:
+    options = ["--input", str(messages), "--output", str(tmp_path / "out"), "--actors", "1"]
+    result = CliRunner().invoke(cli.app, ["plan", *options, "--estimate", "--price-per-gpu-hour", "3"])
+    assert result.exit_code == 0, result.output
+    assert "estimate from 11 rows decoded here" in result.stdout, "one has warmed the engine up"
+    assert re.search(r"12 rows: about [\d,]+ tokens of prompts and [\d,]+ of completions", result.stdout)
+    assert "with 1 actors as fast as that; no GPU, no cost of GPUs" in " ".join(result.stdout.split())
+    assert not list((tmp_path / "out").glob("*"))
+
+
+def test_time_and_cost_follow_from_tokens_and_speed() -> None:
+    shape = Settled(EngineConfig(), [])
+    found = Estimate(shape, 32, 1000, tokens=7_200_000, prompts=1e6, speed=500, actors=4, gpus=2)
+    assert found.seconds == 3600
+    assert found.lines(price=3.0)[-1] == "60 min with 4 actors as fast as that, 24.00 at 3 a GPU hour"
+
+
+@pytest.mark.parametrize(
+    ("options", "note"),
+    [
+        (["--device", "cuda"], "note: device is cuda, and this machine has no GPU that torch can use"),
+        (["--actors", "999"], "note: 999 actors of 1 threads share the"),
+        (["--actors", "99999"], "actors need"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it has what the job asks for")
+def test_what_this_machine_lacks_is_noted(messages: Path, tmp_path: Path, options: list[str], note: str) -> None:
+    words = ["plan", "--input", str(messages), "--output", str(tmp_path / "out"), *options]
+    result = CliRunner().invoke(cli.app, words)
+    assert result.exit_code == 0
+    assert note in " ".join(result.stdout.split())
 
 
 def test_every_setting_that_fits_a_line_is_a_flag() -> None:

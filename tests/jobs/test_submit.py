@@ -156,12 +156,24 @@ def test_a_job_that_is_refused_there_ends_with_2(head: Head, tmp_path: Path) -> 
 
 
 def test_all_jobs_are_in_the_table(head: Head) -> None:
-    shown = exspec(head, "status", COLUMNS="200").stdout
+    shown = exspec(head, "status", COLUMNS="80").stdout
     ends = [("long", "STOPPED", "4"), ("rest", "SUCCEEDED", "0"), ("check", "FAILED", "1"), ("refused", "FAILED", "2")]
     for name, status, code in ends:
-        (line,) = [line for line in shown.splitlines() if f" {name} " in line]
+        (line,) = [line for line in shown.splitlines() if line.startswith(f"{name} ")]
         assert status in line
-        assert line.rstrip(" │").endswith(f" {code}")
+        assert line.rstrip().endswith(f" {code}")
+        assert len(line) <= 80
+
+
+def test_no_agent_is_told_with_what_to_do() -> None:
+    """What Ray answers where the agent of a node could not take its port."""
+    cluster = Cluster.__new__(Cluster)
+    cluster.address = "http://head:8265"
+    with pytest.raises(JobError, match=r"No available agent to submit job.*; .* --dashboard-agent-listen-port PORT"):
+        with cluster._asking():
+            raise RuntimeError(
+                "Request failed with status code 500: No available agent to submit job, try again later."
+            )
 
 
 @pytest.mark.parametrize(
