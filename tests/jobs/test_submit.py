@@ -169,11 +169,9 @@ def test_no_agent_is_told_with_what_to_do() -> None:
     """What Ray answers where the agent of a node could not take its port."""
     cluster = Cluster.__new__(Cluster)
     cluster.address = "http://head:8265"
-    with pytest.raises(JobError, match=r"No available agent to submit job.*; .* --dashboard-agent-listen-port PORT"):
-        with cluster._asking():
-            raise RuntimeError(
-                "Request failed with status code 500: No available agent to submit job, try again later."
-            )
+    told = r"No available agent to submit job.*; .* --dashboard-agent-listen-port PORT"
+    with pytest.raises(JobError, match=told), cluster._asking():
+        raise RuntimeError("Request failed with status code 500: No available agent to submit job, try again later.")
 
 
 @pytest.mark.parametrize(
