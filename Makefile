@@ -7,7 +7,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 demo: setup
 	$(BIN)/exspec messages out/messages --rows 256 --shards 4
-	$(BIN)/exspec run --input out/messages --output out/completions --actors 2 --rows-per-chunk 16
+	$(BIN)/exspec run --input out/messages --output out/completions
 
 test: setup
 	$(BIN)/python -m pytest -m "not slow"
