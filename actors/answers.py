@@ -71,6 +71,8 @@ class FreeText:
     ) -> None:
         written = (tokenizer(f"{before}{word}", add_special_tokens=False) for word in bad_words for before in ("", " "))
         tokens = dict.fromkeys(tuple(ids["input_ids"]) for ids in written)
+        if () in tokens:
+            raise AnswerError(f"bad_words: one of {', '.join(map(repr, bad_words))} has no tokens")
         self.limits = {"min_new_tokens": min_new_tokens, "ignore_end": ignore_end, "bad_words": tuple(tokens)}
 
     def read(self, completion: Completion, text: str) -> dict[str, Any]:  # noqa: ARG002
@@ -294,11 +296,10 @@ class Json:
                     text = before + self._vocabulary.decode_bytes([token])[skipped:]
                     chances[way(text)] += math.exp(score)
                 chances.pop((), None)  # written in another form than the one that was taken
-                if likely:
-                    total = sum(chances.values())
+                if total := sum(chances.values()):
                     others = {names: chance / total for names, chance in chances.items() if label not in names}
                     rivals += [(confidence * chance, " | ".join(names)) for names, chance in others.items()]
-                    confidence *= 1 - sum(others.values())
+                    confidence *= sum(chance for names, chance in chances.items() if label in names) / total
                 left = list(way(before + piece[skipped:]))
             at += len(piece)
         best = max(rivals, key=lambda rival: rival[0])

@@ -172,7 +172,8 @@ class Generator:
         prompt = _tokens(row)
         if row["_error"]:
             return lambda: RowResult(None, None, row["_error"], prompt, lasting=True)
-        stop = StopStrings(self.tokenizer, row["_stop"]) if row["_stop"] else None
+        least = self.answers.limits.get("min_new_tokens", 0)
+        stop = StopStrings(self.tokenizer, row["_stop"], least) if row["_stop"] else None
         try:
             sampling = Sampling(**self.sampling | json.loads(row["_sampling"]))
         except ValueError as error:
@@ -184,7 +185,7 @@ class Generator:
         def result() -> RowResult:
             error = future.exception()
             if isinstance(error, RequestError):
-                return RowResult(None, None, str(error).split(": ", 1)[-1], prompt)
+                return RowResult(None, None, str(error).split(": ", 1)[-1], prompt, lasting=True)
             completion = future.result()
             text = completion_text(self.tokenizer, completion, stop)
             try:

@@ -172,37 +172,40 @@ class StopStrings:
     """Ends a completion at the first of some strings, wherever the tokens' borders lie.
 
     A check for `Request.stop`: called with the completion's tokens after each of them, it returns the string that the
-    text now contains, or None. `cut` gives the text before it.
+    text now contains, or None. `cut` gives the text before it. least: tokens before which no string counts that is
+    complete.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str], least: int = 0) -> None:
         if not strings or not all(strings):
             raise ValueError("stop: expected one or more strings, none of them empty")
-        self.tokenizer, self.strings = tokenizer, tuple(strings)
+        self.tokenizer, self.strings, self.least = tokenizer, tuple(strings), least
         # A token adds a byte of text at least, special ones aside, and a character has four bytes at most.
         self.special = frozenset(tokenizer.all_special_ids)
         self.tail = 4 * max(map(len, strings)) + 8
 
     def __call__(self, tokens: Sequence[int]) -> str | None:
-        tokens = [t for t in tokens if t not in self.special]
-        if self._found(self._text(tokens[-self.tail :])) is None:
+        seen = [t for t in tokens if t not in self.special]
+        if not any(s in self._text(seen[-self.tail :]) for s in self.strings):
             return None
         # The tail may begin inside a character, and its first word without its space: the whole text decides.
-        return self._found(self._text(tokens))
+        found = self._found(tokens)
+        return found[1] if found else None
 
     def cut(self, tokens: Sequence[int]) -> str:
         """The text of the tokens up to the stop string, or all of it where there is none."""
-        text = self._text(tokens)
-        found = self._found(text)
-        return text if found is None else text[: text.index(found)]
+        found = self._found(tokens)
+        return self._text(tokens)[: found[0] if found else None]
 
     def _text(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    def _found(self, text: str) -> str | None:
-        """The string that begins first; of those that begin together, the longest."""
-        places = [(text.index(s), -len(s), s) for s in self.strings if s in text]
-        return min(places)[2] if places else None
+    def _found(self, tokens: Sequence[int]) -> tuple[int, str] | None:
+        """Place and text of the string that begins first; of those that begin together, the longest."""
+        text, before = self._text(tokens), len(self._text(tokens[: max(self.least - 1, 0)]))
+        places = [(text.find(s, max(before - len(s) + 1, 0)), -len(s), s) for s in self.strings]
+        first = min((place for place in places if place[0] >= 0), default=None)
+        return (first[0], first[2]) if first else None
 
 
 def completion_text(tokenizer: PreTrainedTokenizerBase, completion: Completion, stop: StopStrings | None) -> str:

@@ -20,7 +20,17 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from exspec.actors.answers import AnswerError, Answers
-from exspec.actors.engine import Completion, Engine, EngineConfig, Request, RequestError, SequenceStatistics
+from exspec.actors.engine import (
+    Completion,
+    Engine,
+    EngineConfig,
+    Request,
+    RequestError,
+    Room,
+    Sampling,
+    SequenceStatistics,
+)
+from exspec.actors.engine.cached_model import context_length
 from exspec.actors.engine.constraint import tokens_of
 from exspec.actors.engine.engine import model_end_ids
 from exspec.actors.generator import KILLER
@@ -35,6 +45,7 @@ from exspec.pipeline.job import Dtype, Job
 from exspec.pipeline.output.contents import read_range
 from exspec.pipeline.output.owner import AUDIT, Output, read_output, settings
 from exspec.pipeline.output.report import rewrite
+from exspec.pipeline.secrets import anonymous
 from exspec.pipeline.shape import pair_of
 from exspec.pipeline.storage import Folder
 
@@ -162,7 +173,8 @@ def _samples(chunks: Iterable[tuple[Chunk, str, int]], taken: list[int]) -> Iter
 
 def _read(job: Job, output: Output, pair: Pair, samples: Iterable[Sample]) -> Iterator[Row]:
     schema = decode_schema(output.state.plan.schema)
-    prompts = Prompts(job, pair.tokenizer, mapped(job, schema))
+    room = Room(context_length(pair.target.config), output.state.description["shape"]["capacity"])
+    prompts = Prompts(job, pair.tokenizer, mapped(job, schema)).within(room)
     columns = ["id", "completion", "completion_tokens", "error", *job.value_columns]
     for sample in samples:
         chunk, place = sample.chunk, output.place(sample.file)
@@ -244,7 +256,11 @@ def _first_other(pair: Pair, row: Row, completion: Completion, text: str) -> tup
 
 
 def _is_greedy(request: Request) -> bool:
-    return request.sampling.temperature == 0 and request.sampling.repetition_penalty == 1
+    """Whether it asks for nothing but the likeliest tokens, as `_generate` takes them."""
+    sampling = Sampling(seed=request.sampling.seed, top_k=request.sampling.top_k, top_p=request.sampling.top_p,
+                        min_p=request.sampling.min_p)  # fmt: skip
+    free = not (request.min_new_tokens or request.ignore_end or request.bad_words)
+    return free and request.sampling == sampling
 
 
 def _generate(model: PreTrainedModel, request: Request) -> Completion:
@@ -279,7 +295,7 @@ def _generate(model: PreTrainedModel, request: Request) -> Completion:
 
 def _show(found: list[Comparison], folder: Folder) -> None:
     console = Console()
-    table = Table(title=f"audit of {folder.url}")
+    table = Table(title=f"audit of {anonymous(folder.url)}")
     for heading in ("against", "rows", "equal"):
         table.add_column(heading)
     for c in found:

@@ -3,7 +3,9 @@
 import csv
 import gzip
 import json
+import math
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
 from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -12,7 +14,7 @@ import pyarrow as pa
 from pyarrow.dataset import write_dataset
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 
-from exspec.pipeline.errors import JobError, meant
+from exspec.pipeline.errors import JobError, first_line, meant
 from exspec.pipeline.input.batch import answer, is_batch
 from exspec.pipeline.input.plan import decode_schema
 from exspec.pipeline.job import Job
@@ -32,9 +34,17 @@ def kind_of(name: str) -> str | None:
 
 
 def behind(job: J) -> tuple[J, str | None]:
-    """A job whose output is a folder, and the file that is to be made of it, where its output was one."""
+    """A job whose output is a folder, and the file that is to be made of it, where its output was one.
+
+    Raises JobError where that file would be an input, now or when the job is run again.
+    """
     if kind_of(job.output) is None:
         return job, None
+    own = Folder(job.output, job.storage_options).path
+    for url in job.input:
+        path = Folder(url, job.storage_options).path
+        if own == path or own.startswith(f"{path}/") or fnmatch(own, path):
+            raise JobError(f"output {anonymous(job.output)}: lies in the input {anonymous(url)}; give it another place")
     return job.model_copy(update={"output": f"{job.output}{BESIDE}"}), job.output
 
 
@@ -67,15 +77,19 @@ def partition(
             count += table.num_rows
             yield from table.to_batches()
 
-    write_dataset(
-        counted(),
-        target.path,
-        schema=first.schema,
-        format="parquet",
-        filesystem=PyFileSystem(FSSpecHandler(target.fs)),
-        partitioning=by,
-        partitioning_flavor="hive",
-    )
+    try:
+        write_dataset(
+            counted(),
+            target.path,
+            schema=first.schema,
+            format="parquet",
+            filesystem=PyFileSystem(FSSpecHandler(target.fs)),
+            partitioning=by,
+            partitioning_flavor="hive",
+        )
+    except pa.ArrowException as error:  # too many values, or such as no folder can be named after
+        target.fs.rm(target.path, recursive=True)
+        raise JobError(f"--partition-by {', '.join(by)}: {first_line(error)}") from error
     target.write(SUCCESS, b"")
     return count
 
@@ -126,7 +140,7 @@ def _write(place: Path, file: str, output: Output, columns: list[str] | None) ->
 def _json_lines(text: TextIO, _: list[str], rows: Iterator[dict[str, Any]]) -> int:
     count = 0
     for count, row in enumerate(rows, 1):  # noqa: B007
-        text.write(f"{json.dumps(row, ensure_ascii=False, default=str)}\n")
+        text.write(f"{_json(row)}\n")
     return count
 
 
@@ -136,11 +150,23 @@ def _csv(text: TextIO, names: list[str], rows: Iterator[dict[str, Any]]) -> int:
     writer.writerow(names)
     count = 0
     for count, row in enumerate(rows, 1):  # noqa: B007
-        writer.writerow(
-            json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, list | dict) else value
-            for value in row.values()
-        )
+        writer.writerow(_json(value) if isinstance(value, list | dict) else value for value in row.values())
     return count
+
+
+def _json(value: Any) -> str:
+    """JSON, which has neither bytes nor what is no number: hexadecimal digits as ids have them, and null."""
+    return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False, default=str)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, bytes):
+        return value.hex()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 WRITERS: dict[str, Write] = {".jsonl": _json_lines, ".csv": _csv}

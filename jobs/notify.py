@@ -2,16 +2,19 @@
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
-from exspec.pipeline.errors import JobError
+from exspec.pipeline.errors import BrokenOffError, JobError, StoppedError
 from exspec.pipeline.job import Job
 from exspec.pipeline.output.owner import REPORT
 from exspec.pipeline.secrets import anonymous, redacted
-from exspec.pipeline.storage import Folder, attempt
+from exspec.pipeline.storage import Folder
 
 TOLD = ("planned_rows", "rows", "errors", "errors_by_reason", "completion_tokens", "seconds", "tokens_per_second")
-TIMEOUT = 20  # seconds of a try
+TIMEOUT, TRIES = 20, 2  # seconds of a try; who does not answer then holds nobody up
 
 
 def notified(job: Job, run: Callable[[], int]) -> int:
@@ -25,21 +28,25 @@ def notified(job: Job, run: Callable[[], int]) -> int:
     except JobError as error:
         code, message = error.code, redacted(str(error))
         raise
+    except KeyboardInterrupt:
+        code, message = StoppedError.code, "interrupted"
+        raise
     finally:
         _post(job, job.notify, code, message)
     return code
 
 
 def _post(job: Job, url: str, code: int, message: str) -> None:
-    output = Folder(job.output, job.storage_options)
-    told = {"output": anonymous(job.output), "code": code, "message": message}
-    try:
-        figures = json.loads(output.read(REPORT))
-        told |= {name: figures[name] for name in TOLD}
-    except Exception as error:  # a job that was refused has no report
-        told["report"] = f"none: {type(error).__name__}"
-    headers = {"Content-Type": "application/json"}
-    try:
-        attempt(lambda: urlopen(Request(url, json.dumps(told).encode(), headers), timeout=TIMEOUT).close())
-    except Exception as error:  # whoever listens, or not, the job is what it is
-        print(f"notify {anonymous(url)}: nobody was told: {type(error).__name__}: {redacted(str(error))}")
+    told: dict[str, Any] = {"output": anonymous(job.output), "code": code, "message": message}
+    if code in (0, BrokenOffError.code, StoppedError.code):  # one that was refused left an earlier report as it is
+        with suppress(Exception):  # it may have come to none
+            figures = json.loads(Folder(job.output, job.storage_options).read(REPORT))
+            told |= {name: figures[name] for name in TOLD}
+    request = Request(url, json.dumps(told).encode(), {"Content-Type": "application/json"})
+    for tries_left in reversed(range(TRIES)):
+        try:
+            urlopen(request, timeout=TIMEOUT).close()
+            return
+        except Exception as error:  # whoever listens, or not, the job is what it is
+            if not tries_left:
+                print(f"notify: nobody at {urlsplit(url).hostname} was told: {type(error).__name__}: {error}")

@@ -21,6 +21,7 @@ from exspec.pipeline.job import Job
 from exspec.pipeline.output.columns import GENERATED, carried_columns
 from exspec.pipeline.output.reasons import Reasons
 from exspec.pipeline.prepare import Prepared, prepare
+from exspec.pipeline.secrets import anonymous
 from exspec.pipeline.shape import Settled
 
 LOOKED = 8  # chunks whose rows are rendered
@@ -78,13 +79,13 @@ def _facts(prepared: Prepared) -> list[tuple[str, str]]:
     prompt = "the template" if job.prompt_template else f"column {prepared.prompts.column}"
     columns = [*carried_columns(job, schema).values(), *job.answer_columns().names, *GENERATED.names]
     facts = [
-        ("target", job.target),
-        ("draft", job.draft or "none: plain decoding"),
+        ("target", anonymous(job.target)),
+        ("draft", anonymous(job.draft) if job.draft else "none: plain decoding"),
         ("device", _device(job)),
         ("input", f"{len(found.shards)} shards with {found.rows} rows; {found.rows - missing} of them are done"),
         ("prompt", f"{prompt}, {'in the chat template' if prepared.prompts.chat else 'as it is'}"),
         ("ids", f"column {job.id_column}" if job.id_column else "shard and row number"),
-        ("output", f"{job.output}: {', '.join(columns)}"),
+        ("output", f"{anonymous(job.output)}: {', '.join(columns)}"),
         ("chunks", f"{chunks} of at most {found.rows_per_chunk} rows"),
         ("actors", f"{job.actors}, each {job.chunks_in_flight} chunks at once or more"),
         ("shape", f"{Settled(config, [])}, {config.capacity} tokens a slot"),

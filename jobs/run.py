@@ -20,12 +20,12 @@ def run(job: Job, restart: bool, retry_errors: bool, progress: Progress) -> int:
     Where the output is a file, the job has a folder beside it, and the file is written when all is done.
     """
     job, file = behind(job)
-    return finish(job, file, notified(job, lambda: execute(prepare(job, restart), retry_errors, progress=progress)))
+    return notified(job, lambda: finish(job, file, execute(prepare(job, restart), retry_errors, progress=progress)))
 
 
 def tune(job: Job) -> None:
     """Measure what is auto in a job, on this machine, and print what it found and how to fix it in a job file."""
-    prepared = prepare(job)
+    prepared = prepare(behind(job)[0])
     shape = shape_of(job, prepared.models.context, job.tune_from, None)
     if not shape.free:
         raise JobError(f"nothing to measure: of {', '.join(AUTO)} none is auto, or the method is eqspec")

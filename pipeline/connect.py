@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from exspec.pipeline.errors import JobError
+from exspec.pipeline.errors import JobError, first_line
 from exspec.pipeline.job import Job
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -48,8 +48,8 @@ def connect(job: Job) -> None:
                 ray.init(address=address, **quiet)
     except JobError:
         raise
-    except (OSError, ValueError, OverflowError) as error:
-        raise JobError(f"ray_address {address}: no cluster can be joined there: {error}") from error
+    except Exception as error:  # of a wrong address, another version, a wrong token: each has its own
+        raise JobError(f"ray_address {address}: no cluster can be joined there: {first_line(error)}") from error
 
 
 def _start(settings: dict[str, Any]) -> None:
@@ -63,7 +63,8 @@ def _start(settings: dict[str, Any]) -> None:
                 ray.init(address="local", **settings)
             return
         except Exception as error:  # Ray has no name of its own for it
-            left = set(psutil.Process().children(recursive=True)) - before
+            new = set(psutil.Process().children(recursive=True)) - before
+            left = [process for process in new if _is_rays(process)]
             for process in left:  # else the interpreter would wait for them when it ends
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
@@ -77,6 +78,12 @@ def _start(settings: dict[str, Any]) -> None:
                     f"a local Ray did not start, in two tries ({type(error).__name__}: {reason}); try again when the "
                     f"machine is less busy, or give ray_address; Ray's own logs: {logs()}"
                 ) from None
+
+
+def _is_rays(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return any("ray" in Path(word).parts or word.startswith("ray::") for word in process.cmdline())
+    return False
 
 
 def logs() -> str:
@@ -133,8 +140,8 @@ def _silent() -> Iterator[None]:
         os.close(kept)
         os.close(nowhere)
         if own:
-            sys.stderr.close()
-            sys.stderr = before
+            sys.stderr, ours = before, sys.stderr
+            ours.close()
 
 
 @contextmanager

@@ -70,6 +70,8 @@ class Function(BaseModel):
             raise FunctionError(f"{self.name}: gave {type(made).__name__}, expected a pyarrow Table")
         if made.num_rows != table.num_rows:
             raise FunctionError(f"{self.name}: gave {made.num_rows} rows for {table.num_rows}, expected as many")
+        if twice := [name for name in made.column_names if made.column_names.count(name) > 1]:
+            raise FunctionError(f"{self.name}: gave two columns {twice[0]!r}")
         return made.replace_schema_metadata()
 
 

@@ -437,6 +437,8 @@ def _problem(error: Any, file: Path | None, kind: type[Job]) -> str:
         message = "unknown setting" + (meant(key, known) or f", expected one of {', '.join(known)}")
     elif error["type"] == "missing":
         message = "is missing"
+    elif key == "notify":  # its path may be a secret
+        message = "expected http://HOST/... or https://HOST/..."
     elif error["type"] == "string_pattern_mismatch":
         told = str(Job.model_fields[key].description).removesuffix(".")
         message = f"expected {told[0].lower()}{told[1:]}, not {error['input']!r}"

@@ -58,7 +58,7 @@ class LabelJob(Job):
 
     @field_validator("fields", mode="before")
     @classmethod
-    def _by_name(cls, value: Any) -> Any:
+    def _by_field(cls, value: Any) -> Any:
         if isinstance(value, dict):
             return {name: _as_texts(labels) for name, labels in value.items()}
         if not isinstance(value, list):

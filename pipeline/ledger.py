@@ -3,11 +3,13 @@
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from exspec.actors.ledger import Attempt, Signs
 
+PATIENCE = 5.0  # seconds to wait for signs
 SILENCE = 15.0  # seconds without a sign after which an actor is not counted
 
 
@@ -84,6 +86,7 @@ class RayLedger:
 
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         book: Any = ray.remote(num_cpus=0, max_restarts=0)(Book)
+        self._signs = Signs(0, 0, 0.0)
         self._actor: Any = book.options(scheduling_strategy=here).remote()
 
     def _call(self, method: str, *values: Any) -> Any:
@@ -108,8 +111,13 @@ class RayLedger:
         self._actor.sign.remote(actor, tokens)  # nobody waits for it: where the driver has gone there is nobody to tell
 
     def signs(self) -> Signs:
-        signs: Signs = self._call("signs")
-        return signs
+        """As they are, or as they were where the book does not answer: they are only for show."""
+        import ray
+        from ray.exceptions import RayError
+
+        with suppress(RayError):
+            self._signs = ray.get(self._actor.signs.remote(), timeout=PATIENCE)
+        return self._signs
 
     def window(self) -> int | None:
         slots: int | None = self._call("window")

@@ -88,7 +88,7 @@ class Progress:
             yield
         finally:
             over.set()
-            watch.join()
+            watch.join(timeout=PATIENCE)  # it may be asking a Ray that has died
             self.stop()
 
     def _watch(

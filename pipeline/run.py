@@ -94,7 +94,8 @@ class _Run:
             self.plan = self.prepared.plan
             self.writer.adopt(read_staged)
         self.writer.sweep()
-        tried = self.writer.state.mendable if retry_errors else None
+        state = self.writer.state
+        tried = (state.mendable, sum(s.errors for s in state.summaries())) if retry_errors else None
         if fresh:
             self._connect(self.plan.rows)
             self.plan = replace(self.plan, rows_per_chunk=self.job.chunk_rows(self.plan.rows))
@@ -211,7 +212,7 @@ class _Run:
                 return str(error)
         return None
 
-    def _finish(self, report: Report, stopped: str | None, tried: int | None) -> int:
+    def _finish(self, report: Report, stopped: str | None, tried: tuple[int, int] | None) -> int:
         """Check that every planned row is in a file, write the report, and `_SUCCESS` where all is well."""
         state = self.writer.state
         report.set_aside += [f"{name}: {why}" for name, why in changed(self._read(), self.job.storage_options).items()]
@@ -226,7 +227,7 @@ class _Run:
         if figures["set_aside"]:
             self.progress.tell(f"Ray's own logs, with what its processes said: {logs()}")
         if tried is not None:
-            self._tell_tried(tried, figures["errors"])
+            self._tell_tried(*tried, figures["errors"])
         self._show_samples()
         whole = state.complete and not report.set_aside and not _too_many(figures, self.job)
         try:
@@ -234,17 +235,19 @@ class _Run:
             if whole and state.done is None:
                 self.writer.finish()
         except OSError as error:  # what was generated is safe in its files
-            self.progress.tell(f"output {self.folder.url}: the report cannot be written: {error}")
+            self.progress.tell(f"output {anonymous(self.folder.url)}: the report cannot be written: {error}")
             return 1
         return int(not whole)
 
-    def _tell_tried(self, tried: int, errors: int) -> None:
-        """What became of rows that were tried again; and of the others: what is wrong with them is in the row."""
-        left = self.writer.state.mendable
-        self.progress.tell(
-            f"tried again: {tried} rows; {tried - left} of them are done now, {left} still have an error"
-        )
-        if alone := errors - left:
+    def _tell_tried(self, tried: int, before: int, errors: int) -> None:
+        """What became of rows that were tried again; and of the others: what is wrong with them is in the row.
+
+        before, errors: rows with an error then and now.
+        """
+        mended = min(tried, max(0, before - errors))
+        told = f"{mended} of them are done now, {tried - mended} still have an error"
+        self.progress.tell(f"tried again: {tried} rows; {told}")
+        if alone := errors - (tried - mended):
             self.progress.tell(f"left alone: {alone} rows that no second try would help")
 
     def _show_samples(self) -> None:

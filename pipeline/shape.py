@@ -152,5 +152,12 @@ def memory_budget(job: Job, device: torch.device) -> int:
     """Bytes that one actor's plan may use: the job's, or its share of what the device has free."""
     if job.memory_gib is not None:
         return int(job.memory_gib * 2**30)
-    neighbours = job.actor_range[1] if device.type == "cpu" else 1 / (job.num_gpus or 1)
+    neighbours = -(-job.actor_range[1] // _nodes()) if device.type == "cpu" else 1 / (job.num_gpus or 1)
     return int(free_memory(device) * SHARE / max(neighbours, 1))
+
+
+def _nodes() -> int:
+    """Machines that share the job's actors."""
+    import ray
+
+    return sum(node["Alive"] for node in ray.nodes()) if ray.is_initialized() else 1

@@ -60,11 +60,11 @@ class Sampling:
 
 
 def _computable(value: object) -> bool:
-    return isinstance(value, Real) and SMALLEST <= float(value) <= LARGEST
+    return isinstance(value, Real) and bool(SMALLEST <= value <= LARGEST)  # type: ignore[operator]
 
 
 def _penalty(value: object) -> bool:
-    return isinstance(value, Real) and -HIGHEST <= float(value) <= HIGHEST
+    return isinstance(value, Real) and bool(-HIGHEST <= value <= HIGHEST)  # type: ignore[operator]
 
 
 def _whole(value: object) -> bool:
@@ -141,7 +141,7 @@ class Room:
 
     def longest_prompt(self, new: int) -> int:
         """Tokens of the longest prompt that so many new ones can follow."""
-        return self.context - 1 if self.capacity >= self.context else self.capacity - new
+        return min(self.context, self.capacity) - new
 
     def refusal(self, prompt: int, new: int) -> str | None:
         """Why a prompt of so many tokens cannot be followed by so many new ones; None where it can."""

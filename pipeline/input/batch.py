@@ -38,7 +38,7 @@ def is_batch(job: Job, schema: pa.Schema) -> bool:
 def of_batch(job: Job, schema: pa.Schema) -> Job:
     """The job with settings that such rows need: their ids, and of their columns the kind of the call alone."""
     carry = [name for name in schema.names if name == URL] if job.carry is None else job.carry
-    return job.model_copy(update={"id_column": ID if job.id_column is None else job.id_column, "carry": carry})
+    return job.model_copy(update={"id_column": ID if job.id_column is None else job.id_column or None, "carry": carry})
 
 
 def fields(row: dict[str, Any]) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def fields(row: dict[str, Any]) -> dict[str, Any]:
     body = row[BODY]
     try:
         body = json.loads(body) if isinstance(body, str) else body
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RowError(f"body: not JSON: {error}") from error
     if not isinstance(body, dict):
         raise RowError(f"body: expected an object, not {type(body).__name__}")
@@ -58,7 +58,7 @@ def fields(row: dict[str, Any]) -> dict[str, Any]:
     longest = given.pop("max_completion_tokens", None)
     found["max_tokens"] = given.pop("max_tokens", longest)
     for name, value in given.items():
-        if name in found:
+        if name in COLUMNS.values():
             found[name] = value
         elif name in SHARED:
             found["sampling"][name] = value

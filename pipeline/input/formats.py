@@ -3,10 +3,11 @@
 They have no footer: a plan goes through each once, counts its rows and learns its types, with which it is then read.
 """
 
+import csv
 import gzip
 import io
 import json
-import re
+import zlib
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -18,6 +19,8 @@ from exspec.pipeline.input.batch import BODY, ID
 
 ROWS = 4096  # of a table
 BUFFER = 1 << 20  # bytes that are fetched at once
+BLOCK = 16 << 20  # bytes of CSV that are decoded at once; a row is no longer than that
+CSV = pc.ParseOptions(newlines_in_values=True)
 Open = Callable[[], io.RawIOBase]
 
 
@@ -33,9 +36,7 @@ def suffix_of(name: str) -> str | None:
 def look(name: str, opened: Open) -> tuple[int, pa.Schema]:
     """How many rows a file has, and their schema. Raises FormatError, or what its store raises."""
     rows, schema = 0, pa.schema([])
-    if suffix_of(name) == ".csv":
-        schema = _csv_schema(name, opened)
-    for table in read(name, opened, schema if schema.names else None):
+    for table in read(name, opened):
         try:
             schema = pa.unify_schemas([schema, table.schema.remove_metadata()], promote_options="permissive")
         except pa.ArrowException as error:
@@ -47,9 +48,11 @@ def look(name: str, opened: Open) -> tuple[int, pa.Schema]:
 def read(name: str, opened: Open, schema: pa.Schema | None = None) -> Iterator[pa.Table]:
     """A file's rows in order, of the types that it was found to have, or as they are without a schema."""
     stream: Any = io.BufferedReader(opened(), BUFFER)
-    if name.lower().endswith(".gz"):
-        stream = gzip.GzipFile(fileobj=stream)
-    return READERS[str(suffix_of(name))](stream, schema)
+    packed = name.lower().endswith(".gz")
+    try:
+        yield from READERS[str(suffix_of(name))](gzip.GzipFile(fileobj=stream) if packed else stream, schema)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise FormatError(f"not whole, or no gzip file: {error}") from error
 
 
 def _json_lines(stream: Any, schema: pa.Schema | None) -> Iterator[pa.Table]:
@@ -84,43 +87,32 @@ def _table(rows: list[dict[str, Any]], schema: pa.Schema | None, place: str) -> 
             columns[name] = pa.array([row.get(name) for row in rows], kind)
         except (pa.ArrowException, OverflowError) as error:
             raise FormatError(f"{place}: column {name!r}: {error}; expected values of one type") from error
-    return pa.table(columns)
+        except UnicodeEncodeError as error:
+            raise FormatError(f"{place}: column {name!r}: half a surrogate pair, which is no text: {error}") from error
+    return pa.table(columns) if columns else bare(len(rows))
 
 
-def _csv(stream: Any, schema: pa.Schema | None) -> Iterator[pa.Table]:
+def bare(rows: int) -> pa.Table:
+    """Rows without columns, which are counted all the same."""
+    return pa.Table.from_batches([pa.RecordBatch.from_struct_array(pa.array([{}] * rows, pa.struct([])))])
+
+
+def _csv(stream: Any, schema: pa.Schema | None) -> Iterator[pa.Table]:  # noqa: ARG001
+    """All values are text, or null where there is nothing: what looks like a number may be an id that begins with 0."""
+    header = stream.peek(BUFFER).decode("utf-8-sig", errors="replace")
+    names = next(csv.reader(io.StringIO(header, newline="")), [])
     try:
-        with _csv_reader(stream, {field.name: field.type for field in schema or ()}) as reader:
+        texts = pc.ConvertOptions(
+            column_types=dict.fromkeys(names, pa.string()),
+            null_values=[""],
+            strings_can_be_null=True,
+            quoted_strings_can_be_null=False,
+        )
+        with pc.open_csv(stream, pc.ReadOptions(block_size=BLOCK), CSV, texts) as reader:
             for batch in reader:
                 yield pa.Table.from_batches([batch])
     except pa.ArrowInvalid as error:
         raise FormatError(str(error)) from error
-
-
-def _csv_schema(name: str, opened: Open) -> pa.Schema:
-    """The types of all rows: a column whose later values are not what its first ones are is text."""
-    texts: dict[str, pa.DataType] = {}
-    while True:
-        stream: Any = io.BufferedReader(opened(), BUFFER)
-        stream = gzip.GzipFile(fileobj=stream) if name.lower().endswith(".gz") else stream
-        try:
-            with _csv_reader(stream, texts) as reader:
-                for _ in reader:
-                    continue
-                return reader.schema
-        except pa.ArrowInvalid as error:
-            found = re.search(r"In CSV column #(\d+): CSV conversion error to", str(error))
-            column = reader.schema.names[int(found[1])] if found else ""
-            if not column or column in texts:
-                raise FormatError(str(error)) from error
-            texts[column] = pa.string()
-
-
-def _csv_reader(stream: Any, types: dict[str, pa.DataType]) -> Any:
-    return pc.open_csv(
-        stream,
-        parse_options=pc.ParseOptions(newlines_in_values=True),
-        convert_options=pc.ConvertOptions(column_types=types),
-    )
 
 
 def _arrow(stream: Any, schema: pa.Schema | None) -> Iterator[pa.Table]:  # noqa: ARG001
@@ -128,6 +120,8 @@ def _arrow(stream: Any, schema: pa.Schema | None) -> Iterator[pa.Table]:  # noqa
     begin = stream.peek(6)[:6]
     try:
         if begin == b"ARROW1":
+            if isinstance(stream.raw, gzip.GzipFile):
+                raise FormatError("an Arrow file cannot be read from within .gz; unpack it")
             opened = pa.ipc.open_file(stream.raw)
             batches = (opened.get_batch(i) for i in range(opened.num_record_batches))
         else:

@@ -3,7 +3,6 @@
 import copy
 import hashlib
 import json
-import math
 import re
 import reprlib
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from exspec.pipeline.input.batch import BODY, COLUMNS, fields, is_batch
 from exspec.pipeline.input.plan import Shard
 from exspec.pipeline.input.rows import Row, RowError
 from exspec.pipeline.input.schemas import is_json, is_list, is_text
-from exspec.pipeline.job import Job
+from exspec.pipeline.job import LARGEST, Job
 
 MESSAGES = "messages"
 DEFAULT_COLUMNS = (MESSAGES, "prompt", "message", "text")
@@ -53,6 +52,8 @@ class Prompts:
 
     def __init__(self, job: Job, tokenizer: Any, schema: pa.Schema) -> None:
         self.batch = is_batch(job, schema)
+        if self.batch and (given := [name for name in COLUMNS if getattr(job, name)]):
+            raise JobError(f"{given[0]}: calls of the batch API have their own settings; leave it out")
         self.job, self.tokenizer = job.model_copy(update=COLUMNS) if self.batch else job, tokenizer
         self.answers = job.answers(tokenizer)
         self.space: Room | None = None
@@ -216,7 +217,7 @@ class Prompts:
             prompt=tokens,
             max_new_tokens=own.max_new_tokens,
             sampling=sampling,
-            stop=StopStrings(self.tokenizer, own.stop) if own.stop else None,
+            stop=StopStrings(self.tokenizer, own.stop, job.min_new_tokens) if own.stop else None,
             **asked(self.answers),
         )
 
@@ -232,11 +233,15 @@ class Prompts:
             lambda v: whole(v) and 1 <= v < 2**31,
             "a whole number from 1 up",
         )
-        finite: Callable[[Any], bool] = lambda v: isinstance(v, int | float) and 0 <= v < math.inf  # noqa: E731
+        finite: Callable[[Any], bool] = lambda v: isinstance(v, int | float) and 0 <= v <= LARGEST  # noqa: E731
         temperature = _override(row, job.temperature_column, job.temperature, finite, "0 or more")
+        if self.answers.longest:  # a label is as long as it is
+            length = self.answers.longest
         if self.json_stop and isinstance(text := row[str(job.stop_column)], str):
             row = row | {str(job.stop_column): _json(job.stop_column, text, "texts")}
         stop = _override(row, job.stop_column, job.stop, _are_texts, "texts that are not empty")
+        if stop and self.answers.constraint:
+            raise RowError("stop has no use where answers are labels or JSON of a schema; leave it out")
         sampling = {"temperature": float(temperature), "seed": seed, **(row["sampling"] if self.batch else {})}
         return RowSettings(length, sampling, [stop] if isinstance(stop, str) else list(stop))
 
@@ -276,6 +281,7 @@ def row_seed(seed: int, shard: Shard, number: int) -> int:
 
 def _override(row: dict[str, Any], column: str | None, default: Any, good: Callable[[Any], bool], expected: str) -> Any:
     value = row[column] if column else None
+    value = value if good is _are_texts else _number(value)
     if value is None:
         return default
     if not good(value):
@@ -284,9 +290,18 @@ def _override(row: dict[str, Any], column: str | None, default: Any, good: Calla
 
 
 def _are_texts(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(isinstance(text, str) and text for text in value)
-    return isinstance(value, str) and value != ""
+    texts = value if isinstance(value, list) else [value]
+    return all(isinstance(text, str) and text and text.encode(errors="replace").decode() == text for text in texts)
+
+
+def _number(value: Any) -> Any:
+    """A number that came as text, as CSV has all values; whatever else there is stays what it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
 
 
 def _template(source: str, columns: Sequence[str]) -> tuple[jinja2.Template, set[str]]:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from exspec.pipeline.errors import JobError, first_line
-from exspec.pipeline.input.formats import read, suffix_of
+from exspec.pipeline.input.formats import bare, read, suffix_of
 from exspec.pipeline.input.plan import Chunk, Shard, decode_row
 from exspec.pipeline.input.schemas import nullable
 from exspec.pipeline.input.snapshot import difference, locate
@@ -209,6 +209,8 @@ def _typed(table: pa.Table, columns: Sequence[str] | None, schema: pa.Schema | N
     """The columns of a table as planned; null where the file has none of that name."""
     wanted = schema or table.schema
     fields = [wanted.field(name) for name in (wanted.names if columns is None else columns)]
+    if not fields:
+        return bare(table.num_rows)
     arrays = {f.name: table[f.name].cast(f.type) for f in fields if f.name in table.column_names}
     arrays |= {f.name: pa.nulls(table.num_rows, f.type) for f in fields if f.name not in arrays}
     return pa.table([arrays[f.name] for f in fields], schema=pa.schema(fields))

@@ -94,6 +94,10 @@ def find_shards(
     footers = at_once(lambda place: _footer(place, by_name.get(place.name), known), places)
     if not footers and not known:
         raise JobError(f"input: no {KINDS} files in {', '.join(urls)} are newer than since tells")
+    # Without a footer and without rows nothing is known of a file's columns.
+    footers = [found for found in footers if found[0].rows or not suffix_of(found[0].name)]
+    if not footers and not known:
+        raise JobError(f"input: the files in {', '.join(urls)} hold no rows")
     schema = _schema(footers, known)
     shards = sorted((shard for shard, _ in footers if shard.rows), key=lambda s: s.name)
     if not shards and not known:
@@ -253,7 +257,8 @@ def _footer(place: Place, known: Shard | None, schema: pa.Schema | None) -> tupl
     except FORMAT as error:
         if isinstance(error, FormatError):
             raise JobError(f"{place.url}: {error}") from error
-        what = "cannot be read" if file.refused or not file.fetches else "not a Parquet file"
+        whole = file.refused or not file.fetches or suffix_of(place.name)
+        what = "cannot be read" if whole else "not a Parquet file"
         raise JobError(f"{place.url}: {what} ({first_line(file.refused or error)})") from error
     refuse_twins(place.url, opened.schema_arrow)
     if place.table:

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from exspec.actors.generator import Origin, RowResult
-from exspec.pipeline.functions import Function
+from exspec.pipeline.functions import Function, FunctionError
 from exspec.pipeline.input.plan import Chunk
 from exspec.pipeline.output.columns import GENERATED, ID, added_columns
 from exspec.pipeline.output.contents import read_range
@@ -83,6 +83,8 @@ class PartSink:
         table = pa.Table.from_arrays(columns, schema=self.schema)
         if self.last:
             made = self.last(table)
+            if any(name in made.column_names and made[name] != table[name] for name in ("shard", "row", "id")):
+                raise FunctionError(f"{self.last.name}: gave the rows in another order")
             for field in self.added:
                 table = table.append_column(field, made[field.name])
         counted = summarize(chunk, table, origin, reasons)

@@ -64,7 +64,7 @@ class Report:
     @property
     def engine(self) -> EngineStatistics:
         """Of this run's actors together."""
-        return sum(self.engines.values(), start=EngineStatistics())
+        return sum(list(self.engines.values()), start=EngineStatistics())
 
     def line(self, signs: Signs) -> str:
         """How the job goes; the time is that in which any chunk is at work, as in the figures."""
