@@ -17,6 +17,7 @@ setup: .venv/installed
 # Made again when the dependencies change. The package itself is installed from the checkout, in place.
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; sys.exit(None if sys.version_info >= (3, 11) else 'exspec needs Python 3.11 or newer; set PYTHON')"
+	@echo "setting up .venv: torch, Ray and what else is needed; a few minutes, and no word until it is done"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@

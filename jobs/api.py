@@ -119,7 +119,7 @@ def _run(folder: str, settings: dict[str, Any], kept: bool = True) -> Any:
 
     job = load_job(Job, None, {**settings, "input": f"{folder}/input", "output": f"{folder}/output"}, DEMO_PAIR)
     prepared = prepare(job)
-    if execute(prepared, progress=Progress() if kept else Silent()) != 0:
+    if execute(prepared, progress=(Progress if kept else Silent)(quiet=False)) != 0:
         figures = json.loads(prepared.folder.read(REPORT))
         failed = Reasons()
         failed.merge(figures["errors_by_reason"])

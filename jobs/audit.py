@@ -45,6 +45,7 @@ from exspec.pipeline.job import Dtype, Job
 from exspec.pipeline.output.contents import read_range
 from exspec.pipeline.output.owner import AUDIT, Output, read_output, settings
 from exspec.pipeline.output.report import rewrite
+from exspec.pipeline.progress import Progress
 from exspec.pipeline.secrets import anonymous
 from exspec.pipeline.shape import pair_of
 from exspec.pipeline.storage import Folder
@@ -105,26 +106,33 @@ def audit(
     job = settings(description, options).model_copy(update=permissions)
     if job.map and not job.trust_remote_code:
         raise JobError(f"{output}: the job ran code of its own, map {job.map.name}; --trust-remote-code runs it here")
+    if not done.state.complete:
+        print(f"{done.state.rows} of {plan.rows} rows are done: the sample is of those")
     device = str(description["device"])
     if device == "cuda" and not torch.cuda.is_available():
         raise JobError(f"{output}: the job ran on cuda, and its shapes can only be compared there; no GPU is at hand")
     torch.set_num_threads(job.threads)
     disable_progress_bar()
+    progress = Progress(quiet=False)
+    progress.stage("loading the target")
     pair = pair_of(job, device, drafts=False)
     gone = vanished(plan.shards, options)
     if gone:
         print(f"{len(gone)} of {len(plan.shards)} shards are no longer in the input and are left out: {min(gone)}, ...")
     rows = list(_read(job, done, pair, choose(done, count, share, seed, gone)))
+    progress.stage(f"decoding {len(rows)} rows again")
     shaped = EngineConfig(**description["shape"]).plain()
     answers = job.answers(pair.tokenizer)
     found = [compare("plain decoding in the job's shape", rows, decode(pair.target, shaped, rows), pair, answers)]
     if generate:
         greedy = [r for r in rows if r.request is None or _is_greedy(r.request)]
+        progress.stage(f"decoding {len(greedy)} rows with generate of transformers, one at a time")
         model = pair_of(job.model_copy(update={"dtype": Dtype.float32}), device, drafts=False).target
         expected = {(r.shard, r.number): _generate(model, r.request) for r in greedy if r.request is not None}
         found.append(
             compare("generate of transformers in float32", greedy, expected, replace(pair, target=model), answers)
         )
+    progress.stop()
     report = {"sample": len(rows), "seed": seed, "comparisons": [asdict(c) for c in found]}
     folder.write(AUDIT, json.dumps(report, indent=1).encode())
     rewrite(done)

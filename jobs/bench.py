@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from exspec.actors.engine import METHODS, Engine, EngineConfig, EngineStatistics, Request, SequenceStatistics
 from exspec.actors.engine.cached_model import context_length
@@ -199,12 +199,16 @@ def run(settings: Settings) -> None:
     from rich.progress import Progress
 
     from exspec.jobs.tables import bench_tables, candidates_table
+    from exspec.pipeline.progress import Progress as Stages
 
     console = Console()
     disable_progress_bar()
     torch.set_num_threads(settings.threads or torch.get_num_threads())
     if settings.device != "cpu" and not torch.cuda.is_available():
         raise ValueError(f"--device: {settings.device} is not at hand, this machine has no GPU that torch can use")
+    set_verbosity_error()
+    stages = Stages(quiet=False)
+    stages.stage("loading the models")
     pair = load_pair(
         settings.target or str(TARGET), settings.draft or str(DRAFT), getattr(torch, settings.dtype), settings.device
     )
@@ -220,8 +224,11 @@ def run(settings: Settings) -> None:
     bench = Bench(pair, fitting, settings)
 
     if "auto" in settings.methods:
+        stages.stage(f"measuring the shape of auto, about {settings.tune_seconds:.0f} s")
         found = bench.tune()
         console.print(candidates_table(found.table(), found.seconds))
+    stages.stage(f"timing {', '.join(settings.methods)}, {settings.repeats} times in turn")
+    stages.stop()
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("warm-up", total=len(settings.methods) * (settings.repeats + 1) + 1)
         for method in settings.methods:

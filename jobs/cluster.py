@@ -72,7 +72,7 @@ class Cluster:
             if job is not None and "status code 404" in str(error):
                 raise JobError(f"{job}: no such job at {self.address}") from error
             hint = f"; {AGENT}" if "agent" in str(error) else ""
-            raise JobError(f"{self.address}: {_last_line(error)}{hint}") from error
+            raise JobError(f"{self.address}: {_last_line(error).rstrip('.')}{hint}") from error
         except (OSError, ValueError, KeyError) as error:
             raise JobError(f"{self.address}: no Ray dashboard answers there ({_last_line(error)})") from error
 

@@ -21,8 +21,10 @@ from exspec.pipeline.job import Job
 from exspec.pipeline.output.columns import GENERATED, carried_columns
 from exspec.pipeline.output.reasons import Reasons
 from exspec.pipeline.prepare import Prepared, prepare
+from exspec.pipeline.progress import Progress
 from exspec.pipeline.secrets import anonymous
 from exspec.pipeline.shape import Settled
+from exspec.pipeline.storage import Folder
 
 LOOKED = 8  # chunks whose rows are rendered
 SHOWN = 3  # prompts that are printed
@@ -43,9 +45,15 @@ def plan(job: Job, estimated: bool = False, price: float | None = None) -> int:
 
     estimated: decode some of its rows here, and tell what all will take. price: of a GPU hour, to tell the cost.
     """
-    prepared = prepare(behind(job)[0])
+    progress = Progress(quiet=False)
+    progress.stage("checking the job")
+    job, _ = behind(job)
+    with Folder(job.output, job.storage_options).untouched():
+        prepared = prepare(job)
     job = prepared.job
+    progress.stage("rendering the first prompts")
     look = _look(prepared)
+    progress.stop()
     console = Console(soft_wrap=False)
     table = Table(show_header=False, title="plan", box=None, title_justify="left")
     for name, value in _facts(prepared):
@@ -65,7 +73,9 @@ def plan(job: Job, estimated: bool = False, price: float | None = None) -> int:
         console.print("none of them could be decoded: the job would be useless", markup=False, highlight=False)
         return 2
     if estimated:
+        progress.stage("decoding some rows")
         found = estimate(prepared, 1 - refused / look.rows)
+        progress.stop()
         for line in found.lines(price):
             console.print(line, markup=False, highlight=False)
     return 0
@@ -140,13 +150,15 @@ def _look_at(chunk: Chunk, prepared: Prepared, prompts: Prompts, look: Look) -> 
     try:
         asked = list(requests(chunk, job, prompts, prepared.schema, also=[job.id_column] if job.id_column else []))
     except JobError as error:  # the run will set its rows aside, and no others
-        look.refused.add(str(error), chunk.rows, [f"{chunk.shard.name}, row {chunk.first}"], True)
+        look.refused.add(str(error), chunk.rows, [f"{chunk.shard.name}:{chunk.first}"], True)
         return
     for one in asked:
         if job.id_column and isinstance(one.row, dict):
             look.ids.append(one.row[job.id_column])
         if isinstance(one.request, RowError):
-            look.refused.add(str(one.request), 1, [f"{chunk.shard.name}, row {one.number}"], True)
+            known = one.row.get(job.id_column) if job.id_column and isinstance(one.row, dict) else None
+            name = f"{chunk.shard.name}:{one.number}" if known is None else str(known)
+            look.refused.add(str(one.request), 1, [name], True)
             continue
         if len(look.prompts) < SHOWN:
             look.prompts.append(f"prompt of {len(one.request.prompt)} tokens: {prompts.text(one.row)[:300]!r}")

@@ -237,6 +237,9 @@ def lacking(job: Job) -> str:
     """What actors wait for that are not there, in words."""
     import ray
 
+    count = job.actor_range[0]
+    if not any(ray.cluster_resources().get(name, 0) < count * n * ACTOR for name, n in _needs(job).items()):
+        return f"there is room for them, and they are still loading their models; Ray's own logs: {logs()}"
     have, free = ray.cluster_resources(), ray.available_resources()
     told = [f"{count:g} {name}" for name, count in _needs(job).items() if count]
     found = [f"{free.get(name, 0):.3g} of {have.get(name, 0):g} {name}" for name, n in _needs(job).items() if n]

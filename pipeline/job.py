@@ -437,14 +437,17 @@ def _problem(error: Any, file: Path | None, kind: type[Job]) -> str:
         message = "unknown setting" + (meant(key, known) or f", expected one of {', '.join(known)}")
     elif error["type"] == "missing":
         message = "is missing"
+        message += "; where draft is given, so has target to be" if key == "target" else ""
     elif key == "notify":  # its path may be a secret
         message = "expected http://HOST/... or https://HOST/..."
     elif error["type"] == "string_pattern_mismatch":
         told = str(Job.model_fields[key].description).removesuffix(".")
         message = f"expected {told[0].lower()}{told[1:]}, not {error['input']!r}"
     else:
-        found = "" if key.startswith("storage_options") else f", not {error['input']!r}"  # it may hold a secret
-        message = f"{error['msg'].removeprefix('Value error, ')}{found}" if key else error["msg"]
+        message = error["msg"].removeprefix("Value error, ")
+        complete = error["type"] == "value_error" and (", not " in message or not message.startswith("expected"))
+        if key and not complete and not key.startswith("storage_options"):  # they may hold a secret
+            message += f", not {error['input']!r}"
     place = f"{file}: " if file else ""
     return f"{place}{key or 'job'}: {message}".replace("job: Value error, ", "")
 

@@ -96,7 +96,8 @@ class LabelJob(Job):
         for name, labels in self.choices.items():
             place = f"fields.{name}" if name else "labels"
             if len(labels) < 2 or len(set(labels)) < len(labels) or not all(labels):
-                raise ValueError(f"{place}: expected two or more labels, each once and none empty, not {labels}")
+                hint = "; give each in a --labels of its own" if not name and "," in "".join(labels) else ""
+                raise ValueError(f"{place}: expected two or more labels, each once and none empty, not {labels}{hint}")
         names = self.answer_columns().names
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"two answers would fill the column {twice[0]!r}; name the fields or properties otherwise")

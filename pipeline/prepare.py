@@ -105,6 +105,11 @@ class Prepared:
         """
         self.refuse_other(state)
         plan = replace(state.plan, limit=self.job.limit, schema=self.plan.schema).extended(self.found, self.settled)
+        if plan.rows < state.rows:
+            raise JobError(
+                f"limit: is {self.job.limit}, and {state.rows} rows are done in {self.folder.url}: it may grow, not "
+                "shrink; take it back, or give another output"
+            )
         shape = shape_of(self.job, self.models.context, plan.rows, state.description["shape"])
         return replace(self, plan=plan, shape=shape)
 

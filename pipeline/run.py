@@ -2,6 +2,8 @@
 
 import platform
 import shutil
+import signal
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -130,8 +132,10 @@ class _Run:
 
     def _connect(self, rows: int) -> None:
         """Join the cluster, and settle what depends on it. rows: that are to be decoded."""
-        self.progress.stage("starting Ray")
+        self.progress.stage("joining the cluster" if self.job.ray_address else "starting Ray")
         connect(self.job)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray would end this process on its own terms
         # Decided once: a node with a GPU that joins later must not change what actors ask for.
         self.job = self.job.model_copy(update={"device": device(self.job)})
         check_cluster(self.job)
@@ -222,14 +226,20 @@ class _Run:
         report.complete(state, self.job.evaluate(partial(tables, self.writer)))
         figures = report.figures()
         self.progress.stop()
-        for line in report.closing_lines(figures, anonymous(self.folder.url)):
+        whole = state.complete and not report.set_aside and not _too_many(figures, self.job)
+        idle = whole and not report.engines
+        place = anonymous(self.folder.url)
+        lines = (
+            [f"nothing to do: all {state.rows} rows are in {place}"] if idle else report.closing_lines(figures, place)
+        )
+        for line in lines:
             self.progress.tell(line)
         if figures["set_aside"]:
             self.progress.tell(f"Ray's own logs, with what its processes said: {logs()}")
         if tried is not None:
             self._tell_tried(*tried, figures["errors"])
-        self._show_samples()
-        whole = state.complete and not report.set_aside and not _too_many(figures, self.job)
+        if not idle:
+            self._show_samples()
         try:
             write_report(report, figures, self.writer)
             if whole and state.done is None:
@@ -246,7 +256,8 @@ class _Run:
         """
         mended = min(tried, max(0, before - errors))
         told = f"{mended} of them are done now, {tried - mended} still have an error"
-        self.progress.tell(f"tried again: {tried} rows; {told}")
+        if tried:
+            self.progress.tell(f"tried again: {tried} rows; {told}")
         if alone := errors - (tried - mended):
             self.progress.tell(f"left alone: {alone} rows that no second try would help")
 

@@ -251,6 +251,16 @@ class Folder:
         with suppress(FileNotFoundError):
             attempt(lambda: self.fs.rm_file(f"{self.path}/{name}"))
 
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Leave no folder behind on a local disk where there was none before, unless something has come into it."""
+        there = not self.local or self.exists("")
+        try:
+            yield
+        finally:
+            if not there and not any(files for _, _, files in os.walk(self.path)):
+                shutil.rmtree(self.path, ignore_errors=True)
+
     def each(self, action: Callable[[str], T], names: Iterable[str]) -> list[T]:
         """What an action gives for every name, several at a time."""
         return at_once(action, names)

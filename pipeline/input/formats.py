@@ -48,9 +48,10 @@ def look(name: str, opened: Open) -> tuple[int, pa.Schema]:
 def read(name: str, opened: Open, schema: pa.Schema | None = None) -> Iterator[pa.Table]:
     """A file's rows in order, of the types that it was found to have, or as they are without a schema."""
     stream: Any = io.BufferedReader(opened(), BUFFER)
-    packed = name.lower().endswith(".gz")
+    if name.lower().endswith(".gz"):
+        stream = io.BufferedReader(gzip.GzipFile(fileobj=stream), BUFFER)
     try:
-        yield from READERS[str(suffix_of(name))](gzip.GzipFile(fileobj=stream) if packed else stream, schema)
+        yield from READERS[str(suffix_of(name))](stream, schema)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise FormatError(f"not whole, or no gzip file: {error}") from error
 
@@ -58,12 +59,12 @@ def read(name: str, opened: Open, schema: pa.Schema | None = None) -> Iterator[p
 def _json_lines(stream: Any, schema: pa.Schema | None) -> Iterator[pa.Table]:
     number = 0
     while lines := list(islice(stream, ROWS)):
-        first, rows = number + 1, []
+        rows = {}
         for line in lines:
             number += 1
             if line.strip():
-                rows.append(_object(line, number))
-        yield _table(rows, schema, f"lines {first} to {number}")
+                rows[number] = _object(line, number)
+        yield _table(rows, schema)
 
 
 def _object(line: bytes, number: int) -> dict[str, Any]:
@@ -78,18 +79,28 @@ def _object(line: bytes, number: int) -> dict[str, Any]:
     return row
 
 
-def _table(rows: list[dict[str, Any]], schema: pa.Schema | None, place: str) -> pa.Table:
-    names = schema.names if schema else list(dict.fromkeys(name for row in rows for name in row))
+def _table(rows: dict[int, dict[str, Any]], schema: pa.Schema | None) -> pa.Table:
+    """Rows by their line as a table."""
+    names = schema.names if schema else list(dict.fromkeys(name for row in rows.values() for name in row))
     columns = {}
     for name in names:
         kind = schema.field(name).type if schema else None
+        values = {line: row.get(name) for line, row in rows.items()}
         try:
-            columns[name] = pa.array([row.get(name) for row in rows], kind)
-        except (pa.ArrowException, OverflowError) as error:
-            raise FormatError(f"{place}: column {name!r}: {error}; expected values of one type") from error
-        except UnicodeEncodeError as error:
-            raise FormatError(f"{place}: column {name!r}: half a surrogate pair, which is no text: {error}") from error
+            columns[name] = pa.array(list(values.values()), kind)
+        except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
+            raise FormatError(f"{_place(values, kind)}column {name!r}: {error}; expected values of one type") from error
     return pa.table(columns) if columns else bare(len(rows))
+
+
+def _place(values: dict[int, Any], kind: pa.DataType | None) -> str:
+    """The line of the first value that does not go with those before it."""
+    for line, value in values.items():
+        try:
+            kind = pa.array([value], kind).type if value is not None else kind
+        except (pa.ArrowException, OverflowError, UnicodeEncodeError):
+            return f"line {line}: "
+    return f"lines {min(values)} to {max(values)}: "
 
 
 def bare(rows: int) -> pa.Table:

@@ -53,7 +53,7 @@ def test_plan_reports_refused_rows_and_ids(tmp_path: Path) -> None:
     options = ["--input", str(tmp_path / "in"), "--output", str(tmp_path / "out"), "--id-column", "key"]
     result = CliRunner().invoke(cli.app, ["plan", *options])
     assert "2 of the first 3 rows would be refused" in result.stdout
-    assert "  1 row: column 'prompt' is null (x.parquet, row 1)" in result.stdout
+    assert "  1 row: column 'prompt' is null (a)" in result.stdout
     assert "ids: 1 null and 1 repeated; shard and row tell them apart" in result.stdout
 
 
