@@ -29,9 +29,12 @@ def connect(job: Job) -> None:
     children alone.
     """
     import ray
+    from ray._private import worker
 
     if ray.is_initialized():
         return
+    # Ray prints what becomes of its tasks, each retry for one, whatever it is told. It stands in its logs too.
+    worker.print_to_stdstream = lambda *_, **__: None
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     address = _address(job)
