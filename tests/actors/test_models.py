@@ -271,6 +271,15 @@ def test_the_string_that_begins_first_wins(characters: Any) -> None:
     assert check.cut(tokens) == "ST"
 
 
+def test_a_string_that_is_complete_too_early_does_not_count(characters: Any) -> None:
+    check = StopStrings(characters, ["STOP"], least=6)
+    tokens = ids(characters, ["a", "ST", "OP", "a", "ST", "OP", "b"])
+    assert first_hit(check, tokens) == 6, "the first that counts is complete with the least token"
+    assert check.cut(tokens[:6]) == "aSTOPa"
+    assert first_hit(StopStrings(characters, ["STOP"], least=3), tokens) == 3
+    assert StopStrings(characters, ["STOP"], least=9).cut(tokens) == "aSTOPaSTOPb"
+
+
 @pytest.mark.parametrize("strings", [[], [""], ["x", ""]])
 def test_empty_stop_strings_are_refused(characters: Any, strings: list[str]) -> None:
     with pytest.raises(ValueError, match="stop: expected one or more strings, none of them empty"):

@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import math
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,7 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from exspec.jobs import cli
+from exspec.jobs.convert import _json, behind
 from exspec.pipeline.errors import JobError
+from exspec.pipeline.job import Job
 from exspec.pipeline.output.owner import Output, take
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
@@ -96,3 +99,19 @@ def test_an_output_with_rows_missing_is_refused(output: Path, tmp_path: Path) ->
         writer.begin({}, Output(Folder(str(output))).read().state.plan)
     with pytest.raises(JobError, match="30 of 30 rows are missing; run the job again first"):
         CliRunner().invoke(cli.app, ["convert", other.url, str(tmp_path / "out.jsonl")], catch_exceptions=False)
+
+
+def test_json_has_no_bytes_and_nothing_that_is_no_number() -> None:
+    given = {"a": math.nan, "b": [1.5, -math.inf], "c": {"d": b"\x01\xff"}, "e": None}
+    assert json.loads(_json(given)) == {"a": None, "b": [1.5, None], "c": {"d": "01ff"}, "e": None}
+
+
+@pytest.mark.parametrize(
+    ("source", "file"), [("a.jsonl", "a.jsonl"), ("*.jsonl", "out.jsonl"), (".", "out.csv"), ("..", "new/out.jsonl.gz")]
+)
+def test_an_output_file_that_would_be_an_input_is_refused(source: str, file: str, tmp_path: Path) -> None:
+    job = Job(target="t", input=[str(tmp_path / source)], output=str(tmp_path / file))
+    with pytest.raises(JobError, match=r"lies in the input .*; give it another place"):
+        behind(job)
+    other = job.model_copy(update={"input": [str(tmp_path / "b.jsonl")]})
+    assert behind(other) == (other.model_copy(update={"output": f"{job.output}.job"}), job.output)

@@ -18,7 +18,7 @@ from exspec.jobs import cli, submit
 from exspec.jobs.demo.messages import CATEGORIES
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.functions import Function
-from exspec.pipeline.job import load_job
+from exspec.pipeline.job import Job, load_job
 from exspec.pipeline.labels import NONE, LabelJob, _evaluation
 from exspec.pipeline.output.page import _confusion
 
@@ -256,3 +256,11 @@ def test_a_function_is_sent_along_with_a_submitted_job(tmp_path: Path, monkeypat
     (tmp_path / "mine.py").unlink()
     sent = Function.model_validate(call.arguments[-1])
     assert sent(pa.table({"a": [1]})) == pa.table({"a": [1]}), "what the cluster is sent is all that it needs"
+
+
+def test_a_setting_of_every_job_is_one_of_a_labeling_job_too() -> None:
+    """A validator of the same name in the subclass would take the place of the other."""
+    job = LabelJob(target="t", input=["i"], output="o", labels=["a", "b"], template_arguments=["enable_thinking=false"])  # type: ignore[arg-type]
+    assert job.template_arguments == {"enable_thinking": False}
+    ours, theirs = (kind.__pydantic_decorators__.field_validators for kind in (Job, LabelJob))
+    assert [theirs[name].info.fields for name in ours] == [validator.info.fields for validator in ours.values()]

@@ -36,6 +36,12 @@ def count(table):
 def fewer(table):
     return table.slice(0, table.num_rows - 1)
 
+def twins(table):
+    return pa.table([table["id"], table["id"]], names=["a", "a"])
+
+def backwards(table):
+    return table.sort_by([("row", "descending")]).append_column("new", pa.nulls(table.num_rows))
+
 def nothing(table):
     return None
 
@@ -100,6 +106,25 @@ def test_a_function_that_fails_takes_its_chunks_alone(pair: tuple[str, str], own
     assert len(rows) > 20
 
 
+@pytest.mark.usefixtures("ray_session")
+def test_rows_that_come_back_in_another_order_are_not_mixed(pair: tuple[str, str], own: Path, capsys: Any) -> None:
+    jobs.write_shards(own / "in", rows=12)
+    job = jobs.job(pair, own / "in", own / "out", map_output="mine:backwards")
+    assert execute(prepare(job), load=jobs.ArithmeticLoader()) == 1
+    assert "mine:backwards: gave the rows in another order" in capsys.readouterr().out
+    assert not list((own / "out").glob("part-*"))
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_a_limit_may_grow_and_not_shrink(pair: tuple[str, str], own: Path) -> None:
+    jobs.write_shards(own / "in", rows=30)
+    assert execute(prepare(jobs.job(pair, own / "in", own / "out", limit=16)), load=jobs.ArithmeticLoader()) == 0
+    with pytest.raises(JobError, match=r"limit: is 10, and 16 rows are done in .*: it may grow, not shrink"):
+        prepare(jobs.job(pair, own / "in", own / "out", limit=10))
+    assert execute(prepare(jobs.job(pair, own / "in", own / "out", limit=20)), load=jobs.ArithmeticLoader()) == 0
+    assert len(jobs.read_output(own / "out")) == 20
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -127,6 +152,7 @@ def test_a_function_that_is_nowhere_is_named(pair: tuple[str, str], own: Path, n
     ("function", "message"),
     [
         ("fewer", "mine:fewer: gave 2 rows for 3, expected as many"),
+        ("twins", "mine:twins: gave two columns 'a'"),
         ("other", "mine:other: gave other columns than for an empty table"),
         ("broken", "mine:broken: ValueError: no such thing"),
     ],

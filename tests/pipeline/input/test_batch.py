@@ -10,10 +10,12 @@ from transformers import AutoTokenizer
 
 from exspec.jobs.convert import convert
 from exspec.jobs.demo import TARGET
+from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Shard
 from exspec.pipeline.input.prompts import Prompts
 from exspec.pipeline.input.rows import RowError
 from exspec.pipeline.job import Job
+from exspec.pipeline.labels import LabelJob
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
 from tests.pipeline import jobs
@@ -72,11 +74,30 @@ def test_a_chat_call_becomes_a_request() -> None:
         ('{"prompt": "x", "response_format": {"type": "json_object"}}', "body.response_format: not supported"),
         ('{"prompt": "x", "temperature": -1}', "column 'temperature': expected 0 or more, not -1"),
         ('{"prompt": "x", "top_p": 2}', "top_p: expected above 0"),
+        ('{"prompt": "x", "sampling": {"foo": 1}}', "body.sampling: not supported"),
+        ('{"prompt": "x", "temperature": 1' + "0" * 400 + "}", "column 'temperature': expected 0 or more"),
+        ('{"prompt": "x", "presence_penalty": 1' + "0" * 400 + "}", "presence_penalty: expected -100 to 100"),
+        ('{"prompt": "x", "stop": ["\\ud800"]}', "column 'stop': expected texts"),
+        ("[" * 100_000, "body: not JSON"),
     ],
 )
 def test_what_cannot_be_done_is_the_rows_error(body: str, message: str) -> None:
     with pytest.raises(RowError, match=message):
         prompts().request({"body": body}, SHARD, 0)
+
+
+@pytest.mark.parametrize("name", ["temperature_column", "stop_column", "seed_column", "max_new_tokens_column"])
+def test_a_column_of_settings_is_refused_where_calls_have_their_own(name: str) -> None:
+    with pytest.raises(JobError, match=f"{name}: calls of the batch API have their own settings"):
+        prompts(**{name: "url"})
+
+
+def test_labels_are_as_long_as_they_are_whatever_a_call_says() -> None:
+    job = LabelJob(target="t", draft="d", input="in", output="out", labels=["yes", "no"])  # type: ignore[call-arg]
+    made = Prompts(job, AutoTokenizer.from_pretrained(TARGET), SCHEMA)
+    assert made.request(row(prompt="x", max_tokens=1), SHARD, 0).max_new_tokens == made.answers.longest
+    with pytest.raises(RowError, match="stop has no use where answers are labels"):
+        made.request(row(prompt="x", stop="y"), SHARD, 0)
 
 
 @pytest.mark.usefixtures("ray_session")
