@@ -449,7 +449,7 @@ def _problem(error: Any, file: Path | None, kind: type[Job]) -> str:
         if key and not complete and not key.startswith("storage_options"):  # they may hold a secret
             message += f", not {error['input']!r}"
     place = f"{file}: " if file else ""
-    return f"{place}{key or 'job'}: {message}".replace("job: Value error, ", "")
+    return f"{place}{key}: {message}" if key else f"{place}{message}"
 
 
 def fingerprint(job: Job, models: dict[str, str], device: str | None = None) -> dict[str, Any]:
