@@ -185,7 +185,7 @@ class Generator:
         def result() -> RowResult:
             error = future.exception()
             if isinstance(error, RequestError):
-                return RowResult(None, None, str(error).split(": ", 1)[-1], prompt, lasting=True)
+                return RowResult(None, None, str(error).split(": ", 1)[-1], prompt)
             completion = future.result()
             text = completion_text(self.tokenizer, completion, stop)
             try:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +133,9 @@ def test_bad_options_are_one_sentence_and_exit_code_2(
     with pytest.raises(SystemExit) as end:
         cli.main()
     assert end.value.code == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
+    *stages, line = capsys.readouterr().err.strip().splitlines()
     assert message in line
+    assert all(re.match(r"\d+ s: ", stage) for stage in stages)
 
 
 def test_the_tables_fit_a_terminal() -> None:
