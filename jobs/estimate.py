@@ -10,7 +10,7 @@ from exspec.actors.engine import Completion, Engine, Request, SequenceStatistics
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.output.page import duration
 from exspec.pipeline.prepare import Prepared
-from exspec.pipeline.shape import Settled, pair_of, sample, settle
+from exspec.pipeline.shape import Settled, device_here, pair_of, sample, settle
 
 ROWS = 32  # that are decoded, at most
 SECONDS = 60.0  # after which no further round begins
@@ -54,7 +54,7 @@ def estimate(prepared: Prepared, share: float) -> Estimate:
     Raises JobError where this machine is not such as the job runs on, or its memory is too small.
     """
     job = prepared.job
-    where = job.device if job.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    where = device_here(job)
     if where == "cuda" and not torch.cuda.is_available():
         raise JobError("device: this machine has no GPU that torch can use; estimate where the job is to run")
     requests = sample(job, prepared.plan, prepared.prompts.within(prepared.room(prepared.shape.config)))

@@ -23,7 +23,7 @@ from exspec.pipeline.output.reasons import Reasons
 from exspec.pipeline.prepare import Prepared, prepare
 from exspec.pipeline.progress import Progress
 from exspec.pipeline.secrets import anonymous
-from exspec.pipeline.shape import Settled
+from exspec.pipeline.shape import Settled, device_here
 from exspec.pipeline.storage import Folder
 
 LOOKED = 8  # chunks whose rows are rendered
@@ -46,10 +46,7 @@ def plan(job: Job, estimated: bool = False, price: float | None = None) -> int:
     estimated: decode some of its rows here, and tell what all will take. price: of a GPU hour, to tell the cost.
     """
     progress = Progress(quiet=False)
-    progress.stage("checking the job")
-    job, _ = behind(job)
-    with Folder(job.output, job.storage_options).untouched():
-        prepared = prepare(job)
+    prepared = examined(job, progress)
     job = prepared.job
     progress.stage("rendering the first prompts")
     look = _look(prepared)
@@ -79,6 +76,14 @@ def plan(job: Job, estimated: bool = False, price: float | None = None) -> int:
         for line in found.lines(price):
             console.print(line, markup=False, highlight=False)
     return 0
+
+
+def examined(job: Job, progress: Progress) -> Prepared:
+    """A job as it would be run, which is not going to be: nothing of it stays. Raises JobError as `prepare`."""
+    progress.stage("checking the job")
+    job, _ = behind(job)
+    with Folder(job.output, job.storage_options).untouched():
+        return prepare(job)
 
 
 def _facts(prepared: Prepared) -> list[tuple[str, str]]:
@@ -132,8 +137,7 @@ def _notes(prepared: Prepared) -> list[str]:
 def _device(job: Job) -> str:
     if job.ray_address:
         return f"{job.device}, on the cluster {job.ray_address}"
-    here = "cuda" if torch.cuda.is_available() else "cpu"
-    return here if job.device == "auto" else job.device
+    return device_here(job)
 
 
 def _look(prepared: Prepared) -> Look:
@@ -153,10 +157,11 @@ def _look_at(chunk: Chunk, prepared: Prepared, prompts: Prompts, look: Look) -> 
         look.refused.add(str(error), chunk.rows, [f"{chunk.shard.name}:{chunk.first}"], True)
         return
     for one in asked:
+        known = None
         if job.id_column and isinstance(one.row, dict):
-            look.ids.append(one.row[job.id_column])
+            known = one.row[job.id_column]
+            look.ids.append(known)
         if isinstance(one.request, RowError):
-            known = one.row.get(job.id_column) if job.id_column and isinstance(one.row, dict) else None
             name = f"{chunk.shard.name}:{one.number}" if known is None else str(known)
             look.refused.add(str(one.request), 1, [name], True)
             continue

@@ -1,18 +1,17 @@
 """`exspec run` and `exspec tune`."""
 
-import torch
 from rich.console import Console
 
 from exspec.jobs.convert import behind, finish
 from exspec.jobs.notify import notified
+from exspec.jobs.plan import examined
 from exspec.jobs.tables import candidates_table
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job import AUTO, Job
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.progress import Progress
 from exspec.pipeline.run import execute
-from exspec.pipeline.shape import sample, settle, shape_of
-from exspec.pipeline.storage import Folder
+from exspec.pipeline.shape import device_here, sample, settle, shape_of
 
 
 def run(job: Job, restart: bool, retry_errors: bool, progress: Progress) -> int:
@@ -27,16 +26,12 @@ def run(job: Job, restart: bool, retry_errors: bool, progress: Progress) -> int:
 def tune(job: Job) -> None:
     """Measure what is auto in a job, on this machine, and print what it found and how to fix it in a job file."""
     progress = Progress(quiet=False)
-    progress.stage("checking the job")
-    job, _ = behind(job)
-    with Folder(job.output, job.storage_options).untouched():
-        prepared = prepare(job)
+    prepared = examined(job, progress)
     shape = shape_of(job, prepared.models.context, job.tune_from, None)
     if not shape.free:
         raise JobError(f"nothing to measure: of {', '.join(AUTO)} none is auto, or the method is eqspec")
-    where = job.device if job.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     progress.stage(f"measuring, about {job.tune_seconds:.0f} s")
-    settled = settle(job, shape, sample(job, prepared.plan, prepared.prompts), where)
+    settled = settle(job, shape, sample(job, prepared.plan, prepared.prompts), device_here(job))
     progress.stop()
     console = Console()
     console.print(candidates_table(settled.candidates, settled.seconds))

@@ -148,6 +148,13 @@ def pair_of(job: Job, device: str, drafts: bool) -> Pair:
     )
 
 
+def device_here(job: Job) -> str:
+    """The kind of device that the job decodes on where it runs on this machine."""
+    if job.device != "auto":
+        return job.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def memory_budget(job: Job, device: torch.device) -> int:
     """Bytes that one actor's plan may use: the job's, or its share of what the device has free."""
     if job.memory_gib is not None:

@@ -225,16 +225,19 @@ class Prompts:
         """The row's settings: the job's, but for the columns that override them. Raises RowError."""
         job, row = self.job, self._given(row)
         whole: Callable[[Any], bool] = lambda v: isinstance(v, int) and not isinstance(v, bool) and 0 <= v < 2**63  # noqa: E731
-        seed = _override(row, job.seed_column, row_seed(job.seed, shard, number), whole, "a whole number of 63 bits")
+        seed = _override(
+            row, job.seed_column, row_seed(job.seed, shard, number), whole, "a whole number of 63 bits", _number
+        )
         length = _override(
             row,
             job.max_new_tokens_column,
             self.answers.longest or job.max_new_tokens,
             lambda v: whole(v) and 1 <= v < 2**31,
             "a whole number from 1 up",
+            _number,
         )
         finite: Callable[[Any], bool] = lambda v: isinstance(v, int | float) and 0 <= v <= LARGEST  # noqa: E731
-        temperature = _override(row, job.temperature_column, job.temperature, finite, "0 or more")
+        temperature = _override(row, job.temperature_column, job.temperature, finite, "0 or more", _number)
         if self.answers.longest:  # a label is as long as it is
             length = self.answers.longest
         if self.json_stop and isinstance(text := row[str(job.stop_column)], str):
@@ -279,9 +282,16 @@ def row_seed(seed: int, shard: Shard, number: int) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def _override(row: dict[str, Any], column: str | None, default: Any, good: Callable[[Any], bool], expected: str) -> Any:
-    value = row[column] if column else None
-    value = value if good is _are_texts else _number(value)
+def _override(
+    row: dict[str, Any],
+    column: str | None,
+    default: Any,
+    good: Callable[[Any], bool],
+    expected: str,
+    read: Callable[[Any], Any] = lambda value: value,
+) -> Any:
+    """The value of a row's column, as it is read, or the default where it is null. Raises RowError."""
+    value = read(row[column]) if column else None
     if value is None:
         return default
     if not good(value):
