@@ -17,7 +17,9 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
-from exspec.actors.engine.cached_model import SlotModel
+from exspec.actors.engine.attention import GATHERED
+from exspec.actors.engine.cached_model import PagedModel
+from exspec.actors.engine.pages import Pages
 from exspec.actors.engine.request import Completion
 
 WHAT_WORKS = (
@@ -139,7 +141,10 @@ def check_forward(model: PreTrainedModel, name: str) -> None:
     )
     try:
         expected = model(input_ids=tokens).logits[0, -1]
-        cached = SlotModel(model, slots=2, columns=16)
+        pages = Pages(2, pages=8, size=4, chunk=4, longest=16, device=device)
+        for slot in (0, 1):
+            pages.begin(slot, [], 0, 16)
+        cached = PagedModel(model, pages, GATHERED)
         slots = torch.tensor([1, 0], device=device)
         # The second row is another sequence in another place, there to be mistaken for the first.
         first = torch.cat([tokens[:, :4], tokens[:, :4].flip(1)])

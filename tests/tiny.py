@@ -190,6 +190,7 @@ def engine(target: Any, drafter: Any = None, draft: Any = None, **config: Any) -
     """An engine with small shapes; `drafter` replaces the draft model's."""
     made = Engine(target, draft or target, EngineConfig(**{
         "batch_size": 4, "window": 10, "draft_tokens": 3, "bucket": 32, "capacity": CONTEXT, "prefill_columns": 8,
+        "prefill_rows": 1, "attention": "gathered",
         **config,
     }))  # fmt: skip
     if drafter is not None:
@@ -238,13 +239,15 @@ class ArithmeticModel:
     ) -> Any:
         own = torch.stack([input_ids, position_ids], dim=-1)[:, None].float()  # [R, 1, Q, 2]
         keys, _values = past_key_values.update(own, own, 0)
-        if attention_mask.ndim == 2:  # [R, S]: every column up to the query's own
+        if attention_mask.dtype == torch.int32:  # [R, 1, 1, 2 + n]: start, end and pages of each row
+            places = attention_mask[:, 0, 0]
+            keys = keys[places[:, 2:].long()].flatten(1, 2)[:, None, :, 0]  # [R, 1, S, 2]
+            seen = torch.arange(keys.shape[2]) <= position_ids[..., None]
+        elif attention_mask.ndim == 2:  # [R, S]: every column up to the query's own
             width = attention_mask.shape[1]
             columns = torch.arange(width)
             queries = columns[width - input_ids.shape[1] :]
             seen = attention_mask[:, None].bool() & (columns <= queries[:, None])
-        else:
-            seen = attention_mask[:, 0] == 0  # [R, Q, S]
         weights = (keys[:, 0, :, 0] + 1) * (7 * keys[:, 0, :, 1] + 3)
         total = (seen * weights[:, None]).sum(-1).long()
         logits = torch.nn.functional.one_hot(total % VOCABULARY, VOCABULARY).float()

@@ -5,12 +5,15 @@ Both stores have the same `forward`: row r feeds tokens[r] to the sequence in sl
 tokens are cached; what was cached from there on is forgotten. So rollback is a smaller start.
 """
 
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
+from exspec.actors.engine.attention import GATHERED
+from exspec.actors.engine.pages import BIN, Pages
 from exspec.actors.engine.twin import twin
 
 
@@ -20,17 +23,20 @@ class CachedModel(Protocol):
     @property
     def bytes(self) -> int: ...
 
-    def forward(self, slots: Tensor | None, tokens: Tensor, starts: Tensor, attended: int, keep: int = 0) -> Tensor:
+    def forward(self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int, keep: int = 0) -> Tensor:
         """Feed tokens [R, Q] at positions starts[r] + q and return logits [R, Q, V], or of the last `keep` columns.
 
-        slots: [R]; None is all of them, in order, whose KV is then read in place. starts: [R].
-        attended: KV columns that every row attends. A position past them is dead: it leaves no trace and its logits
-        mean nothing.
+        slots, starts: [R]. A position is dead that is negative, or not below `attended`: it leaves no trace and its
+        logits mean nothing.
         """
         ...
 
+    def fill(self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int) -> None:
+        """Feed tokens as `forward` does, for their KV alone. Rows may be successive parts of one sequence."""
+        ...
+
     def check(self, lengths: dict[int, int]) -> None:
-        """Raise AssertionError unless the first `length` tokens of every slot given are cached."""
+        """Raise AssertionError where what is cached cannot be right."""
         ...
 
 
@@ -48,75 +54,81 @@ def context_length(config: PretrainedConfig) -> int:
     return int(config.get_text_config().max_position_embeddings)
 
 
-class SlotModel:
-    """KV by slot, left-aligned: token i of a sequence lies in column i of its slot for its whole life.
+class PagedModel:
+    """KV in pages: token i of a sequence lies where `pages` says, for its whole life.
 
-    Per layer, K and V are [slots + 1, H, columns, D], allocated once. The extra slot is the bin that dead rows read
-    and dead columns write, so that a forward has no branch on who is dead. `bin` is its number.
+    Per layer, K and V are [pages + 1, P, H, D], allocated once. Dead rows and columns write to the first page, the
+    bin, so that a forward has no branch on who is dead.
+
+    attention: the name of what reads the pages, see `attention.py`. Gathered, a forward attends whole pages up to
+    `attended`; in place it attends what a row has.
     """
 
-    def __init__(self, model: PreTrainedModel, slots: int, columns: int) -> None:
+    def __init__(self, model: PreTrainedModel, pages: Pages, attention: str) -> None:
         layers, heads, size = kv_shape(model.config)
-        shape = (slots + 1, heads, columns, size)
-        self.model, self.bin = twin(model, grouped=True), slots
-        self.fold = model.config.get_text_config().num_attention_heads // heads  # query heads that share a KV head
+        shape = (pages.pages + 1, pages.size, heads, size)
+        self.model, self.pages = twin(model, attention), pages
+        self.gathers = attention == GATHERED
         # Zeros, not empty: a masked column is multiplied by zero, and zero times what memory held may be NaN.
         self.keys = [torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(layers)]
         self.values = [torch.zeros_like(k) for k in self.keys]
-        self.last_position = min(columns, context_length(model.config)) - 1
-        # Kept on the device for `check`: columns written from 0 on, by slot, and whether any row ever left a gap.
-        self.written = torch.zeros(slots + 1, dtype=torch.long, device=model.device)
-        self.gap = torch.zeros((), dtype=torch.bool, device=model.device)
+        self.last_position = context_length(model.config) - 1
 
     @property
     def bytes(self) -> int:
         return sum(t.nbytes for t in (*self.keys, *self.values))
 
     @torch.inference_mode()
-    def forward(self, slots: Tensor | None, tokens: Tensor, starts: Tensor, attended: int, keep: int = 0) -> Tensor:
-        width = tokens.shape[1]
-        device = tokens.device
-        self._selected, self._attended = slots, attended
-        slots = torch.arange(self.bin, device=device) if slots is None else slots
-        offsets = torch.arange(width, device=device)
-        positions = starts[:, None] + offsets  # [R, Q]
-        dead = positions >= attended
-        self._write = (
-            torch.where(dead, self.bin, slots[:, None]),
-            torch.where(dead, offsets % attended, positions),
-        )
-        self.gap |= ((starts > self.written[slots]) & (slots != self.bin)).any()
-        self.written[slots] = (starts + width).clamp(max=attended)
-        positions = positions.clamp(max=min(attended - 1, self.last_position))
-        hidden = torch.arange(attended, device=device) > positions[:, None, :, None]  # [R, 1, Q, S]
-        mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=device)
-        mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)
-        output = self.model(
-            input_ids=tokens,
-            attention_mask=mask.repeat(1, 1, self.fold, 1),
-            position_ids=positions,
-            past_key_values=self,
-            use_cache=True,
-            logits_to_keep=keep,
-        )
-        logits: Tensor = output.logits
+    def forward(self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int, keep: int = 0) -> Tensor:
+        self._last = len(self.keys)
+        logits: Tensor = self._run(slots, tokens, starts, attended, logits_to_keep=keep).logits
         return logits
 
+    @torch.inference_mode()
+    def fill(self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int) -> None:
+        self._last = len(self.keys) - 1  # what comes after the last layer's keys and values nobody asks for
+        with suppress(Filled):
+            self._run(slots, tokens, starts, attended)
+
+    def _run(self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int, **options: Any) -> Any:
+        size = self.pages.size
+        table = self.pages.on_device[slots]  # [R, n]
+        ends = torch.full_like(starts, attended).masked_fill_(slots == len(self.pages.own), 0)
+        columns = torch.arange(tokens.shape[1], device=tokens.device)
+        positions = starts[:, None] + columns  # [R, Q]
+        dead = (positions < 0) | (positions >= ends[:, None])
+        inside = positions.clamp(0, attended - 1)
+        page = table.gather(1, inside // size).masked_fill_(dead, BIN)
+        self._write = (page * size + inside % size).flatten()  # [R * Q]
+        read = table[:, : -(-attended // size)] if self.gathers else table
+        places = torch.cat([starts[:, None], ends[:, None], read], dim=1).int()
+        return self.model(
+            input_ids=tokens,
+            attention_mask=places[:, None, None],
+            position_ids=inside.clamp(max=self.last_position),
+            past_key_values=self,
+            use_cache=True,
+            **options,
+        )
+
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Called by the attention of every layer: store key and value [R, H, Q, D], return the rows' [R, H, S, D]."""
-        found = []
-        for store, new in ((self.keys[layer_idx], key), (self.values[layer_idx], value)):
-            store[self._write[0], :, self._write[1]] = new.transpose(1, 2)
-            columns = store[:, :, : self._attended]
-            found.append(columns[: self.bin] if self._selected is None else columns.index_select(0, self._selected))
-        return found[0], found[1]
+        """Called by the attention of every layer: store key and value [R, H, Q, D], return all pages [N, P, H, D]."""
+        stores = self.keys[layer_idx], self.values[layer_idx]
+        for store, new in zip(stores, (key, value), strict=True):
+            flat = store.view(-1, *store.shape[2:])
+            flat.index_put_((self._write,), new.transpose(1, 2).reshape(-1, *store.shape[2:]))
+        if layer_idx == self._last:
+            raise Filled
+        return stores
 
     def check(self, lengths: dict[int, int]) -> None:
-        assert not self.gap, "a row was fed past the end of what is cached"
-        for slot, length in lengths.items():
-            assert self.written[slot] >= length, f"slot {slot}: {int(self.written[slot])} columns cached, not {length}"
+        self.pages.check(lengths)
         for layer, stores in enumerate(zip(self.keys, self.values, strict=True)):
             assert all(store.isfinite().all() for store in stores), f"layer {layer}: KV holds NaN or infinity"
+
+
+class Filled(Exception):
+    """A forward has written all keys and values."""
 
 
 class RealignedModel:
@@ -127,7 +139,7 @@ class RealignedModel:
     """
 
     def __init__(self, model: PreTrainedModel, rows: int) -> None:
-        self.model = twin(model, grouped=False)
+        self.model = twin(model, None)
         self.cache: Any = DynamicCache()
         self.lengths = torch.zeros(rows, dtype=torch.long, device=model.device)  # tokens cached, by row
         self.offsets = torch.zeros_like(self.lengths)  # column of token 0, by row
@@ -138,8 +150,10 @@ class RealignedModel:
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
 
     @torch.inference_mode()
-    def forward(self, slots: Tensor | None, tokens: Tensor, starts: Tensor, attended: int, keep: int = 0) -> Tensor:  # noqa: ARG002
-        slots = torch.arange(len(self.lengths), device=tokens.device) if slots is None else slots
+    def forward(self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int, keep: int = 0) -> Tensor:  # noqa: ARG002
+        # A position before the first cannot be cached on the left: such a row's tokens come first, and its logits last.
+        early = (starts < 0)[:, None]
+        tokens, starts = torch.where(early, tokens.roll(-1, 1), tokens), starts.clamp(min=0)
         self.lengths = torch.zeros_like(self.lengths).index_copy(0, slots, starts)
         width = self._realign()
         all_tokens = tokens.new_zeros(len(self.lengths), tokens.shape[1])
@@ -152,10 +166,13 @@ class RealignedModel:
             position_ids=positions.clamp(max=self.last_position),
             past_key_values=self.cache,
             use_cache=True,
-            logits_to_keep=keep,
         )
         self.lengths[slots] += tokens.shape[1]
-        return output.logits[slots]  # type: ignore[no-any-return]
+        logits = output.logits[slots]
+        return torch.where(early[..., None], logits.roll(1, 1), logits)[:, -keep:]
+
+    def fill(self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int) -> None:
+        self.forward(slots, tokens, starts, attended)
 
     def _realign(self) -> int:
         """Move every row's first `lengths` tokens to the right edge; returns the new width, that of the longest row."""

@@ -20,12 +20,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from exspec.actors.engine.cached_model import context_length
 from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.costs import Costs, OutOfTimeError
 from exspec.actors.engine.engine import Engine
 from exspec.actors.engine.grouping import LengthBuckets
+from exspec.actors.engine.methods import settle
 from exspec.actors.engine.memory import fit, plan_memory
+from exspec.actors.engine.pages import Boundless
 from exspec.actors.engine.pool import Pool
 from exspec.actors.engine.pool import Sequence as Decoded
 from exspec.actors.engine.request import Request, RequestError
@@ -109,7 +110,7 @@ def calibrate(
     Raises ValueError where no request of the sample can be decoded, or no candidate fits the budget.
     """
     start = time.monotonic()
-    config = replace(config, capacity=min(config.capacity, context_length(target.config)))
+    config = replace(settle(target, draft, config), pages=config.pages)
     start_from = config if budget is None else _fitted(target, draft, config, budget)
     sample = look(engine, target, draft, requests, start_from, start + seconds / 4)
     gc.collect()  # engines refer to themselves, and their KV must not pile up
@@ -201,7 +202,7 @@ def _extrapolated(survival: list[float]) -> tuple[float, ...]:
 def predict(config: EngineConfig, costs: Costs, sample: Sample) -> float:
     """Tokens/s of a long job: the scheduler's own rounds, on sequences that are only lengths."""
     rng = random.Random(0)
-    pool, grouping = Pool(config.slots), LengthBuckets(config.batch_size, config.bucket, fallback=not config.exact)
+    pool, grouping = Pool(config.slots, Boundless(), config.width), LengthBuckets(config.batch_size, config.bucket, fallback=not config.exact)
     source = cycle(sample.lengths)
     seconds, tokens = 0.0, 0
     for number in range(ROUNDS):
@@ -217,7 +218,7 @@ def predict(config: EngineConfig, costs: Costs, sample: Sample) -> float:
         rows = grouping.select(pool.running)
         for sequence in pool.running:
             sequence.waited = 0 if sequence in rows else sequence.waited + 1
-        _, attended = config.round_shape(len(rows), max(s.length for s in rows) + 1)
+        attended = _attended(config, [s.length + 1 for s in rows])
         seconds += costs.round(config, attended) + sample.overhead * len(rows)
         for sequence in rows:
             chance, kept = rng.random(), 1
@@ -230,6 +231,13 @@ def predict(config: EngineConfig, costs: Costs, sample: Sample) -> float:
     return tokens / seconds
 
 
+def _attended(config: EngineConfig, lengths: list[int]) -> int:
+    """KV columns that a round of rows of these lengths attends, a row."""
+    if config.attention == "in_place":
+        return min(round(mean(lengths)) + config.drafted, config.capacity)
+    return config.round_shape(len(lengths), max(lengths))[1]
+
+
 def _threshold(config: EngineConfig, costs: Costs, sample: Sample) -> float:
     """The chance of acceptance below which one more draft step costs more than it brings.
 
@@ -238,7 +246,7 @@ def _threshold(config: EngineConfig, costs: Costs, sample: Sample) -> float:
     """
     if not config.drafts:
         return config.threshold
-    attended = config.attended(round(mean(p + n / 2 for p, n in sample.lengths)))
+    attended = _attended(config, [round(mean(p + n / 2 for p, n in sample.lengths))])
     expected = 1 + sum(sample.survival[: config.draft_tokens])
     ratio = costs.draft_step(config, attended) * expected / costs.round(config, attended)
     return min(max(ratio, 0.01), 0.9)
@@ -252,7 +260,8 @@ def _candidates(config: EngineConfig, free: Sequence[str], drafts: bool, device:
 
     sizes = options("batch_size", (8, 16, 4, 32, 64, 2, 1) if device == "cuda" else (8, 16, 4, 2, 1))
     methods = options("method", ("plain", "exspec") if drafts else ("plain",))
-    buckets = options("bucket", sorted({min(b, config.capacity) for b in (128, 256, 512, 1024, config.capacity)}))
+    widths = (128, 256, 512, 1024, config.capacity) if config.attention == "gathered" else (config.capacity,)
+    buckets = options("bucket", sorted({min(b, config.capacity) for b in widths}))
     for rows in sizes:
         if "window" not in free and rows > config.window:
             continue

@@ -5,6 +5,8 @@ from typing import Literal
 
 Method = Literal["plain", "eqspec", "exspec"]
 METHODS: tuple[Method, ...] = ("plain", "eqspec", "exspec")
+AttentionName = Literal["auto", "in_place", "gathered"]
+ATTENTIONS: tuple[AttentionName, ...] = ("auto", "in_place", "gathered")
 DraftLengthName = Literal["fixed", "explicit", "implicit", "both"]
 DRAFT_LENGTHS: tuple[DraftLengthName, ...] = ("fixed", "explicit", "implicit", "both")
 
@@ -22,11 +24,17 @@ class EngineConfig:
     columns: width of a verify forward; default K + 1 (plain: 1). Wider ones are dead columns: `plain` with
         `columns = K + 1` is the reference in the shape of speculation.
     bucket: a row attends its length rounded up to a multiple of this many KV columns; rows of one bucket form a group.
+        Where attention reads KV in place, a row attends what it has, and one bucket is for all lengths.
     capacity: longest request in tokens, prompt and completion together.
+    page: tokens of a page of KV; at most a prefill chunk. pages: how many there are; default: as many as fill every
+        slot. Fewer hold as many sequences as they have room for.
+    attention: `in_place` reads the pages where they lie; `gathered` copies a row's pages together first, and runs
+        everywhere; `auto` is in place where a trial on the device shows that it works.
     draft_length: how long a draft gets. `fixed`: K. Shorter where the chance that all of it will be accepted would fall
         below `threshold`: by the draft's own confidence (`explicit`), by what was accepted of the sequence so far
         (`implicit`), or by either (`both`). Changes no token.
-    prefill_rows, prefill_columns: P and C. Prompts are prefilled in chunks of C tokens, P rows of one shape at a time.
+    prefill_rows, prefill_columns: P and C. Prompts are prefilled in chunks of C tokens, P of them in a forward. Whole
+        chunks that prompts have in common are computed once.
     exact: every token comes out of forwards whose shape depends on its position alone, so that it does not depend on
         neighbours, drafter, acceptance, admission order or retry. False lets shapes follow the rows at hand.
         eqspec grows its cache by nature and never has fixed shapes.
@@ -43,8 +51,11 @@ class EngineConfig:
     capacity: int = 1024
     draft_length: DraftLengthName = "fixed"
     threshold: float = 0.3
-    prefill_rows: int = 1
-    prefill_columns: int = 128
+    prefill_rows: int = 4
+    prefill_columns: int = 32
+    page: int = 32
+    pages: int | None = None
+    attention: AttentionName = "auto"
     exact: bool = True
 
     def __post_init__(self) -> None:
@@ -52,9 +63,11 @@ class EngineConfig:
             raise ValueError(f"method: expected one of {', '.join(METHODS)}, not {self.method!r}")
         if self.draft_length not in DRAFT_LENGTHS:
             raise ValueError(f"draft_length: expected one of {', '.join(DRAFT_LENGTHS)}, not {self.draft_length!r}")
+        if self.attention not in ATTENTIONS:
+            raise ValueError(f"attention: expected one of {', '.join(ATTENTIONS)}, not {self.attention!r}")
         if not 0 < self.threshold < 1:
             raise ValueError(f"threshold: expected a number between 0 and 1, not {self.threshold}")
-        for name in ("batch_size", "window", "bucket", "capacity", "prefill_rows", "prefill_columns"):
+        for name in ("batch_size", "window", "bucket", "capacity", "prefill_rows", "prefill_columns", "page"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected a positive number, not {getattr(self, name)}")
         if self.draft_tokens < (1 if self.drafts else 0):
@@ -65,6 +78,13 @@ class EngineConfig:
             raise ValueError(
                 f"bucket: expected at least the verify width ({self.width}) with exact, not {self.bucket}; "
                 "smaller buckets need exact = false"
+            )
+        if self.prefill_columns % self.page_size:
+            raise ValueError(f"prefill_columns: expected a multiple of page ({self.page}), not {self.prefill_columns}")
+        if self.pages is not None and self.pages < self.fewest_pages:
+            raise ValueError(
+                f"pages: expected at least {self.fewest_pages}, which hold one sequence of {self.capacity} tokens, not "
+                f"{self.pages}"
             )
         if self.columns is not None and self.columns < self.drafted + 1:
             raise ValueError(f"columns: expected at least {self.drafted + 1} (drafts and one more), not {self.columns}")
@@ -91,6 +111,20 @@ class EngineConfig:
     def slots(self) -> int:
         one_bucket = self.bucket >= self.capacity
         return self.batch_size if one_bucket or self.method == "eqspec" else self.window
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page as they are used: prefill chunks are of whole pages."""
+        return min(self.page, self.prefill_columns)
+
+    @property
+    def fewest_pages(self) -> int:
+        """Pages that one sequence of the capacity fills."""
+        return -(-self.capacity // self.page_size)
+
+    @property
+    def page_count(self) -> int:
+        return self.pages or self.slots * self.fewest_pages
 
     def plain(self) -> "EngineConfig":
         """Plain decoding whose forwards have the shape of this config's: what its tokens must equal."""

@@ -41,25 +41,23 @@ class Costs:
     ) -> None:
         self.target, self.draft, self.requests, self.config = target, draft, requests, config
         self.deadline = math.inf
-        attended = config.attended(longest)
+        attended = longest if config.attention == "in_place" else config.attended(longest)
         self.points = sorted({min(config.capacity, c) for c in (64, attended, (64 + attended) // 2, config.capacity)})
         self.known: dict[Any, float] = {}
-        self.engines: dict[tuple[int, bool], Engine] = {}
+        self.engines: dict[int, Engine] = {}
 
     def round(self, config: EngineConfig, attended: int) -> float:
         """Draft and verify of a full group."""
-        in_place = config.slots == config.batch_size
-        verify = self._between(attended, lambda a: self.verify(config.batch_size, config.width, a, in_place))
+        verify = self._between(attended, lambda a: self.verify(config.batch_size, config.width, a))
         if not config.drafts:
             return verify
-        first = self._between(attended, lambda a: self.propose(config.batch_size, 1, a, in_place))
+        first = self._between(attended, lambda a: self.propose(config.batch_size, 1, a))
         return verify + first + (config.draft_tokens - 1) * self.draft_step(config, attended)
 
     def draft_step(self, config: EngineConfig, attended: int) -> float:
         """One more drafted token."""
-        rows, in_place = config.batch_size, config.slots == config.batch_size
         one, four = (
-            self._between(attended, lambda a, n=n: self.propose(rows, n, a, in_place))  # type: ignore[misc]
+            self._between(attended, lambda a, n=n: self.propose(config.batch_size, n, a))  # type: ignore[misc]
             for n in (1, 4)
         )
         return max(four - one, 0.0) / 3
@@ -75,75 +73,82 @@ class Costs:
         share = 0.0 if low == high else (attended - low) / (high - low)
         return timed(low) * (1 - share) + timed(high) * share
 
-    def _engine(self, rows: int, in_place: bool) -> Engine:
-        if (rows, in_place) not in self.engines:
+    def _engine(self, rows: int) -> Engine:
+        if rows not in self.engines:
             shape = replace(
                 self.config,
                 method="exspec" if self.draft is not None else "plain",
                 batch_size=rows,
-                window=rows if in_place else rows + 1,
-                bucket=self.config.capacity if in_place else max(self.config.capacity - 1, 1),
+                window=rows,
+                bucket=self.config.capacity,
                 columns=None,
                 draft_length="fixed",
             )
             self.forget()  # one at a time: each holds KV
-            self.engines[rows, in_place] = Engine(self.target, self.draft, replace(shape, exact=True))
-        return self.engines[rows, in_place]
+            self.engines[rows] = engine = Engine(self.target, self.draft, replace(shape, exact=True))
+            for slot in range(rows):
+                engine.pool.store.begin(slot, [], 0, engine.config.capacity)
+        return self.engines[rows]
 
     def forget(self) -> None:
         """Let go of the engines, and of their memory."""
         self.engines.clear()
         gc.collect()
 
-    def verify(self, rows: int, width: int, attended: int, in_place: bool) -> float:
+    def verify(self, rows: int, width: int, attended: int) -> float:
         """One verify forward and the choice of its tokens."""
 
         def prepare() -> Callable[[], Any]:
-            engine = self._engine(rows, in_place)
-            slots, _, starts = self._rows(engine, rows, attended, in_place)
+            engine = self._engine(rows)
+            slots, _, starts = self._rows(engine, rows, attended)
             tokens = torch.ones(rows, width, dtype=torch.long, device=engine.device)
             starts = (starts - width).clamp(min=1)
             sampler = self._sampler(rows)
-            return lambda: engine._choose(slots, tokens, starts, sampler, attended)
+            return lambda: engine._choose(slots, tokens, starts, sampler, self._given(engine, attended))
 
-        return self._seconds(("verify", rows, width, attended, in_place), prepare)
+        return self._seconds(("verify", rows, width, attended), prepare)
 
-    def propose(self, rows: int, count: int, attended: int, in_place: bool) -> float:
+    def propose(self, rows: int, count: int, attended: int) -> float:
         """A whole draft of `count` tokens."""
 
         def prepare() -> Callable[[], Any]:
-            engine = self._engine(rows, in_place)
-            slots, ones, starts = self._rows(engine, rows, attended, in_place)
+            engine = self._engine(rows)
+            slots, ones, starts = self._rows(engine, rows, attended)
             starts, most, sampler = (starts - count).clamp(min=1), torch.full_like(ones, count), self._sampler(rows)
             drafter = engine.drafter
             assert isinstance(drafter, DraftModel)
-            return lambda: drafter._loop(slots, ones, ones, starts, most, sampler, count, attended)
+            given = self._given(engine, attended)
+            return lambda: drafter._loop(slots, ones, ones, starts, most, sampler, count, given)
 
-        return self._seconds(("propose", rows, count, attended, in_place), prepare)
+        return self._seconds(("propose", rows, count, attended), prepare)
 
     def chunk(self, drafts: bool) -> float:
-        """One prefill forward of full width, of the target and, with `drafts`, of the draft too."""
+        """One prefill forward, of the target and, with `drafts`, of the draft too."""
 
         def prepare() -> Callable[[], Any]:
-            rows, columns = self.config.prefill_rows, min(self.config.prefill_columns, self.config.capacity)
-            engine = next(iter(self.engines.values()), None) or self._engine(self.config.batch_size, True)
-            places = torch.full((rows,), engine.pool.slots, device=engine.device)
+            rows, columns = self.config.prefill_rows, self.config.prefill_columns
+            engine = next(iter(self.engines.values()), None) or self._engine(self.config.batch_size)
+            slots = torch.arange(rows, device=engine.device) % engine.pool.slots
             ids = torch.ones(rows, columns, dtype=torch.long, device=engine.device)
-            first = torch.zeros_like(places)
+            first, attended = torch.zeros_like(slots), engine.config.attended(columns)
 
             def run() -> None:
-                engine._feed(places, ids, first, columns, 1)
+                engine._fill(slots, ids, first, attended)
                 if drafts:
-                    engine.drafter.prefill(places, ids, first, columns)
+                    engine.drafter.prefill(slots, ids, first, attended)
 
             return run
 
         return self._seconds(("prefill", drafts), prepare)
 
-    def _rows(self, engine: Engine, rows: int, attended: int, in_place: bool) -> tuple[Any, torch.Tensor, torch.Tensor]:
-        numbers = torch.arange(rows, device=engine.device)
-        ones = torch.ones_like(numbers)
-        return None if in_place else numbers, ones, torch.full_like(numbers, attended - 1)
+    def _rows(self, engine: Engine, rows: int, attended: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        slots = torch.arange(rows, device=engine.device)
+        ones = torch.ones_like(slots)
+        return slots, ones, torch.full_like(slots, attended - 1)
+
+    def _given(self, engine: Engine, attended: int) -> int:
+        """What a forward is told to attend: where it reads in place, the rows' lengths tell it."""
+        return attended if engine.config.attention == "gathered" else engine.config.capacity
 
     def _sampler(self, rows: int) -> Sampler:
         chosen = [r.sampling for r, _ in zip(cycle(self.requests), range(rows), strict=False)]

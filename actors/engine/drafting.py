@@ -84,12 +84,12 @@ class DraftModel:
             *self._loop(group.slots, group.previous, group.pending, group.starts, most, group.sampler, count, attended)
         )
 
-    def _fill(self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int) -> Tensor:
-        return self.cached.forward(slots, tokens.clamp(max=self.last_token), starts, attended, keep=1)
+    def _fill(self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int) -> None:
+        self.cached.fill(slots, tokens.clamp(max=self.last_token), starts, attended)
 
     def _draft(
         self,
-        slots: Tensor | None,
+        slots: Tensor,
         previous: Tensor,
         pending: Tensor,
         starts: Tensor,
@@ -144,7 +144,7 @@ class DraftModel:
 
     def _one(
         self,
-        slots: Tensor | None,
+        slots: Tensor,
         previous: Tensor,
         pending: Tensor,
         starts: Tensor,
@@ -159,17 +159,11 @@ class DraftModel:
         token = sampler.choose(logits, (starts + 1)[:, None], pending[:, None][:, :0])
         return token[:, 0], *self.confidence.survives(chance, logits, token)
 
-    def _logits(self, slots: Tensor | None, tokens: Tensor, starts: Tensor, attended: int) -> Tensor:
-        logits = self.cached.forward(slots, tokens.clamp(max=self.last_token), starts, attended)
+    def _logits(self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int) -> Tensor:
+        """Logits [R, 1, V] after the last of tokens [R, Q]."""
+        logits = self.cached.forward(slots, tokens.clamp(max=self.last_token), starts, attended, keep=1)
         return logits[..., : self.shared]
 
-    def _logits_of_two(
-        self, slots: Tensor | None, previous: Tensor, pending: Tensor, starts: Tensor, attended: int
-    ) -> Tensor:
-        """Logits [R, 1, V] after the pending token."""
-        # A prompt of one token has none before the pending one. It feeds the pending one first and then a dead token,
-        # and its first draft comes from the first column.
-        alone = starts == 0
-        fed = torch.where(alone[:, None], pending[:, None], torch.stack([previous, pending], dim=1))
-        logits = self._logits(slots, fed, (starts - 1).clamp(min=0), attended)
-        return torch.where(alone[:, None], logits[:, 0], logits[:, 1])[:, None]
+    def _logits_of_two(self, slots: Tensor, previous: Tensor, pending: Tensor, starts: Tensor, attended: int) -> Tensor:
+        """Logits [R, 1, V] after the pending token. Before the pending one of a prompt of one token is no place."""
+        return self._logits(slots, torch.stack([previous, pending], dim=1), starts - 1, attended)

@@ -1,8 +1,8 @@
 """The engine: one loop of rounds for every method. It knows nothing of text, files or Ray."""
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 from functools import wraps
 from itertools import takewhile
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
@@ -18,10 +18,10 @@ from exspec.actors.engine.drafting import Draft
 from exspec.actors.engine.graphs import Recorder
 from exspec.actors.engine.group import Group
 from exspec.actors.engine.guide import Candidates, Guide, candidate_ids
-from exspec.actors.engine.methods import build, recorder_for
+from exspec.actors.engine.methods import build, recorder_for, settle
 from exspec.actors.engine.pool import Pool, Sequence
 from exspec.actors.engine.prefill import Chunk
-from exspec.actors.engine.request import Completion, FinishReason, Request, RequestError, Room, Scores
+from exspec.actors.engine.request import Completion, FinishReason, Request, RequestError, Room, Sampling, Scores
 from exspec.actors.engine.sampling import Sampler
 from exspec.actors.engine.statistics import EngineStatistics, SequenceStatistics
 
@@ -74,17 +74,15 @@ class Engine:
     ) -> None:
         config = config or EngineConfig(method="exspec" if draft else "plain")
         self.context = context_length(target.config)
-        # Slots longer than the model's context would never fill.
-        self.config = config = replace(config, capacity=min(config.capacity, self.context))
+        self.config = config = settle(target, draft, config)
         self.device = target.device
         self.vocabulary = target.config.get_text_config().vocab_size
         self.end_ids = model_end_ids(target) if end_ids is None else end_ids
-        self.pool = Pool(config.slots)
         recorder = recorder or recorder_for(self.device, config)
-        self.target, self.drafter, self.draft_length, self.grouping, self.prefill, self.caches = build(
-            target, draft, config, recorder
-        )
-        self._feed, self._choose = recorder.wrap(self.target.forward), recorder.wrap(self._choices)
+        parts = build(target, draft, config, recorder)
+        self.target, self.drafter, self.draft_length, self.grouping, self.prefill, self.caches, store = parts
+        self.pool = Pool(config.slots, store, config.width)
+        self._fill, self._choose = recorder.wrap(self.target.fill), recorder.wrap(self._choices)
         self.statistics = EngineStatistics()
         self._finished: list[Completion] = []
         self._ids: set[Hashable] = set()
@@ -168,36 +166,58 @@ class Engine:
     def _admit(self) -> None:
         admitted = self.pool.admit(self.grouping.room(self.pool))
         for chunks in self.prefill.plan(admitted):
-            self._prefill(chunks)
+            slots, ids, starts, attended = self._rows(chunks, self.config.prefill_rows)
+            self._fill(slots, ids, starts, attended)
+            self.drafter.prefill(slots, ids, starts, attended)
+            count = sum(chunk.end - chunk.start for chunk in chunks)
+            self.statistics += EngineStatistics(prefill_tokens=count, prefill_columns=ids.numel())
+        self._again([s for s in admitted if s.length > s.prefilled])
+        self.statistics += EngineStatistics(found_tokens=sum(s.found for s in admitted))
         for sequence in admitted:
             sequence.started = time.monotonic()
 
-    def _prefill(self, chunks: list[Chunk]) -> None:
-        """Feed chunks of one shape, right-padded: columns past a prompt are overwritten in time."""
+    def _again(self, sequences: list[Sequence]) -> None:
+        """Cache again the tokens that rounds had cached before their sequences were taken back: in the shape of a
+        round, for in any other their KV might differ in its last bits."""
+        width, rows = self.config.width, self.config.batch_size
+        parts: dict[int, list[Chunk]] = defaultdict(list)
+        for s in sequences:
+            start = s.prefilled
+            while start < s.length:
+                _, attended = self.config.round_shape(rows, start + 1)
+                end = min(start + width, attended, s.length)
+                parts[attended].append(Chunk(s, start, end, width, attended))
+                start = end
+        for _, chunks in sorted(parts.items()):
+            for i in range(0, len(chunks), rows):
+                slots, ids, starts, attended = self._rows(chunks[i : i + rows], rows)
+                greedy = Sampler([Sampling()] * len(ids), [[0]] * len(ids), self.device)
+                self._choose(slots, ids, starts, greedy, attended)
+                self.drafter.prefill(slots, ids, starts, attended)
+
+    def _rows(self, chunks: list[Chunk], rows: int) -> tuple[Tensor, Tensor, Tensor, int]:
+        """Slots [R], tokens [R, C] and starts [R] of chunks of one shape, and what they attend. They are padded on the
+        right, with columns that are overwritten in time; where shapes are fixed, dead rows make them `rows`."""
         width, attended = chunks[0].width, chunks[0].attended
-        rows = max(len(chunks), self.config.prefill_rows if self.config.fixed_shapes else 0)
-        fed = [c.sequence.tokens[c.start : min(c.start + width, c.sequence.length)] for c in chunks]
-        dead = rows - len(chunks)
-        tokens = [*(row + [0] * (width - len(row)) for row in fed), *[[0] * width] * dead]
+        dead = max(rows - len(chunks), 0) if self.config.fixed_shapes else 0
+        tokens = [*(c.tokens + [0] * (width - c.end + c.start) for c in chunks), *[[0] * width] * dead]
         slots = [*(c.sequence.slot for c in chunks), *[self.pool.slots] * dead]
         starts = [*(c.start for c in chunks), *[0] * dead]
         places, ids, first = (torch.tensor(values, device=self.device) for values in (slots, tokens, starts))
-        self._feed(places, ids, first, attended, 1)
-        self.drafter.prefill(places, ids, first, attended)
-        self.statistics += EngineStatistics(prefill_tokens=sum(map(len, fed)), prefill_columns=rows * width)
+        return places, ids, first, attended
 
     @phase
     def _group(self) -> Group:
-        sequences = self.grouping.select(self.pool.running)
+        sequences: list[Sequence] = []
+        while not sequences:
+            sequences = self.pool.reserve(self.grouping.select(self.pool.running))
         for sequence in self.pool.running:
             sequence.waited += 1
         for sequence in sequences:
             sequence.waited = 0
         rows, attended = self.config.round_shape(len(sequences), max(s.length for s in sequences) + 1)
-        # Dead rows of a forward over all slots write to theirs, so none of those may belong to a sequence that waits.
-        in_order = rows == self.pool.slots and len(sequences) == len(self.pool.running)
         drafts = self.config.drafted
-        return Group.of(sequences, rows, self.pool.slots, in_order, attended, drafts, self.device, self._guide)
+        return Group.of(sequences, rows, self.pool.slots, attended, drafts, self.device, self._guide)
 
     def _guide(self, sequences: list[Sequence | None]) -> Guide | None:
         constrained = any(s is not None and s.constraint is not None for s in sequences)
@@ -224,7 +244,7 @@ class Engine:
 
     def _choices(
         self,
-        slots: Tensor | None,
+        slots: Tensor,
         tokens: Tensor,
         starts: Tensor,
         sampler: Sampler,

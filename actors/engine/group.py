@@ -16,7 +16,7 @@ from exspec.actors.engine.sampling import Sampler
 class Group:
     """R rows, of which those without a sequence are dead.
 
-    slots: [R], or None where the rows are all slots in order.
+    slots: [R].
     previous, pending: [R], the last two committed tokens. starts: [R], the place of the pending one.
     attended: KV columns that the target attends; nothing is committed past them.
     useful: drafts that row r can take at most, for its bucket and its budget; dead rows take none.
@@ -24,7 +24,7 @@ class Group:
     """
 
     sequences: list[Sequence | None]
-    slots: Tensor | None
+    slots: Tensor
     previous: Tensor
     pending: Tensor
     starts: Tensor
@@ -43,7 +43,6 @@ class Group:
         sequences: list[Sequence],
         rows: int,
         slots: int,
-        in_order: bool,
         attended: int,
         drafts: int,
         device: torch.device,
@@ -51,18 +50,15 @@ class Group:
     ) -> "Group":
         """Rows for the sequences, filled up with dead ones to `rows`; `slots` is W and `drafts` is K.
 
-        in_order: every sequence stands in its slot's row, and the slots between are free. Otherwise dead rows come
-        last, and point to slot W, which nobody owns. guide: makes the guide of the rows.
+        Dead rows come last, and point to slot W, which nobody owns. guide: makes the guide of the rows.
         """
-        placed: list[Sequence | None] = [None] * rows
-        for i, sequence in enumerate(sequences):
-            placed[sequence.slot if in_order else i] = sequence
+        placed = [*sequences, *[None] * (rows - len(sequences))]
         numbers, previous, pending, starts = torch.tensor(
             [_row(s, slots) for s in placed], device=device
         ).T.contiguous()
         return cls(
             sequences=placed,
-            slots=None if in_order else numbers,
+            slots=numbers,
             previous=previous,
             pending=pending,
             starts=starts,

@@ -17,8 +17,8 @@ LOGIT = 40  # bytes
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes on the device. weights: of both models, as the engine holds them. kv: of all slots, to the byte for methods
-    with slots, the most that it can grow to for eqspec. logits, activations: the most that any forward holds at once.
+    """Bytes on the device. weights: of both models, as the engine holds them. kv: of all pages, to the byte, and for
+    eqspec the most that it can grow to. logits, activations: the most that any forward holds at once.
     """
 
     weights: int
@@ -108,9 +108,9 @@ def _weights(config: str, packed: bool) -> int:
 
 def _kv(model: PretrainedConfig, config: EngineConfig, capacity: int) -> int:
     layers, heads, head_size = kv_shape(model)
-    # Slots and the bin; or, for eqspec, rows that may run up to a verify width past the longest, and one layer twice
+    # Pages and the bin; or, for eqspec, rows that may run up to a verify width past the longest, and one layer twice
     # while it is moved.
-    columns = (config.slots + 1) * capacity
+    columns = (replace(config, capacity=capacity).page_count + 1) * config.page_size
     if config.method == "eqspec":
         columns = config.batch_size * (capacity + config.width) * (layers + 1) // layers
     return 2 * layers * heads * columns * head_size

@@ -1,9 +1,10 @@
-"""The sequences of an engine: waiting in a queue, or running in a slot."""
+"""The sequences of an engine: waiting in a queue, or running in a slot with the KV that they need."""
 
 import time
 from collections import deque
 
 from exspec.actors.engine.constraint import Constraint
+from exspec.actors.engine.pages import Store
 from exspec.actors.engine.request import Completion, FinishReason, Request, Scores
 from exspec.actors.engine.statistics import SequenceStatistics
 
@@ -12,7 +13,8 @@ class Sequence:
     """A request on its way to a completion.
 
     Invariant: tokens = prompt + committed, and `length` = len(tokens) - 1 of them are cached between rounds: all but
-    the last, the pending token.
+    the last, the pending token. The first `prefilled` of them were fed in prefill chunks, the first `found` of those
+    by another sequence; the others by rounds.
     """
 
     def __init__(self, request: Request, longest: int) -> None:
@@ -22,6 +24,7 @@ class Sequence:
         self.scores: list[Scores] = []
         self.limit = min(len(self.tokens) + request.max_new_tokens, longest)  # tokens at most, prompt included
         self.slot = -1
+        self.prefilled, self.found = -1, 0
         self.waited = 0  # rounds since the last one that it was part of
         self.accepted = self.decided = 0  # drafts that the target agreed with, and those that it came to judge
         self.statistics = SequenceStatistics(prompt_tokens=len(self.tokens))
@@ -42,30 +45,60 @@ class Sequence:
 
 
 class Pool:
-    """W slots and the sequences in them; the others wait in order of arrival.
+    """W slots and the sequences in them, the oldest first; the others wait in order of arrival.
+
+    store: what gives slots their KV. width: tokens that a round feeds of each of its sequences.
 
     Invariant: every slot is either free or held by exactly one running sequence.
     """
 
-    def __init__(self, slots: int) -> None:
-        self.slots = slots
+    def __init__(self, slots: int, store: Store, width: int) -> None:
+        self.slots, self.store, self.width = slots, store, width
         self.free = list(range(slots))
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
 
     def admit(self, room: int) -> list[Sequence]:
-        """Give slots to up to `room` waiting sequences."""
-        admitted = [self.waiting.popleft() for _ in range(min(room, len(self.free), len(self.waiting)))]
-        for sequence in admitted:
-            sequence.slot = self.free.pop(0)
-            sequence.admitted = time.monotonic()
-        self.running += admitted
+        """Give slots to up to `room` waiting sequences, while there is KV for them."""
+        admitted: list[Sequence] = []
+        while self.waiting and self.free and len(admitted) < room:
+            sequence, slot = self.waiting[0], self.free[0]
+            if sequence.prefilled < 0:
+                sequence.prefilled = sequence.length
+            found = self.store.begin(slot, sequence.tokens, sequence.prefilled, self._reach(sequence))
+            if found is None:
+                break
+            sequence.slot, sequence.found, sequence.admitted = slot, found, time.monotonic()
+            self.free.pop(0)
+            self.running.append(self.waiting.popleft())
+            admitted.append(sequence)
         return admitted
+
+    def reserve(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Those of the sequences that have the KV of their next round. Where it is short, the youngest sequence of
+        all goes back to the head of the queue with its tokens, until it does."""
+        for sequence in [s for s in self.running if s in sequences]:
+            while sequence.slot >= 0 and not self.store.extend(sequence.slot, self._reach(sequence)):
+                self._take_back(self.running[-1])
+        return [s for s in sequences if s.slot >= 0]
+
+    def _reach(self, sequence: Sequence) -> int:
+        """Tokens that the sequence may have cached after its next round."""
+        return min(sequence.length + self.width, sequence.limit)
+
+    def _take_back(self, sequence: Sequence) -> None:
+        self._leave(sequence)
+        self.waiting.appendleft(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.free.append(sequence.slot)
+        self.store.end(sequence.slot)
+        sequence.slot = -1
 
     def end(self, sequence: Sequence, reason: FinishReason, stopped_by: int | str | None) -> Completion:
         """Take the sequence out and free its slot."""
-        self.running.remove(sequence)
-        self.free.append(sequence.slot)
+        self._leave(sequence)
         timing = SequenceStatistics(
             completion_tokens=len(sequence.committed),
             seconds_queued=sequence.admitted - sequence.submitted,

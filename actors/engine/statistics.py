@@ -76,6 +76,7 @@ class EngineStatistics(Addable):
     """Of an engine since it was made, or of the sum of several.
 
     rows: B for every round; busy_rows: those of them that held a sequence.
+    prefill_tokens: prompt tokens that were computed; found_tokens: those that another sequence had cached.
     columns: token positions of all verify forwards; dead_columns: those that could not have become a token: dead rows,
         and columns past a row's drafts.
     seconds: by phase of the round.
@@ -89,6 +90,7 @@ class EngineStatistics(Addable):
     columns: int = 0
     dead_columns: int = 0
     prefill_tokens: int = 0
+    found_tokens: int = 0
     prefill_columns: int = 0
     tokens: int = 0
     seconds: dict[str, float] = field(default_factory=dict)

@@ -5,22 +5,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 
-def twin(model: PreTrainedModel, grouped: bool) -> PreTrainedModel:
+def twin(model: PreTrainedModel, attention: str | None) -> PreTrainedModel:
     """A copy of the modules that shares the model's weights. The caller's model stays as it is, for other uses.
 
-    grouped: with `grouped_attention` instead of the attention it was loaded with.
+    attention: the name of what it is to attend with; None leaves what it was loaded with.
 
     On a CPU with oneDNN the weights of linear layers are held a second time, in the layout that its kernels want: that
     is 1.4 to 3 times the speed of the plain layout for the shapes of a round.
     """
     shared: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
     made = copy.deepcopy(model, shared)
-    if grouped:
-        made.config._attn_implementation = "exspec_grouped"
+    if attention is not None:
+        made.config._attn_implementation = attention
     if packs(model):
         for module in list(made.modules()):
             for name, child in module.named_children():
@@ -44,28 +43,3 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")  # type: ignore[no-any-return]
-
-
-def grouped_attention(
-    _: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor,
-    dropout: float = 0.0,  # noqa: ARG001
-    scaling: float | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: query [R, G * H, Q, D], key and value [R, H, S, D], mask [R, 1, G * Q, S].
-
-    Query heads that share a KV head are folded into the query length, so that no KV is copied for each of them.
-    """
-    if unknown := [name for name in ("softcap", "s_aux", "position_bias") if options.get(name) is not None]:
-        raise TypeError(f"attention with {unknown[0]} is not supported")
-    rows, heads, width, size = query.shape
-    folded = query.reshape(rows, key.shape[1], -1, size)  # [R, H, G * Q, D]
-    mixed = scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, scale=scaling)
-    return mixed.reshape(rows, heads, width, value.shape[-1]).transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register("exspec_grouped", grouped_attention)
