@@ -17,8 +17,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer
 
-from exspec.actors.engine.attention import GATHERED
-from exspec.actors.engine.cached_model import PagedModel
+from exspec.actors.engine.cached_model import GATHERED, PagedModel
 from exspec.actors.engine.pages import Pages
 from exspec.actors.engine.request import Completion
 

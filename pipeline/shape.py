@@ -12,7 +12,6 @@ from transformers import PretrainedConfig
 from exspec.actors.engine import EngineConfig, Request
 from exspec.actors.engine.calibration import calibrate
 from exspec.actors.engine.memory import MEBIBYTE, MemoryPlan, fit, free_memory, plan_memory
-from exspec.actors.engine.twin import packs
 from exspec.actors.models import Pair, load_pair
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Plan, decode_schema
@@ -24,6 +23,7 @@ from exspec.pipeline.weights import local_model
 
 LONGEST = 4096  # tokens of a slot unless the job says otherwise
 SAMPLED = (8, 64)  # chunks that a sample is taken from, and prompts of it
+ALWAYS = ("kernels", "prefill")  # measured with whatever else is
 SHARE = 0.9  # of the free memory that a plan may use: libraries take some too
 
 
@@ -66,6 +66,8 @@ def shape_of(job: Job, context: int, rows: int, stored: dict[str, Any] | None) -
         raise JobError(str(error)) from error
     if stored or rows < job.tune_from or config.method == "eqspec":
         free = ()
+    elif free:
+        free += ALWAYS
     return Shape(config, free, stored is not None)
 
 
@@ -75,12 +77,13 @@ def _taken_up(stored: EngineConfig, job: Job) -> EngineConfig:
 
 
 def stored_shape(config: EngineConfig) -> dict[str, Any]:
-    """What a later run of the job needs to decode in the same shape."""
-    return {name: value for name, value in asdict(config).items() if name != "draft_length"}
+    """What a later run of the job needs to decode in the same shape. How many pages it has, and how they are read, is
+    its machine's own."""
+    return {name: value for name, value in asdict(config).items() if name not in ("draft_length", "pages", "attention")}
 
 
-def memory_of(config: EngineConfig, models: Sequence[PretrainedConfig], job: Job, packed: bool) -> MemoryPlan:
-    return plan_memory(models[0], models[1] if len(models) > 1 else None, config, getattr(torch, job.dtype), packed)
+def memory_of(config: EngineConfig, models: Sequence[PretrainedConfig], job: Job) -> MemoryPlan:
+    return plan_memory(models[0], models[1] if len(models) > 1 else None, config, getattr(torch, job.dtype))
 
 
 def sample(job: Job, plan: Plan, prompts: Prompts) -> list[Request]:
@@ -121,7 +124,7 @@ def settle(job: Job, shape: Shape, requests: list[Request], device: str) -> Sett
     drafts = job.draft is not None and (shape.config.drafts or "method" in shape.free)
     pair = pair_of(job, device, drafts)
     draft = pair.draft.config if pair.draft is not None else None
-    fitted = fit(pair.target.config, draft, shape.config, pair.target.dtype, packs(pair.target), budget)
+    fitted = fit(pair.target.config, draft, shape.config, pair.target.dtype, budget)
     if fitted.batch_size < shape.config.batch_size and shape.stored:
         raise ValueError(
             f"memory: {budget / MEBIBYTE:.0f} MiB are too few for the batch of {shape.config.batch_size} that this job "

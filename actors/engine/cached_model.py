@@ -5,6 +5,7 @@ Both stores have the same `forward`: row r feeds tokens[r] to the sequence in sl
 tokens are cached; what was cached from there on is forgotten. So rollback is a smaller start.
 """
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -12,9 +13,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
-from exspec.actors.engine.attention import GATHERED
+from exspec.actors.engine.config import KernelsName
+from exspec.actors.engine.fused import compiled, fuse, put
 from exspec.actors.engine.pages import BIN, Pages
 from exspec.actors.engine.twin import twin
+
+IN_PLACE, GATHERED = "exspec_in_place", "exspec_gathered"  # as `attention.py` registers them
 
 
 class CachedModel(Protocol):
@@ -61,18 +65,22 @@ class PagedModel:
     bin, so that a forward has no branch on who is dead.
 
     attention: the name of what reads the pages, see `attention.py`. Gathered, a forward attends whole pages up to
-    `attended`; in place it attends what a row has.
+    `attended`; in place it attends what a row has. kernels: see `EngineConfig`.
     """
 
-    def __init__(self, model: PreTrainedModel, pages: Pages, attention: str) -> None:
+    def __init__(self, model: PreTrainedModel, pages: Pages, attention: str, kernels: KernelsName = "eager") -> None:
         layers, heads, size = kv_shape(model.config)
         shape = (pages.pages + 1, pages.size, heads, size)
-        self.model, self.pages = twin(model, attention), pages
+        self.model, self.pages = twin(model, attention, kernels == "packed"), pages
         self.gathers = attention == GATHERED
         # Zeros, not empty: a masked column is multiplied by zero, and zero times what memory held may be NaN.
         self.keys = [torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(layers)]
         self.values = [torch.zeros_like(k) for k in self.keys]
         self.last_position = context_length(model.config) - 1
+        self._where: Callable[..., Any] = where
+        if kernels == "compiled":
+            fuse(self.model)
+            self._where = compiled(where)
 
     @property
     def bytes(self) -> int:
@@ -91,21 +99,15 @@ class PagedModel:
             self._run(slots, tokens, starts, attended)
 
     def _run(self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int, **options: Any) -> Any:
-        size = self.pages.size
-        table = self.pages.on_device[slots]  # [R, n]
-        ends = torch.full_like(starts, attended).masked_fill_(slots == len(self.pages.own), 0)
-        columns = torch.arange(tokens.shape[1], device=tokens.device)
-        positions = starts[:, None] + columns  # [R, Q]
-        dead = (positions < 0) | (positions >= ends[:, None])
-        inside = positions.clamp(0, attended - 1)
-        page = table.gather(1, inside // size).masked_fill_(dead, BIN)
-        self._write = (page * size + inside % size).flatten()  # [R * Q]
-        read = table[:, : -(-attended // size)] if self.gathers else table
-        places = torch.cat([starts[:, None], ends[:, None], read], dim=1).int()
+        pages = self.pages
+        read = -(-attended // pages.size) if self.gathers else pages.table.shape[1]
+        positions, places, self.write = self._where(
+            pages.on_device, slots, starts, tokens.shape[1], attended, pages.size, read
+        )
         return self.model(
             input_ids=tokens,
-            attention_mask=places[:, None, None],
-            position_ids=inside.clamp(max=self.last_position),
+            attention_mask=places,
+            position_ids=positions.clamp(max=self.last_position),
             past_key_values=self,
             use_cache=True,
             **options,
@@ -113,18 +115,42 @@ class PagedModel:
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Called by the attention of every layer: store key and value [R, H, Q, D], return all pages [N, P, H, D]."""
-        stores = self.keys[layer_idx], self.values[layer_idx]
-        for store, new in zip(stores, (key, value), strict=True):
-            flat = store.view(-1, *store.shape[2:])
-            flat.index_put_((self._write,), new.transpose(1, 2).reshape(-1, *store.shape[2:]))
-        if layer_idx == self._last:
+        for store, new in zip(self.stores(layer_idx), (key, value), strict=True):
+            put(store, new, self.write)
+        if self.ends_in(layer_idx):
             raise Filled
-        return stores
+        return self.stores(layer_idx)
+
+    def stores(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer: [N, P, H, D] each."""
+        return self.keys[layer], self.values[layer]
+
+    def ends_in(self, layer: int) -> bool:
+        """Whether the forward at hand asks for nothing past the keys and values of this layer."""
+        return layer == self._last
 
     def check(self, lengths: dict[int, int]) -> None:
         self.pages.check(lengths)
         for layer, stores in enumerate(zip(self.keys, self.values, strict=True)):
             assert all(store.isfinite().all() for store in stores), f"layer {layer}: KV holds NaN or infinity"
+
+
+def where(
+    table: Tensor, slots: Tensor, starts: Tensor, width: int, attended: int, size: int, read: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the columns of a forward stand, what its rows read, and where its columns are written.
+
+    table: [W + 1, n], the last row of dead ones. slots, starts: [R]. Returns positions [R, Q], places [R, 1, 1, 2 +
+    read] as `attention.py` has them, and numbers [R * Q] of tokens in the store.
+    """
+    rows = table[slots]  # [R, n]
+    ends = torch.where(slots == len(table) - 1, 0, attended)
+    positions = starts[:, None] + torch.arange(width, device=starts.device)  # [R, Q]
+    inside = positions.clamp(0, attended - 1)
+    dead = (positions < 0) | (positions >= ends[:, None])
+    page = torch.where(dead, BIN, rows.gather(1, inside // size))
+    places = torch.cat([starts[:, None], ends[:, None], rows[:, :read]], dim=1).int()
+    return inside, places[:, None, None], (page * size + inside % size).flatten()
 
 
 class Filled(Exception):
@@ -138,8 +164,8 @@ class RealignedModel:
     A forward computes all rows of the batch; those that it was not asked for have ended and are forgotten.
     """
 
-    def __init__(self, model: PreTrainedModel, rows: int) -> None:
-        self.model = twin(model, None)
+    def __init__(self, model: PreTrainedModel, rows: int, packed: bool) -> None:
+        self.model = twin(model, None, packed)
         self.cache: Any = DynamicCache()
         self.lengths = torch.zeros(rows, dtype=torch.long, device=model.device)  # tokens cached, by row
         self.offsets = torch.zeros_like(self.lengths)  # column of token 0, by row

@@ -31,7 +31,6 @@ from exspec.actors.engine.pool import Pool
 from exspec.actors.engine.pool import Sequence as Decoded
 from exspec.actors.engine.request import Request, RequestError
 from exspec.actors.engine.statistics import SequenceStatistics
-from exspec.actors.engine.twin import packs
 
 MakeEngine = Callable[[PreTrainedModel, PreTrainedModel | None, EngineConfig], Engine]
 FREE = ("method", "batch_size", "window", "draft_tokens", "bucket")
@@ -285,14 +284,15 @@ def _candidates(config: EngineConfig, free: Sequence[str], drafts: bool, device:
 
 def _fitted(target: PreTrainedModel, draft: PreTrainedModel | None, shape: EngineConfig, budget: int) -> EngineConfig:
     """The shape with a window and a batch that fit. Raises ValueError with the smallest budget that would do."""
-    return fit(target.config, draft.config if draft is not None else None, shape, target.dtype, packs(target), budget)
+    return fit(target.config, draft.config if draft is not None else None, shape, target.dtype, budget)
 
 
 def _together(target: PreTrainedModel, draft: PreTrainedModel | None, candidates: list[Candidate]) -> int:
     """Bytes of all candidates' engines. They share the weights, but for those that each packs for itself."""
     other = draft.config if draft is not None else None
-    plans = [plan_memory(target.config, other, c.config, target.dtype, packs(target)) for c in candidates]
-    shared = 0 if packs(target) else sum(p.weights for p in plans) - max(p.weights for p in plans)
+    plans = [plan_memory(target.config, other, c.config, target.dtype) for c in candidates]
+    own = [p.weights for c, p in zip(candidates, plans, strict=True) if c.config.kernels == "packed"]
+    shared = sum(p.weights for p in plans) - max(sum(own), max(p.weights for p in plans))
     return sum(p.total for p in plans) - shared
 
 

@@ -7,6 +7,8 @@ Method = Literal["plain", "eqspec", "exspec"]
 METHODS: tuple[Method, ...] = ("plain", "eqspec", "exspec")
 AttentionName = Literal["auto", "in_place", "gathered"]
 ATTENTIONS: tuple[AttentionName, ...] = ("auto", "in_place", "gathered")
+KernelsName = Literal["eager", "packed", "compiled"]
+KERNELS: tuple[KernelsName, ...] = ("eager", "packed", "compiled")
 DraftLengthName = Literal["fixed", "explicit", "implicit", "both"]
 DRAFT_LENGTHS: tuple[DraftLengthName, ...] = ("fixed", "explicit", "implicit", "both")
 
@@ -33,6 +35,9 @@ class EngineConfig:
     draft_length: how long a draft gets. `fixed`: K. Shorter where the chance that all of it will be accepted would fall
         below `threshold`: by the draft's own confidence (`explicit`), by what was accepted of the sequence so far
         (`implicit`), or by either (`both`). Changes no token.
+    kernels: what runs a model's layers. `eager`: transformers' modules as they are. `packed`: their linear layers in
+        oneDNN's layout, which holds them twice; for CPUs. `compiled`: each layer as one piece of a few kernels; where
+        nothing can be compiled, or attention is not in place, it is eager.
     prefill_rows, prefill_columns: P and C. Prompts are prefilled in chunks of C tokens, P of them in a forward. Whole
         chunks that prompts have in common are computed once.
     exact: every token comes out of forwards whose shape depends on its position alone, so that it does not depend on
@@ -56,6 +61,7 @@ class EngineConfig:
     page: int = 32
     pages: int | None = None
     attention: AttentionName = "auto"
+    kernels: KernelsName = "eager"
     exact: bool = True
 
     def __post_init__(self) -> None:
@@ -63,6 +69,8 @@ class EngineConfig:
             raise ValueError(f"method: expected one of {', '.join(METHODS)}, not {self.method!r}")
         if self.draft_length not in DRAFT_LENGTHS:
             raise ValueError(f"draft_length: expected one of {', '.join(DRAFT_LENGTHS)}, not {self.draft_length!r}")
+        if self.kernels not in KERNELS:
+            raise ValueError(f"kernels: expected one of {', '.join(KERNELS)}, not {self.kernels!r}")
         if self.attention not in ATTENTIONS:
             raise ValueError(f"attention: expected one of {', '.join(ATTENTIONS)}, not {self.attention!r}")
         if not 0 < self.threshold < 1:

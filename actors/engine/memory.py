@@ -1,6 +1,7 @@
 """What an engine will allocate, before it does; and the largest pool that fits a budget."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -40,14 +41,13 @@ def plan_memory(
     draft: PretrainedConfig | None,
     config: EngineConfig,
     dtype: torch.dtype,
-    packed: bool,
 ) -> MemoryPlan:
-    """The memory of an engine of this shape. packed: linear weights are held a second time, as on a CPU with oneDNN."""
+    """The memory of an engine of this shape."""
     models = [target, draft] if draft is not None and config.drafts else [target]
     capacity = min(config.capacity, context_length(target))
     size = dtype.itemsize
     return MemoryPlan(
-        weights=sum(_weights(m.to_json_string(), packed) for m in models) * size,
+        weights=sum(_weights(m.to_json_string(), config.kernels == "packed") for m in models) * size,
         kv=sum(_kv(m, config, capacity) for m in models) * size,
         logits=max(_logits(m, config, i) for i, m in enumerate(models)),
         activations=max(_activations(m, config, capacity) for m in models) * size,
@@ -59,32 +59,44 @@ def fit(
     draft: PretrainedConfig | None,
     config: EngineConfig,
     dtype: torch.dtype,
-    packed: bool,
     budget: int,
 ) -> EngineConfig:
-    """The config with the largest window, and then the largest batch, whose plan fits `budget` bytes.
+    """The config whose plan fits `budget` bytes, with as many pages as do; where not even a quarter of what its slots
+    could hold does, with a smaller window, and then a smaller batch.
 
     The capacity stays: a smaller one would refuse rows. Raises ValueError with the smallest budget that would do.
     """
 
     def needed(candidate: EngineConfig) -> int:
-        return plan_memory(target, draft, candidate, dtype, packed).total
+        return plan_memory(target, draft, candidate, dtype).total
 
     for rows in (config.batch_size, *_powers_below(config.batch_size)):
-        # Slots cost the same each, so the largest window that fits is found by halving.
         low, high = rows, max(rows, config.window)
-        if needed(replace(config, batch_size=rows, window=low)) > budget:
-            continue
-        while low < high:
-            middle = (low + high + 1) // 2
-            fits = needed(replace(config, batch_size=rows, window=middle)) <= budget
-            low, high = (middle, high) if fits else (low, middle - 1)
-        return replace(config, batch_size=rows, window=low)
-    smallest = needed(replace(config, batch_size=1, window=1))
+        shapes = [replace(config, batch_size=rows, window=window, pages=None) for window in range(high, low - 1, -1)]
+        for shape in shapes if config.method != "eqspec" else shapes[-1:]:
+            found = _fitted(shape, budget, needed)
+            if found is not None:
+                return found
+    smallest = needed(replace(config, batch_size=1, window=1, pages=None))
     raise ValueError(
         f"memory: {budget / MEBIBYTE:.1f} MiB are too few for one sequence of {config.capacity} tokens; expected at "
         f"least {smallest / MEBIBYTE:.1f} MiB, or a smaller capacity"
     )
+
+
+def _fitted(shape: EngineConfig, budget: int, needed: Callable[[EngineConfig], int]) -> EngineConfig | None:
+    """The shape with as many pages as fit, a quarter of all at least; None where those do not."""
+    if needed(shape) <= budget or shape.method == "eqspec":
+        return shape if needed(shape) <= budget else None
+    most = shape.page_count
+    low, high = max(shape.fewest_pages, most // 4), most
+    if needed(replace(shape, pages=low)) > budget:
+        return None
+    while low < high:  # pages cost the same each, so the most that fit are found by halving
+        middle = (low + high + 1) // 2
+        fits = needed(replace(shape, pages=middle)) <= budget
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return replace(shape, pages=low)
 
 
 def free_memory(device: torch.device) -> int:

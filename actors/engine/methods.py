@@ -8,15 +8,25 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from exspec.actors.engine.attention import GATHERED, IN_PLACE, trial
-from exspec.actors.engine.cached_model import CachedModel, PagedModel, RealignedModel, context_length, kv_shape
+from exspec.actors.engine.attention import trial
+from exspec.actors.engine.cached_model import (
+    GATHERED,
+    IN_PLACE,
+    CachedModel,
+    PagedModel,
+    RealignedModel,
+    context_length,
+    kv_shape,
+)
 from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.draft_length import Confidence, DraftLength, Fixed, History, Product, Unasked
 from exspec.actors.engine.drafting import Drafter, DraftModel, NoDraft
+from exspec.actors.engine.fused import compiler_trial
 from exspec.actors.engine.graphs import CudaGraphs, Eager, Recorder
 from exspec.actors.engine.grouping import FixedBatch, Grouping, LengthBuckets
 from exspec.actors.engine.pages import Boundless, Pages, Store
 from exspec.actors.engine.prefill import ChunkedPrefill, Prefill, WholePrefill
+from exspec.actors.engine.twin import packs
 
 
 class Parts(NamedTuple):
@@ -36,11 +46,22 @@ def recorder_for(device: torch.device, config: EngineConfig) -> Recorder:
 
 def settle(target: PreTrainedModel, draft: PreTrainedModel | None, config: EngineConfig) -> EngineConfig:
     """The config as it can be run with these models here: no slot longer than the model's context, which it would
-    never fill; how attention is going to read the KV; and, where that is in place, no buckets.
+    never fill; how attention is going to read the KV, and where that is in place, no buckets; what runs the layers.
 
     Raises ValueError where attention in place is asked for and does not work.
     """
-    config = replace(config, capacity=min(config.capacity, context_length(target.config)))
+    config = _attending(target, draft, replace(config, capacity=min(config.capacity, context_length(target.config))))
+    if config.kernels == "packed" and not packs(target.device):
+        return replace(config, kernels="eager")
+    if config.kernels == "compiled":
+        told = "attention is not in place" if config.attention != "in_place" else compiler_trial(target.device)
+        if told is not None:
+            _tell(f"layers run as they are, not compiled: {told}")
+            return replace(config, kernels="eager")
+    return config
+
+
+def _attending(target: PreTrainedModel, draft: PreTrainedModel | None, config: EngineConfig) -> EngineConfig:
     if config.method == "eqspec":
         return config
     models = [target, draft] if draft is not None and config.drafts else [target]
@@ -50,7 +71,7 @@ def settle(target: PreTrainedModel, draft: PreTrainedModel | None, config: Engin
         raise ValueError(f"attention: in_place does not work here: {reason}; expected auto or gathered")
     if reason is not None:
         if config.attention == "auto":
-            _tell(reason)
+            _tell(f"attention copies the KV that it reads: {reason}")
         return replace(config, attention="gathered")
     return replace(config, attention="in_place", pages=config.page_count, bucket=config.capacity)
 
@@ -61,8 +82,8 @@ def _trial(model: PreTrainedModel, page: int) -> str | None:
 
 
 @cache
-def _tell(reason: str) -> None:
-    logging.getLogger(__name__).warning("attention copies the KV that it reads: %s", reason)
+def _tell(line: str) -> None:
+    logging.getLogger(__name__).warning(line)
 
 
 def build(target: PreTrainedModel, draft: PreTrainedModel | None, config: EngineConfig, recorder: Recorder) -> Parts:
@@ -102,7 +123,7 @@ def _stores(
     """What gives slots their KV, and the models with it, the target first. One table of pages is for both."""
     models = [target] if draft is None else [target, draft]
     if config.method == "eqspec":
-        return Boundless(), [RealignedModel(model, config.batch_size) for model in models]
+        return Boundless(), [RealignedModel(model, config.batch_size, config.kernels == "packed") for model in models]
     widest = max(config.width, config.prefill_columns)  # a row may be fed past its capacity, with dead columns
     pages = Pages(
         config.slots,
@@ -112,4 +133,5 @@ def _stores(
         config.capacity + widest,
         target.device,
     )
-    return pages, [PagedModel(model, pages, IN_PLACE if config.attention == "in_place" else GATHERED) for model in models]
+    attention = IN_PLACE if config.attention == "in_place" else GATHERED
+    return pages, [PagedModel(model, pages, attention, config.kernels) for model in models]

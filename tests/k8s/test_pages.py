@@ -204,14 +204,14 @@ def test_the_memory_is_what_the_engine_plans() -> None:
 
     def largest(free: float, capacity: int) -> EngineConfig:
         asked = EngineConfig(capacity=capacity, batch_size=64, window=192)
-        return fit(target, draft, asked, torch.bfloat16, False, int(free * SHARE * 2**30))
+        return fit(target, draft, asked, torch.bfloat16, int(free * SHARE * 2**30))
 
     for _, free, *cells in table("GPU | free GiB"):
         for capacity, cell in zip((LONGEST, 2048, 1024), cells, strict=True):
             found = largest(float(free), capacity)
             assert cell == f"{found.batch_size}, {found.window}"
-    small, big = (plan_memory(target, draft, EngineConfig(capacity=LONGEST, batch_size=b, window=3 * b), torch.bfloat16,
-                              False) for b in (8, 64))  # fmt: skip
+    small, big = (plan_memory(target, draft, EngineConfig(capacity=LONGEST, batch_size=b, window=3 * b), torch.bfloat16)
+                  for b in (8, 64))  # fmt: skip
     parameters = sum(int(n.replace(",", "")) for n in re.findall(r"[\d,]{9,}", SIZING)[:2])
     assert abs(small.weights - 2 * parameters) < 1e5  # buffers
     assert f"{2 * parameters / 2**30:.1f} GiB" in SIZING

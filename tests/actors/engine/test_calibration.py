@@ -97,7 +97,7 @@ def test_a_budget_leaves_out_what_does_not_fit() -> None:
     target, draft = tiny.model(), tiny.model(seed=1)
 
     def planned(shape: EngineConfig) -> int:
-        return plan_memory(target.config, draft.config, shape, torch.float32, packed=True).total
+        return plan_memory(target.config, draft.config, shape, torch.float32).total
 
     smallest, two = (planned(replace(SHAPE, batch_size=n, window=n)) for n in (1, 2))
     with pytest.raises(ValueError, match=r"are too few for one sequence of 96 tokens; expected at least"):

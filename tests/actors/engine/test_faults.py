@@ -86,34 +86,38 @@ def test_prompts_of_different_lengths_are_not_padded_to_the_longest() -> None:
 
 
 def test_rounds_move_no_kv() -> None:
-    """The fault: every round copied all KV. Slots stay where they were allocated, a token's column never changes."""
+    """The fault: every round copied all KV. Pages stay where they were allocated, a token's place never changes."""
     engine = tiny.engine(tiny.model(eos_token_id=None), draft=tiny.model(seed=1))
     stores = [t for cache in engine.caches for t in (*cache.keys, *cache.values)]
     places = [t.data_ptr() for t in stores]
+
+    def cached(slot: int, length: int) -> torch.Tensor:
+        pages = engine.pool.store.table[slot].long()
+        return engine.target.keys[0][pages].flatten(0, 1)[:length].clone()
+
     for request in tiny.requests(tiny.prompts(8), 20):
         engine.submit(request)
     engine.step()
     before = {
-        s.request.id: (s.slot, s.length, engine.target.keys[0][s.slot, :, : s.length].clone())
-        for s in engine.pool.running
+        s.request.id: (s.slot, s.length, cached(s.slot, s.length)) for s in engine.pool.running
     }
     engine.step()
     engine.step()
     for sequence in engine.pool.running:
         slot, length, keys = before[sequence.request.id]
         assert slot == sequence.slot
-        assert torch.equal(engine.target.keys[0][slot, :, :length], keys)
+        assert torch.equal(cached(slot, length), keys)
     engine.run()
     assert [t.data_ptr() for t in stores] == places
 
 
-def test_peak_kv_is_what_slots_capacity_and_layers_predict() -> None:
+def test_peak_kv_is_what_pages_and_layers_predict() -> None:
     """And a thousand sequences through a window of 24 do not make it grow."""
     engine = Engine(
         tiny.model(), tiny.model(seed=1), EngineConfig(window=24, capacity=64, bucket=32, prefill_columns=8)
     )
-    slots, heads, columns, size, bytes_, layers, models = 24 + 1, 2, 64, 8, 4, 2, 2
-    predicted = models * layers * 2 * slots * heads * columns * size * bytes_
+    pages, heads, columns, size, bytes_, layers, models = 24 * 8 + 1, 2, 8, 8, 4, 2, 2
+    predicted = models * layers * 2 * pages * heads * columns * size * bytes_
     assert engine.kv_bytes == predicted
     held = [cache.keys[0].untyped_storage().nbytes() for cache in engine.caches]
     for i in range(1000):

@@ -10,7 +10,8 @@ from exspec.actors.engine import Engine, EngineConfig
 from exspec.actors.engine.memory import MEBIBYTE, fit, plan_memory
 from tests import tiny
 
-SHAPE = EngineConfig(batch_size=4, window=12, draft_tokens=3, bucket=32, capacity=tiny.CONTEXT, prefill_columns=8)
+SHAPE = EngineConfig(batch_size=4, window=12, draft_tokens=3, bucket=32, capacity=tiny.CONTEXT, prefill_columns=8,
+                     attention="gathered")  # fmt: skip
 
 
 def config(family: str = "llama", **changes: Any) -> Any:
@@ -24,14 +25,14 @@ def test_kv_is_predicted_to_the_byte(family: str, dtype: torch.dtype, method: st
     target, draft = tiny.model(family, dtype=dtype), tiny.model(family, seed=1, dtype=dtype)
     shape = replace(SHAPE, method=method)  # type: ignore[arg-type]
     engine = Engine(target, draft, shape)
-    plan = plan_memory(target.config, draft.config, shape, dtype, packed=False)
+    plan = plan_memory(target.config, draft.config, shape, dtype)
     assert plan.kv == engine.kv_bytes
 
 
 @pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
 def test_weights_are_predicted_to_the_byte(family: str) -> None:
     model = tiny.model(family)
-    plan = plan_memory(model.config, None, replace(SHAPE, method="plain"), torch.float32, packed=False)
+    plan = plan_memory(model.config, None, replace(SHAPE, method="plain"), torch.float32)
     assert plan.weights == sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
 
 
@@ -45,41 +46,44 @@ def test_kv_of_eqspec_stays_below_what_is_predicted() -> None:
     while engine.busy:
         engine.step()
         most = max(most, engine.kv_bytes)
-    assert 0 < most <= plan_memory(target.config, draft.config, shape, torch.float32, packed=False).kv
+    assert 0 < most <= plan_memory(target.config, draft.config, shape, torch.float32).kv
 
 
 def test_no_plan_exceeds_its_budget_and_tokens_stay_the_same() -> None:
-    """From the smallest budget that works up to more than is needed: the window gives way before the batch."""
+    """From the smallest budget that works up to more than is needed: the pages give way before the batch."""
     target, draft = tiny.model(), tiny.model(seed=1)
     requests = tiny.requests(tiny.prompts(10), 12)
     reference = tiny.decode(Engine(target, draft, SHAPE), requests)
-    full = plan_memory(target.config, draft.config, SHAPE, torch.float32, packed=False).total
+    full = plan_memory(target.config, draft.config, SHAPE, torch.float32).total
     one = replace(SHAPE, batch_size=1, window=1)
-    smallest = plan_memory(target.config, draft.config, one, torch.float32, packed=False).total
+    smallest = plan_memory(target.config, draft.config, one, torch.float32).total
     shapes = []
     for step in range(13):
         budget = smallest + (full - smallest) * step // 11
-        found = fit(target.config, draft.config, SHAPE, torch.float32, False, budget)
-        assert plan_memory(target.config, draft.config, found, torch.float32, packed=False).total <= budget
+        found = fit(target.config, draft.config, SHAPE, torch.float32, budget)
+        assert plan_memory(target.config, draft.config, found, torch.float32).total <= budget
         assert tiny.decode(Engine(target, draft, found), requests) == reference
-        shapes.append((found.batch_size, found.window))
+        shapes.append((found.batch_size, found.window, found.page_count))
     assert shapes == sorted(shapes)
-    assert shapes[0] == (1, 1)
-    assert shapes[-1] == (4, 12)
-    assert any(rows == 4 and window < 12 for rows, window in shapes)
+    assert shapes[0] == (1, 1, 12)
+    assert shapes[-1] == (4, 12, 12 * 12)
+    assert any(rows == 4 and window == 12 and pages < 12 * 12 for rows, window, pages in shapes)
 
 
 def test_too_small_a_budget_is_refused_with_the_smallest_that_works() -> None:
     one = replace(SHAPE, batch_size=1, window=1)
-    smallest = plan_memory(config(), config(), one, torch.float32, packed=False).total
-    fit(config(), config(), SHAPE, torch.float32, False, smallest)
+    smallest = plan_memory(config(), config(), one, torch.float32).total
+    fit(config(), config(), SHAPE, torch.float32, smallest)
     with pytest.raises(ValueError, match=rf"at least {smallest / MEBIBYTE:.1f} MiB, or a smaller capacity"):
-        fit(config(), config(), SHAPE, torch.float32, False, smallest - 1)
+        fit(config(), config(), SHAPE, torch.float32, smallest - 1)
 
 
 def test_packed_weights_are_counted_twice() -> None:
     model = tiny.model()
     linear = sum(m.weight.nbytes for m in model.modules() if isinstance(m, torch.nn.Linear))
     plain = replace(SHAPE, method="plain")
-    once, twice = (plan_memory(model.config, None, plain, torch.float32, packed=p).weights for p in (False, True))
+    once, twice = (
+        plan_memory(model.config, None, replace(plain, kernels=kernels), torch.float32).weights
+        for kernels in ("eager", "packed")
+    )
     assert twice - once == linear

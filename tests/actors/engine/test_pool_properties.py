@@ -8,31 +8,43 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exspec.actors.engine import Engine, EngineConfig, Request
-from exspec.actors.engine.cached_model import SlotModel
+from exspec.actors.engine.cached_model import PagedModel
 from exspec.actors.engine.grouping import LengthBuckets
+from exspec.actors.engine.pages import Pages
 from exspec.actors.engine.pool import Sequence
 from tests import tiny
 from tests.tiny import ENDS, VOCABULARY, ArithmeticModel
 
-PROMPT = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=30)
+# Many begin alike, and go apart at any place.
+PROMPT = st.one_of(
+    st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=30),
+    st.builds(
+        lambda same, own: [*([7, 8, 9] * 9)[:same], *own],
+        st.integers(0, 27),
+        st.lists(st.integers(0, 2), min_size=1, max_size=6),
+    ),
+)
 REQUEST = st.tuples(PROMPT, st.integers(1, 25))
 CONFIG = st.builds(
-    lambda method, batch, more, drafts, bucket, rows, columns, exact: EngineConfig(
+    lambda method, batch, more, drafts, bucket, rows, page, parts, pages, exact: EngineConfig(
         method=method, batch_size=batch, window=batch + more, draft_tokens=drafts, capacity=64,
-        bucket=max(bucket, drafts + 1) if exact else bucket, prefill_rows=rows, prefill_columns=columns, exact=exact,
+        bucket=max(bucket, drafts + 1) if exact else bucket, prefill_rows=rows, prefill_columns=page * parts,
+        page=page, pages=pages and -(-64 // page) + pages - 1, exact=exact, attention="gathered",
     ),
     st.sampled_from(["plain", "eqspec", "exspec", "exspec", "exspec"]),
     st.integers(1, 5), st.integers(0, 7), st.integers(1, 6), st.sampled_from([1, 4, 7, 16, 64]),
-    st.integers(1, 3), st.sampled_from([1, 5, 16]), st.booleans(),
+    st.integers(1, 3), st.sampled_from([1, 3, 5, 16]), st.integers(1, 2), st.sampled_from([None, None, 1, 3, 9]),
+    st.booleans(),
 )  # fmt: skip
 
 
 def check_kv(engine: Engine) -> None:
     """Every column holds the token and the place that belong there."""
-    if not isinstance(engine.target, SlotModel):
+    if not isinstance(engine.target, PagedModel):
         return
     for sequence in engine.pool.running:
-        columns = engine.target.keys[0][sequence.slot, 0, : sequence.length]
+        pages = engine.target.pages.table[sequence.slot].long()
+        columns = engine.target.keys[0][pages, :, 0].flatten(0, 1)[: sequence.length]
         expected = torch.tensor([[token, i] for i, token in enumerate(sequence.tokens[:-1])]).reshape(-1, 2)
         assert torch.equal(columns, expected.float())
 
@@ -102,6 +114,44 @@ def test_a_group_is_of_one_bucket_full_if_it_can_be_and_nobody_starves(
     assert seen == set(range(len(lengths)))
 
 
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    st.integers(1, 5), st.integers(1, 3), st.integers(1, 3), st.integers(0, 12),
+    st.lists(st.tuples(st.integers(0, 4), st.integers(1, 24), st.integers(0, 2)), max_size=60),
+)  # fmt: skip
+def test_pages_are_shared_taken_and_given_back(
+    slots: int, size: int, parts: int, more: int, script: list[tuple[int, int, int]]
+) -> None:
+    """Under any order of beginnings, growth and ends: nothing lost, and what is found begins as what is asked for."""
+    chunk = size * parts
+    pages = Pages(slots, -(-24 // size) + more, size, chunk, 32, torch.device("cpu"))
+    held: dict[int, list[int]] = {}
+    written: dict[int, tuple[int, ...]] = {}  # what each page came to hold last
+    for slot, length, kind in script:
+        tokens = [kind] * (length - length % 3) + [5] * (length % 3)
+        if slot in held:
+            if length % 2 and pages.extend(slot, min(len(held[slot]) + size, 24)):
+                held[slot] += [9] * size
+            else:
+                pages.end(slot)
+                del held[slot]
+        elif slot < slots:
+            found = pages.begin(slot, tokens, length, length)
+            if found is not None:
+                held[slot] = tokens
+                row = pages.table[slot].tolist()
+                for i in range(length // size):
+                    here = tuple(tokens[: (i + 1) * size])
+                    if i * size < found:
+                        assert written[row[i]] == here, "another prompt's page"
+                    written[row[i]] = here
+        pages.check({s: min(len(t), 24) for s, t in held.items()})
+    for slot in held:
+        pages.end(slot)
+    pages.check({})
+    assert len(pages.free) + pages.unused == pages.pages
+
+
 def test_check_finds_a_broken_pool_and_a_broken_store() -> None:
     """A check that cannot fail is none."""
     breakages = {
@@ -109,14 +159,15 @@ def test_check_finds_a_broken_pool_and_a_broken_store() -> None:
         "prompt of": lambda e: e.pool.running[0].tokens.__setitem__(0, 60),
         "limit": lambda e: setattr(e.pool.running[0], "limit", 1),
         "NaN": lambda e: e.target.keys[0][3].fill_(float("nan")),
-        "columns cached": lambda e: e.pool.running[0].tokens.extend([1] * 9),
-        "past the end": lambda e: e.target.forward(
-            torch.tensor([7]), torch.tensor([[1]]), torch.tensor([40]), attended=64
-        ),
+        "pages for": lambda e: e.pool.running[0].tokens.extend([1] * 9),
+        "given twice": lambda e: e.pool.store.free.append(e.pool.store.own[0][0]),
+        "pages lost": lambda e: e.pool.store.free.pop(),
+        "the table names": lambda e: e.pool.store.table[1].fill_(1),
+        "users": lambda e: setattr(next(iter(e.pool.store.root.children.values())), "users", 9),
     }
     for words, damage in breakages.items():
         engine = tiny.engine(tiny.model(eos_token_id=None), draft=tiny.model(seed=1))
-        for request in tiny.requests([[1, 2, 3]] * 4, 20):
+        for request in tiny.requests([[1, 2, 3] * 4] * 4, 20):
             engine.submit(request)
         engine.step()
         engine.check()

@@ -1,0 +1,218 @@
+"""The layers of a model as compiled code: one piece for all layers that are alike, of a few kernels.
+
+A layer is traced as a function of tensors alone: its weights, its inputs and its pages of KV. Products of matrices that
+share an input become one. What is compiled of a trace serves every layer whose trace reads the same, whatever family
+of models it is of.
+"""
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._functorch.compile_utils import fx_graph_cse
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+
+from exspec.actors.engine.attention import cache_folder
+
+Run = Callable[..., Any]
+aten = torch.ops.aten
+
+
+class Code:
+    """What was compiled, by what it was compiled of. seconds: what that took."""
+
+    def __init__(self) -> None:
+        self.kept: dict[Hashable, Run] = {}
+        self.seconds = 0.0
+
+    def of(self, graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Run:
+        key = graph.code, tuple((t.shape, t.stride(), t.dtype, t.device) for t in inputs)
+        if key not in self.kept:
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
+            start = time.perf_counter()
+            self.kept[key] = torch._inductor.compile(graph, list(inputs))
+            self.seconds += time.perf_counter() - start
+        return self.kept[key]
+
+
+CODE = Code()  # of this process: engines of one shape share it
+
+
+@lru_cache
+def compiler_trial(device: torch.device) -> str | None:
+    """Why nothing can be compiled for the device, in one line; None where it can."""
+    x = torch.ones(4, device=device)
+    try:
+        found = compiled(lambda x: (x * 2 + 1,))(x)[0]
+    except Exception as fault:  # a compiler fails in many ways, and each is an answer
+        return next(iter(str(fault).splitlines()), type(fault).__name__)
+    return None if found.equal(torch.full_like(x, 3)) else "what was compiled gives wrong numbers"
+
+
+def compiled(function: Callable[..., Sequence[Tensor]]) -> Run:
+    """The function of tensors and plain values, compiled for each shape and value it meets."""
+    made: dict[Hashable, Run] = {}
+
+    def run(*arguments: Any) -> Any:
+        tensors = [a for a in arguments if isinstance(a, Tensor)]
+        key = tuple((a.shape, a.dtype) if isinstance(a, Tensor) else a for a in arguments)
+        if key not in made:
+
+            def traced(*inputs: Tensor) -> list[Tensor]:
+                rest = iter(inputs)
+                return list(function(*(next(rest) if isinstance(a, Tensor) else a for a in arguments)))
+
+            made[key] = CODE.of(trace(traced, tensors), tensors)
+        return made[key](*tensors)
+
+    return run
+
+
+def trace(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> fx.GraphModule:
+    """The function as a graph for inputs of these shapes. Raises ValueError where it holds tensors that are no inputs:
+    their values would be taken for those of all layers."""
+    mode = FakeTensorMode(allow_non_fake_inputs=False)
+    fake = [mode.from_tensor(t, static_shapes=True) for t in inputs]
+    with mode:
+        graph = make_fx(function)(*fake)
+    if held := [node.target for node in graph.graph.nodes if node.op == "get_attr"]:
+        raise ValueError(f"a layer holds tensors that are neither weights nor inputs: {held[0]}")
+    return fx.GraphModule(graph, fx_graph_cse(graph.graph))
+
+
+class Region:
+    """A layer's forward, compiled for each shape that it meets. `place` is the layer's number."""
+
+    def __init__(self, layer: nn.Module, place: int) -> None:
+        self.layer, self.place, self.eager = layer, place, layer.forward
+        self.weights: dict[str, Tensor] = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+        self.made: dict[Hashable, tuple[Run, Sequence[Tensor], Any]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.pop("past_key_values")
+        if cache.ends_in(self.place):
+            return self.eager(*args, past_key_values=cache, **kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        key = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves)
+        stores = *cache.stores(self.place), cache.write
+        if key not in self.made:
+            self.made[key] = self._make(stores, leaves, spec)
+        run, weights, out = self.made[key]
+        return pytree.tree_unflatten(run(*weights, *stores, *(x for x in leaves if isinstance(x, Tensor))), out)
+
+    def _make(self, stores: tuple[Tensor, ...], leaves: list[Any], spec: Any) -> tuple[Run, Sequence[Tensor], Any]:
+        out: list[Any] = []
+
+        def run(*inputs: Tensor) -> list[Tensor]:
+            weights = dict(zip(self.weights, inputs, strict=False))
+            keys, values, write, *given = inputs[len(weights) :]
+            rest = iter(given)
+            args, kwargs = pytree.tree_unflatten([next(rest) if isinstance(x, Tensor) else x for x in leaves], spec)
+            kwargs["past_key_values"] = Traced(keys, values, write)
+            flat, found = pytree.tree_flatten(functional_call(self.layer, weights, args, kwargs))
+            out.append(found)
+            return flat  # type: ignore[no-any-return]
+
+        others = [*stores, *(x for x in leaves if isinstance(x, Tensor))]
+        self.layer.forward = self.eager
+        try:
+            graph = trace(run, [*self.weights.values(), *others])
+        finally:
+            self.layer.forward = self
+        weights = merge_products(graph, list(self.weights.values()))
+        return CODE.of(graph, [*weights, *others]), weights, out[0]
+
+
+class Traced:
+    """What a layer sees of the cache while it is traced: its own keys and values, and where to write."""
+
+    def __init__(self, keys: Tensor, values: Tensor, write: Tensor) -> None:
+        self.keys, self.values, self.write = keys, values, write
+
+    def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return put(self.keys, key, self.write), put(self.values, value, self.write)
+
+
+def put(store: Tensor, new: Tensor, write: Tensor) -> Tensor:
+    """Write keys or values [R, H, Q, D] at `write` [R * Q] of the store's tokens; returns the store [N, P, H, D]."""
+    flat = new.transpose(1, 2).reshape(-1, *store.shape[2:])
+    store.view(-1, *store.shape[2:]).index_put_((write,), flat)
+    return store
+
+
+def fuse(model: nn.Module) -> None:
+    """Compile the layers of a model: the longest list of modules of one type in it."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    for place, layer in enumerate(max(lists, key=len)):
+        layer.forward = Region(layer, place)  # type: ignore[method-assign]
+
+
+def merge_products(graph: fx.GraphModule, weights: list[Tensor]) -> list[Tensor]:
+    """Make one product of those x @ w.T that share x. Returns the weights as the graph takes them then.
+
+    Weights that are merged lie in one piece of memory from then on, of which the caller's are parts.
+    """
+    places = {node: i for i, node in enumerate(n for n in graph.graph.nodes if n.op == "placeholder")}
+    products: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node in graph.graph.nodes:
+        if node.target is aten.mm.default and _weight(node) in places and places[_weight(node)] < len(weights):
+            products[node.args[0]].append(node)
+    taken = list(weights)
+    for alike in products.values():
+        if len(alike) > 1:
+            numbers = [places[_weight(node)] for node in alike]
+            taken[numbers[0]] = _one([weights[i] for i in numbers])
+            _split(graph.graph, alike, [weights[i].shape[0] for i in numbers])
+    graph.recompile()
+    return taken
+
+
+def _weight(product: fx.Node) -> Any:
+    """w of x @ w.T; None of any other product."""
+    right = product.args[1]
+    return right.args[0] if isinstance(right, fx.Node) and right.target is aten.t.default else None
+
+
+def _split(graph: fx.Graph, products: list[fx.Node], sizes: list[int]) -> None:
+    """Let the first product be of all weights, and the results be parts of its own."""
+    first = products[0]
+    with graph.inserting_after(first):
+        parts = graph.call_function(aten.split_with_sizes.default, (first, sizes, 1))
+    for i, product in reversed(list(enumerate(products))):
+        with graph.inserting_after(parts):
+            part = graph.call_function(getitem, (parts, i))
+        product.replace_all_uses_with(part, delete_user_cb=lambda user: user is not parts)
+        if product is not first:
+            graph.erase_node(product)
+
+
+def _one(weights: list[Tensor]) -> Tensor:
+    """The weights [N_i, D] as one [sum N_i, D]; without a copy where they are parts of one already."""
+    first, rows = weights[0], sum(w.shape[0] for w in weights)
+    end = first.data_ptr()
+    for w in weights:
+        if w.data_ptr() != end or not w.is_contiguous():
+            break
+        end += w.nbytes
+    else:
+        return torch.as_strided(first.detach(), (rows, first.shape[1]), (first.shape[1], 1))
+    joined = torch.cat([w.detach() for w in weights])
+    start = 0
+    for w in weights:
+        w.data = joined[start : start + w.shape[0]]
+        start += w.shape[0]
+    return joined
+
+
+def describe() -> str:
+    """What compiling has taken in this process, in words."""
+    return f"compiled {len(CODE.kept)} pieces in {CODE.seconds:.1f} s, kept in {os.environ.get('TORCHINDUCTOR_CACHE_DIR')}"
