@@ -81,8 +81,7 @@ class Prepared:
 
     def memory(self, config: EngineConfig) -> MemoryPlan:
         """What an actor allocates in such a shape."""
-        packed = self.job.device != "cuda" and torch.backends.mkldnn.is_available()
-        return memory_of(config, self.models.configs, self.job, packed)
+        return memory_of(config, self.models.configs, self.job)
 
     def fingerprint(self, device: str) -> dict[str, Any]:
         """All that decides the output where the job decodes on such a device."""
@@ -215,7 +214,7 @@ def _check_memory(job: Job, models: Models) -> None:
     if job.memory_gib is not None:
         draft = models.configs[1] if len(models.configs) > 1 else None
         try:
-            fit(models.configs[0], draft, config, getattr(torch, job.dtype), False, int(job.memory_gib * 2**30))
+            fit(models.configs[0], draft, config, getattr(torch, job.dtype), int(job.memory_gib * 2**30))
         except ValueError as error:
             raise JobError(str(error)) from error
 
