@@ -12,6 +12,7 @@ from rich.table import Table
 
 from exspec.jobs.convert import behind
 from exspec.jobs.estimate import estimate
+from exspec.jobs.shared import Shared
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Chunk
 from exspec.pipeline.input.prompts import Prompts
@@ -32,12 +33,13 @@ SHOWN = 3  # prompts that are printed
 
 @dataclass
 class Look:
-    """What the first chunks' rows are."""
+    """What the first chunks' rows are. shared: None where the method computes every prompt by itself."""
 
     rows: int = 0
     prompts: list[str] = field(default_factory=list)
     refused: Reasons = field(default_factory=Reasons)
     ids: list[Any] = field(default_factory=list)
+    shared: Shared | None = None
 
 
 def plan(job: Job, estimated: bool = False, price: float | None = None) -> int:
@@ -60,6 +62,8 @@ def plan(job: Job, estimated: bool = False, price: float | None = None) -> int:
         console.print(f"note: {note}", markup=False, highlight=False)
     for shown in look.prompts:
         console.print(shown, markup=False, highlight=False)
+    if look.shared and (line := look.shared.line()):
+        console.print(line, markup=False, highlight=False)
     refused = sum(reason.rows for reason in look.refused.most_first)
     console.print(f"{refused} of the first {look.rows} rows would be refused", markup=False, highlight=False)
     for line in look.refused.lines():
@@ -103,7 +107,7 @@ def _facts(prepared: Prepared) -> list[tuple[str, str]]:
         ("output", f"{anonymous(job.output)}: {', '.join(columns)}"),
         ("chunks", f"{chunks} of at most {found.rows_per_chunk} rows"),
         ("actors", f"{job.actors}, each {job.chunks_in_flight} chunks at once or more"),
-        ("shape", f"{Settled(config, [])}, {config.capacity} tokens a slot"),
+        ("shape", f"{Settled(config, [])}, {config.capacity} tokens a row at most"),
         ("memory", f"of an actor: {prepared.memory(config)}"),
     ]
     if free:
@@ -141,8 +145,9 @@ def _device(job: Job) -> str:
 
 
 def _look(prepared: Prepared) -> Look:
-    prompts = prepared.prompts.within(prepared.room(prepared.shape.config))
-    look = Look()
+    config = prepared.shape.config
+    prompts = prepared.prompts.within(prepared.room(config))
+    look = Look(shared=Shared(config.prefill_columns) if config.method != "eqspec" else None)
     for chunk in islice(prepared.plan.chunks(), LOOKED):
         _look_at(chunk, prepared, prompts, look)
     return look
@@ -165,6 +170,8 @@ def _look_at(chunk: Chunk, prepared: Prepared, prompts: Prompts, look: Look) -> 
             name = f"{chunk.shard.name}:{one.number}" if known is None else str(known)
             look.refused.add(str(one.request), 1, [name], True)
             continue
+        if look.shared:
+            look.shared.add(one.request.prompt)
         if len(look.prompts) < SHOWN:
             look.prompts.append(f"prompt of {len(one.request.prompt)} tokens: {prompts.text(one.row)[:300]!r}")
 

@@ -10,8 +10,8 @@ from exspec.pipeline.output.owner import read_output
 from exspec.pipeline.output.report import price, rewrite
 from exspec.pipeline.storage import Folder
 
-COMPARED = ("rows", "errors", "completion_tokens", "seconds", "tokens_per_second", "acceptance_rate",
-            "mean_accepted_length", "repeated_chunks")  # fmt: skip
+COMPARED = ("rows", "errors", "prompt_tokens_computed", "prompt_tokens_found", "completion_tokens", "seconds",
+            "tokens_per_second", "acceptance_rate", "mean_accepted_length", "repeated_chunks")  # fmt: skip
 
 
 def report(outputs: list[str], options: dict[str, Any], price_per_gpu_hour: float | None) -> None:

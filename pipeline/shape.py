@@ -21,7 +21,7 @@ from exspec.pipeline.input.rows import RowError
 from exspec.pipeline.job import AUTO, Job
 from exspec.pipeline.weights import local_model
 
-LONGEST = 4096  # tokens of a slot unless the job says otherwise
+LONGEST = 4096  # tokens of a request unless the job says otherwise
 SAMPLED = (8, 64)  # chunks that a sample is taken from, and prompts of it
 ALWAYS = ("kernels", "prefill")  # measured with whatever else is
 SHARE = 0.9  # of the free memory that a plan may use: libraries take some too
@@ -111,6 +111,8 @@ class Settled:
     def __str__(self) -> str:
         c = self.config
         shape = f"{c.method}, B={c.batch_size}, slots={c.slots}, K={c.drafted}, bucket={c.bucket}"
+        if c.method != "eqspec":
+            shape += f", KV of {c.page_count * c.page_size} tokens"
         return f"{shape} (measured in {self.seconds:.0f} s)" if self.candidates else shape
 
 

@@ -12,6 +12,7 @@ from exspec.pipeline.output.parts import Task
 from exspec.pipeline.output.report import Report
 from exspec.pipeline.output.state import File
 
+PREFILL = ("prefill_tokens", "found_tokens")  # what a chunk is told of its engine
 TOGETHER, EVERY = 256, 2.0  # parts that are committed together at most, and the seconds until they are
 
 
@@ -26,6 +27,7 @@ class Collector:
         self.writer, self.again = writer, again
         self.parts: list[File] = []
         self.mended: dict[str, list[File]] = defaultdict(list)
+        self.prefilled: dict[str, Counter[str]] = defaultdict(Counter)  # by actor, what its chunks have been told
         self.last = 0.0
 
     def add(self, result: dict[str, Any]) -> None:
@@ -37,16 +39,24 @@ class Collector:
 
     def _new(self, result: dict[str, Any]) -> None:
         if not result["set_aside"]:
-            self.parts.append(File.from_json(result["file"]))
+            self.parts.append(self._file(result))
         if len(self.parts) >= TOGETHER or time.monotonic() - self.last > EVERY:
             self.flush()
 
     def _mended(self, name: str, result: dict[str, Any]) -> None:
         if not result["set_aside"]:
-            self.mended[name].append(File.from_json(result["file"]))
+            self.mended[name].append(self._file(result))
         self.again[name] -= 1
         if self.again[name] == 0 and self.mended[name]:
             mend(self.writer, name, self.mended.pop(name))
+
+    def _file(self, result: dict[str, Any]) -> File:
+        """The file of a result. Its chunk is told what the engine has prefilled and no other chunk was told."""
+        told = self.prefilled[result["actor"]]
+        more = {name: max(0, getattr(result["engine"], name) - told[name]) for name in PREFILL}
+        told.update(more)
+        (summary,) = result["file"]["chunks"]
+        return File.from_json(result["file"] | {"chunks": [summary | more]})
 
     def flush(self) -> None:
         """Commit the parts that have come."""

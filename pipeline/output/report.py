@@ -17,7 +17,7 @@ from exspec.pipeline.output.reasons import Reasons
 from exspec.pipeline.output.state import State, Summary
 from exspec.pipeline.secrets import anonymous, redacted
 
-SUMMED = ("rows", "errors", "prompt_tokens", "completion_tokens", "rounds", "forced")
+SUMMED = ("rows", "errors", "prompt_tokens", "prefill_tokens", "found_tokens", "completion_tokens", "rounds", "forced")
 SHOWN_MISSING = 1000  # chunks that a report names
 SAMPLES = 3  # completions on the page
 REASONS = 5  # of row errors that are printed
@@ -79,12 +79,15 @@ class Report:
         totals, sums = self.totals, self.totals.sums
         drafted, accepted = totals.drafted, totals.accepted
         tokens, spans = sums["completion_tokens"], sum(end - start for start, end in totals.spans)
+        prefilled = sums["prefill_tokens"] + sums["found_tokens"]  # 0: by a version that did not tell
         return {
             "planned_rows": self.planned,
             "rows": sums["rows"],
             "errors": sums["errors"],
             "errors_by_reason": totals.reasons.to_json(),
             "prompt_tokens": sums["prompt_tokens"],
+            "prompt_tokens_computed": sums["prefill_tokens"] if prefilled else None,
+            "prompt_tokens_found": sums["found_tokens"] if prefilled else None,
             "completion_tokens": tokens,
             "seconds": round(spans, 3),
             "began": min((start for start, _ in totals.spans), default=None),
@@ -122,6 +125,9 @@ class Report:
             shown = ("acceptance_rate", "occupancy")
             speed += [f"{name.replace('_', ' ')} {f[name]}" for name in shown if f[name] is not None]
             lines.append(", ".join(speed))
+        if found := f["prompt_tokens_found"]:
+            share = found / (found + f["prompt_tokens_computed"])
+            lines.append(f"{share:.0%} of the prompt tokens were found: another prompt of the actor began with them")
         lines += [
             f"{field}: accuracy {a['accuracy']} over {a['rows_with_gold']} rows whose label is known"
             for field, a in self.answers.items()

@@ -29,6 +29,8 @@ class Summary:
     """What a file tells of one chunk in it, and the driver folds into progress and report.
 
     shard: its number in the plan. lengths: rows by completion length in tokens; JSON makes its keys strings.
+    prefill_tokens, found_tokens: prompt tokens that its actor's engine computed, and those that it found computed, from
+    the chunk before to this one. Chunks share an engine, so only their sums over a job mean something.
     """
 
     shard: int
@@ -49,6 +51,8 @@ class Summary:
     attempt: int
     reasons: list[dict[str, Any]] = field(default_factory=list)
     produced: list[float] = field(default_factory=list)  # tokens, in equal pieces of the time from start to end
+    prefill_tokens: int = 0
+    found_tokens: int = 0
 
     def shares_rows(self, other: "Summary") -> bool:
         """Whether a row is in both chunks."""
