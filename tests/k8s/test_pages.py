@@ -209,15 +209,21 @@ def test_the_memory_is_what_the_engine_plans() -> None:
     for _, free, *cells in table("GPU | free GiB"):
         for capacity, cell in zip((LONGEST, 2048, 1024), cells, strict=True):
             found = largest(float(free), capacity)
-            assert cell == f"{found.batch_size}, {found.window}"
+            tokens = found.page_count * found.page_size
+            assert cell == f"{found.batch_size}, {found.window}, {tokens // 1000}"
     small, big = (plan_memory(target, draft, EngineConfig(capacity=LONGEST, batch_size=b, window=3 * b), torch.bfloat16)
                   for b in (8, 64))  # fmt: skip
     parameters = sum(int(n.replace(",", "")) for n in re.findall(r"[\d,]{9,}", SIZING)[:2])
     assert abs(small.weights - 2 * parameters) < 1e5  # buffers
     assert f"{2 * parameters / 2**30:.1f} GiB" in SIZING
-    assert small.kv == 25 * LONGEST * 2**18 == 25 * 2**30
+    page = EngineConfig.page * 2**18
+    assert f"| {EngineConfig.page} tokens: {page >> 20} MiB |" in SIZING
+    assert (small.kv - page, LONGEST * 2**18) == (24 * 2**30, 2**30)
     assert [round((p.logits + p.activations) / 2**30 * 2) / 2 for p in (small, big)] == [0.5, 3.5]
-    assert largest(21, LONGEST).batch_size >= 1
+    assert f"One row of {LONGEST} tokens takes a GPU with 20 GiB free" in SIZING
+    assert largest(20, LONGEST).page_count * EngineConfig.page >= LONGEST
+    with pytest.raises(ValueError, match="too few for one sequence"):
+        largest(19, LONGEST)
 
 
 def test_the_rows_an_hour_are_what_the_formula_gives() -> None:
@@ -225,9 +231,12 @@ def test_the_rows_an_hour_are_what_the_formula_gives() -> None:
     assert code
     made: dict[str, Any] = {}
     exec(textwrap.dedent(code[1]), made)
-    batches = {cells[-1].split(",")[0] for cells in table("GPU | free GiB")}
+    batches = set()
+    for cells in table("GPU | free GiB"):
+        batch, _, thousands = (int(number) for number in cells[-1].split(","))
+        batches.add(min(batch, 1000 * thousands // (400 + 250)))
     for _, bandwidth, flops, rows, *cells in table("GPU | bytes/s"):
-        assert rows in batches
+        assert int(rows) in batches
         for acceptance, cell in zip((None, 0.6, 0.8, 0.9), cells, strict=True):
             found = made["rows_per_hour"](float(bandwidth), float(flops), int(rows), acceptance)
             unit = 10 ** (floor(log10(found)) - 1)
