@@ -203,7 +203,10 @@ def _prompts(kind: type[Job], job: str, schema: pa.Schema) -> Prompts:
 
 
 class PairLoader:
-    """Loads a job's pair and makes its engine, in the actor's process. `window`: the most slots that may still fit."""
+    """Loads a job's pair and makes its engine, in the actor's process. `window`: the most slots that may still fit.
+
+    Pages go with it, below the batch too: a batch whose rows have too few of them waits, and is decoded all the same.
+    """
 
     def __init__(self, job: Job, config: EngineConfig, on: str) -> None:
         self.job, self.config, self.on = job, config, on
@@ -215,7 +218,8 @@ class PairLoader:
         disable_progress_bar()
         torch.set_num_threads(self.job.threads)
         config = self.config
-        if window is not None:
-            config = replace(config, window=max(config.batch_size, min(config.window, window)))
+        if window is not None and window < config.window:
+            pages = max(config.fewest_pages, config.page_count * window // config.window)
+            config = replace(config, window=max(config.batch_size, window), pages=pages)
         pair = pair_of(self.job, self.on, self.config.drafts)
         return Engine(pair.target, pair.draft, config), pair.tokenizer

@@ -60,7 +60,7 @@ def test_what_is_shared_is_found_and_changes_no_token(messages: Path, tmp_path: 
     for name in ("shared", "alone"):
         prepared = prepare(labeling(messages, tmp_path / name))
         config = prepared.shape.config
-        alone = replace(config, prefill_columns=config.capacity, page=config.capacity, prefill_rows=1)
+        alone = replace(config, prefill_columns=512, page=512, prefill_rows=1)
         load = PairLoader(prepared.job, config if name == "shared" else alone, "cpu")
         assert execute(prepared, load=load) == 0
         reports[name] = json.loads((tmp_path / name / "_report.json").read_text())

@@ -85,7 +85,7 @@ class ForgetfulLoader(ArithmeticLoader):
     """Runs out of memory in its first round if it has more than `most` slots."""
 
     def __init__(self, most: int) -> None:
-        super().__init__(bucket=16)  # several buckets: a window of slots, not only a batch
+        super().__init__(bucket=16, attention="gathered")  # several buckets: a window of slots, not only a batch
         self.most = most
 
     def __call__(self, window: int | None) -> tuple[Engine, Any]:

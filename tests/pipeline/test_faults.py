@@ -14,6 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
+from exspec.actors.engine import EngineConfig
+from exspec.actors.engine.config import AttentionName
+from exspec.pipeline.graph import PairLoader
 from exspec.pipeline.job import Job
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
@@ -86,6 +89,18 @@ def test_an_actor_out_of_memory_comes_back_with_a_smaller_window(
     else:
         assert code == 1
         assert "died in each of 2 attempts (OutOfMemoryError: CUDA out of memory)" in report["set_aside"][0]
+
+
+@pytest.mark.parametrize("attention", ["gathered", "auto"])
+def test_a_smaller_window_has_fewer_pages(pair: Pair, tmp_path: Path, attention: AttentionName) -> None:
+    """However attention reads them; and one row of the capacity always fits."""
+    jobs.write_shards(tmp_path / "in", rows=20)
+    job = jobs.job(pair, tmp_path / "in", tmp_path / "out")
+    config = EngineConfig(batch_size=4, window=16, bucket=32, capacity=64, prefill_columns=8, attention=attention)
+    load = PairLoader(job, config, "cpu")
+    pages = {window: load(window)[0].config.page_count for window in (None, 32, 16, 8, 2, 1)}
+    assert pages == {None: 128, 32: 128, 16: 128, 8: 64, 2: 16, 1: 8}
+    assert config.fewest_pages == 8
 
 
 @pytest.mark.slow
