@@ -81,8 +81,7 @@ class Prepared:
 
     def memory(self, config: EngineConfig) -> MemoryPlan:
         """What an actor allocates in such a shape."""
-        packed = self.job.device != "cuda" and torch.backends.mkldnn.is_available()
-        return memory_of(config, self.models.configs, self.job, packed)
+        return memory_of(config, self.models.configs, self.job)
 
     def fingerprint(self, device: str) -> dict[str, Any]:
         """All that decides the output where the job decodes on such a device."""
