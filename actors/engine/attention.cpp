@@ -1,0 +1,409 @@
+// Attention over pages of KV, on a CPU. attention.py compiles this file, and says what the operator takes and returns.
+//
+// A tile is a few query vectors of one row that share a KV head: its query heads times a run of query columns. KV is
+// read a block of BLOCK columns at a time, with the softmax of what was read so far (Milakov, Gimelshein 2018; Dao et
+// al. 2022). Blocks begin at multiples of BLOCK, sums run in the order of columns, and a column that a query vector may
+// not attend has the weight zero. So a query vector's result follows from its position and from what it attends alone.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+constexpr int BLOCK = 64;        // KV columns that are read at once
+constexpr int TILE = 64;         // query vectors of a tile, where the heads that share a KV head are no more than that
+constexpr int64_t ALONE = 1 << 15;  // products of two numbers below which waking other threads costs more than it saves
+constexpr float NOTHING = -std::numeric_limits<float>::infinity();
+
+typedef float Floats __attribute__((vector_size(LANES * 4)));
+typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
+typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
+typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
+
+inline Floats all(float x) { return Floats{} + x; }
+
+inline Floats load(const float* from) {
+  Floats x;
+  std::memcpy(&x, from, sizeof x);
+  return x;
+}
+
+inline Floats load(const at::BFloat16* from) {
+  Halves x;
+  std::memcpy(&x, from, sizeof x);
+  const Words shifted = __builtin_convertvector(x, Words) << 16;
+  return (Floats)shifted;
+}
+
+inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
+
+inline Floats greater(Floats a, Floats b) { return a > b ? a : b; }
+
+// Lane l of the result is a[l] + a[l ^ STEP] where bit STEP of l is clear, and b[l] + b[l ^ STEP] where it is set.
+template <int STEP, int... L>
+inline Floats halve(Floats a, Floats b, std::integer_sequence<int, L...>) {
+  const Ints own = {((L & STEP) ? LANES + L : L)...};
+  const Ints other = {((L & STEP) ? LANES + (L ^ STEP) : (L ^ STEP))...};
+  return __builtin_shuffle(a, b, own) + __builtin_shuffle(a, b, other);
+}
+
+// Lane l of the result is the sum of x[l]'s lanes, for each l in the same order.
+template <int STEP = 1>
+inline Floats sums(Floats* x) {
+  if constexpr (STEP == LANES) {
+    return x[0];
+  } else {
+    for (int i = 0; i < LANES / STEP; i += 2)
+      x[i / 2] = halve<STEP>(x[i], x[i + 1], std::make_integer_sequence<int, LANES>());
+    return sums<STEP * 2>(x);
+  }
+}
+
+inline float sum(Floats x) {
+  float total = 0;
+  for (int i = 0; i < LANES; i++) total += x[i];
+  return total;
+}
+
+inline float greatest(Floats x) {
+  float found = x[0];
+  for (int i = 1; i < LANES; i++) found = std::max(found, x[i]);
+  return found;
+}
+
+// e^x by 2^n e^r with |r| <= ln 2 / 2 and a polynomial of degree 6 (Cephes' expf); 0 below -87.3, where it would be
+// subnormal.
+inline Floats exponential(Floats x) {
+  const Floats least = all(-87.3f);
+  const Floats bounded = greater(x, least) < all(88.f) ? greater(x, least) : all(88.f);
+  const Floats magic = all(12582912.f);  // 1.5 * 2^23: adding it rounds to a whole number
+  const Floats shifted = bounded * 1.44269504f + magic;
+  const Floats n = shifted - magic;
+  Floats r = bounded - n * 0.693359375f;
+  r = r - n * -2.12194440e-4f;
+  Floats y = all(1.9875691500e-4f);
+  y = y * r + 1.3981999507e-3f;
+  y = y * r + 8.3334519073e-3f;
+  y = y * r + 4.1665795894e-2f;
+  y = y * r + 1.6666665459e-1f;
+  y = y * r + 5.0000001201e-1f;
+  y = y * (r * r) + r + 1.f;
+  const Ints power = ((Ints)shifted - (Ints)magic + 127) << 23;
+  const Floats found = y * (Floats)power;
+  return x > least ? found : Floats{};
+}
+
+inline Floats capped(Floats x, float cap) {
+  const Floats limit = all(40.f);  // tanh is 1 from 10 on
+  Floats y = x * (2.f / cap);
+  y = y < limit ? y : limit;
+  return cap - 2.f * cap / (exponential(y) + 1.f);
+}
+
+struct Call {
+  int64_t rows, heads, kv_heads, columns, size, page;
+  int64_t query_row, query_head, query_column, place_row;  // strides
+  const int32_t* places;
+  float scale, cap;
+  int window;
+};
+
+// Columns first .. last - 1 of one row's queries, for one KV head. limit: the KV columns that the last of them attends.
+struct Task {
+  int row, head, first, last, limit;
+};
+
+// A thread's memory: it grows to what was asked for and stays.
+struct Scratch {
+  std::vector<float> held;
+  float* take(size_t floats) {
+    if (held.size() < floats + 16) held.resize(floats + 16);
+    return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(held.data()) + 63) / 64 * 64);
+  }
+};
+
+// SIZE: vectors in a head, or 0 where that is known only at run time.
+template <typename T, int SIZE>
+struct Attention {
+  const Call& call;
+  const int vectors = SIZE ? SIZE : (call.size + LANES - 1) / LANES;
+  const int padded = vectors * LANES;
+
+  // scores [BLOCK] of one query vector for the LANES columns at `columns`.
+  template <typename K>
+  void score(const float* query, const K* const* columns, float* scores) const {
+    Floats x[LANES];
+    const Floats q = load(query);
+    for (int c = 0; c < LANES; c++) x[c] = q * load(columns[c]);
+    for (int i = 1; i < (SIZE ? SIZE : vectors); i++) {
+      const Floats q = load(query + i * LANES);
+#pragma GCC unroll 16
+      for (int c = 0; c < LANES; c++) x[c] = q * load(columns[c] + i * LANES) + x[c];
+    }
+    store(scores, sums(x));
+  }
+
+  // mixed [COUNT, padded] = mixed * decay + weights [COUNT, BLOCK] @ the columns first .. last - 1, WIDE vectors of it.
+  template <int COUNT, int WIDE, typename V>
+  static void mix(const float* weights, const float* decay, const V* const* columns, int first, int last, int padded,
+                  int offset, float* mixed) {
+    Floats x[COUNT][WIDE];
+    for (int m = 0; m < COUNT; m++)
+      for (int i = 0; i < WIDE; i++) x[m][i] = load(mixed + m * padded + offset + i * LANES) * decay[m];
+    for (int c = first; c < last; c++) {
+      Floats v[WIDE];
+#pragma GCC unroll 16
+      for (int i = 0; i < WIDE; i++) v[i] = load(columns[c] + offset + i * LANES);
+#pragma GCC unroll 16
+      for (int m = 0; m < COUNT; m++) {
+        const Floats weight = all(weights[m * BLOCK + c]);
+#pragma GCC unroll 16
+        for (int i = 0; i < WIDE; i++) x[m][i] = weight * v[i] + x[m][i];
+      }
+    }
+    for (int m = 0; m < COUNT; m++)
+      for (int i = 0; i < WIDE; i++) store(mixed + m * padded + offset + i * LANES, x[m][i]);
+  }
+
+  template <int WIDE, typename V>
+  void mix_all(const float* weights, const float* decay, const V* const* columns, int first, int last, int offset,
+               int count, float* mixed) const {
+    int m = 0;
+    for (; m + 4 <= count; m += 4)
+      mix<4, WIDE>(weights + m * BLOCK, decay + m, columns, first, last, padded, offset, mixed + m * padded);
+    for (; m + 2 <= count; m += 2)
+      mix<2, WIDE>(weights + m * BLOCK, decay + m, columns, first, last, padded, offset, mixed + m * padded);
+    for (; m < count; m++)
+      mix<1, WIDE>(weights + m * BLOCK, decay + m, columns, first, last, padded, offset, mixed + m * padded);
+  }
+
+  // Turns scores [BLOCK] of columns from `begin` on into weights; returns by how much what was summed so far decays.
+  float weigh(float* scores, int begin, int attended_from, int attended_to, float& highest, Floats& total) const {
+    Floats found = all(NOTHING);
+    Floats x[BLOCK / LANES];
+    Ints column;
+    for (int l = 0; l < LANES; l++) column[l] = begin + l;
+    for (int i = 0; i < BLOCK / LANES; i++, column += LANES) {
+      x[i] = load(scores + i * LANES);
+      if (call.cap > 0) x[i] = capped(x[i], call.cap);
+      x[i] = ((column >= attended_from) & (column <= attended_to)) ? x[i] : all(NOTHING);
+      found = greater(x[i], found);
+    }
+    const float before = highest;
+    highest = std::max(before, greatest(found));
+    if (highest == NOTHING) {
+      std::fill(scores, scores + BLOCK, 0.f);
+      return 1.f;
+    }
+    const float decay = before == highest ? 1.f : exponential(all(before - highest))[0];
+    total *= decay;
+    for (int i = 0; i < BLOCK / LANES; i++) {
+      const Floats weight = exponential(x[i] - highest);
+      total += weight;
+      store(scores + i * LANES, weight);
+    }
+    return decay;
+  }
+
+  template <typename K>
+  void block(const K* const* keys, const K* const* values, const float* queries, float* scores, float* decay,
+             float* mixed, float* highest, Floats* total, int count, int begin, int first, int last, int position,
+             int width) const {
+    for (int c = first / LANES * LANES; c < last; c += LANES)
+      for (int m = 0; m < count; m++) score(queries + m * padded, keys + c, scores + m * BLOCK + c);
+    for (int m = 0; m < count; m++) {
+      const int at = position + m % width;
+      const int from = call.window > 0 ? std::max(0, at - call.window + 1) : 0;
+      decay[m] = weigh(scores + m * BLOCK, begin, from, at, highest[m], total[m]);
+    }
+    if constexpr (SIZE == 0) {
+      for (int i = 0; i < vectors; i++)
+        mix_all<1>(scores, decay, values, first, last, i * LANES, count, mixed);
+    } else if constexpr (SIZE % 4 == 0) {
+      for (int i = 0; i < SIZE; i += 4) mix_all<4>(scores, decay, values, first, last, i * LANES, count, mixed);
+    } else {
+      mix_all<SIZE>(scores, decay, values, first, last, 0, count, mixed);
+    }
+  }
+
+  void run(const Task& task, const T* query, const T* keys, const T* values, T* output) const {
+    static thread_local Scratch scratch;
+    const int group = call.heads / call.kv_heads, width = task.last - task.first, count = group * width;
+    const int32_t* place = call.places + task.row * call.place_row;
+    const int position = place[0] + task.first;
+    float* queries = scratch.take(count * (2 * padded + BLOCK + LANES + 2) + 2 * BLOCK * padded);
+    float* mixed = queries + count * padded;
+    float* scores = mixed + count * padded;
+    float* staged = scores + count * BLOCK;
+    Floats* total = reinterpret_cast<Floats*>(staged + 2 * BLOCK * padded);
+    float* highest = reinterpret_cast<float*>(total + count);
+    float* decay = highest + count;
+
+    std::fill(queries, queries + 2 * count * padded, 0.f);
+    std::fill(scores, scores + count * BLOCK, 0.f);
+    for (int m = 0; m < count; m++) {
+      const T* from = query + task.row * call.query_row + (task.head * group + m / width) * call.query_head +
+                      (task.first + m % width) * call.query_column;
+      for (int d = 0; d < call.size; d++) queries[m * padded + d] = static_cast<float>(from[d]) * call.scale;
+      highest[m] = NOTHING;
+      total[m] = Floats{};
+    }
+
+    // Where a block is used often, or its columns are no whole vectors, it is copied as floats: the numbers are the same.
+    const bool stage = SIZE == 0 || (!std::is_same_v<T, float> && count > 2);
+    const int64_t stride = call.kv_heads * call.size;
+    const int begin = call.window > 0 ? std::max(0, position - call.window + 1) : 0;
+    for (int b = begin / BLOCK * BLOCK; b < task.limit; b += BLOCK) {
+      const int first = std::max(begin - b, 0), last = std::min(BLOCK, task.limit - b);
+      const T *k[BLOCK], *v[BLOCK];
+      const float *staged_k[BLOCK], *staged_v[BLOCK];
+      for (int c = 0; c < BLOCK; c++) {
+        const int column = b + std::clamp(c, first, last - 1);
+        const int64_t at = (place[2 + column / call.page] * call.page + column % call.page) * stride;
+        k[c] = keys + at + task.head * call.size;
+        v[c] = values + at + task.head * call.size;
+      }
+      if (stage) {
+        for (int c = 0; c < BLOCK; c++) {
+          const int at = std::clamp(c, first, last - 1);
+          float* to = staged + 2 * at * padded;
+          staged_k[c] = to;
+          staged_v[c] = to + padded;
+          if (c != at) continue;
+          if constexpr (SIZE > 0) {
+            for (int i = 0; i < SIZE; i++) {
+              store(to + i * LANES, load(k[c] + i * LANES));
+              store(to + padded + i * LANES, load(v[c] + i * LANES));
+            }
+          } else {
+            std::fill(to, to + 2 * padded, 0.f);
+            for (int d = 0; d < call.size; d++) to[d] = static_cast<float>(k[c][d]);
+            for (int d = 0; d < call.size; d++) to[padded + d] = static_cast<float>(v[c][d]);
+          }
+        }
+        block(staged_k, staged_v, queries, scores, decay, mixed, highest, total, count, b, first, last, position, width);
+      } else if constexpr (SIZE > 0) {
+        block(k, v, queries, scores, decay, mixed, highest, total, count, b, first, last, position, width);
+      }
+    }
+
+    for (int m = 0; m < count; m++) {
+      T* to = output + ((task.row * call.columns + task.first + m % width) * call.heads + task.head * group + m / width) *
+                           call.size;
+      const float share = 1.f / sum(total[m]);
+      for (int d = 0; d < call.size; d++) to[d] = static_cast<T>(mixed[m * padded + d] * share);
+    }
+  }
+};
+
+// Zeros where columns are dead; the tasks of all others, the longest first.
+template <typename T>
+std::vector<Task> plan(const Call& call, T* output, int64_t& products) {
+  std::vector<Task> tasks;
+  const int group = call.heads / call.kv_heads, run = std::max(1, TILE / group);
+  const int64_t column = call.heads * call.size;
+  for (int64_t r = 0; r < call.rows; r++) {
+    const int64_t start = call.places[r * call.place_row], end = call.places[r * call.place_row + 1];
+    const int64_t first = std::clamp<int64_t>(-start, 0, call.columns);
+    const int64_t last = std::clamp<int64_t>(end - start, first, call.columns);
+    T* row = output + r * call.columns * column;
+    std::fill(row, row + first * column, T(0));
+    std::fill(row + last * column, row + call.columns * column, T(0));
+    for (int64_t q = first; q < last; q += run) {
+      const int64_t stop = std::min<int64_t>(q + run, last);
+      for (int h = 0; h < call.kv_heads; h++)
+        tasks.push_back({int(r), h, int(q), int(stop), int(start + stop)});
+      products += 2 * column * (stop - q) * (start + stop);
+    }
+  }
+  const auto longer = [](const Task& a, const Task& b) {
+    return int64_t(a.last - a.first) * a.limit > int64_t(b.last - b.first) * b.limit;
+  };
+  std::stable_sort(tasks.begin(), tasks.end(), longer);
+  return tasks;
+}
+
+template <typename T, int SIZE>
+void attend(const Call& call, const T* query, const T* keys, const T* values, T* output) {
+  int64_t products = 0;
+  const std::vector<Task> tasks = plan(call, output, products);
+  const Attention<T, SIZE> attention{call};
+  std::atomic<size_t> next{0};
+  const auto work = [&](int64_t, int64_t) {
+    for (size_t i = next++; i < tasks.size(); i = next++) attention.run(tasks[i], query, keys, values, output);
+  };
+  const int threads = at::get_num_threads();
+  if (products < ALONE || threads == 1) {
+    work(0, 1);
+  } else {
+    at::parallel_for(0, threads, 1, work);
+  }
+}
+
+template <typename T>
+void attend(const Call& call, const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
+            at::Tensor& output) {
+  const auto with = [&](auto size) {
+    attend<T, decltype(size)::value>(call, query.const_data_ptr<T>(), keys.const_data_ptr<T>(),
+                                     values.const_data_ptr<T>(), output.mutable_data_ptr<T>());
+  };
+  switch (call.size) {
+    case 32: return with(std::integral_constant<int, 32 / LANES>());
+    case 64: return with(std::integral_constant<int, 64 / LANES>());
+    case 80: return with(std::integral_constant<int, 80 / LANES>());
+    case 96: return with(std::integral_constant<int, 96 / LANES>());
+    case 128: return with(std::integral_constant<int, 128 / LANES>());
+    default: return with(std::integral_constant<int, 0>());
+  }
+}
+
+at::Tensor attend_in_place(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
+                           const at::Tensor& places, double scale, int64_t window, double softcap) {
+  const auto dtype = query.scalar_type();
+  TORCH_CHECK(query.dim() == 4 && keys.dim() == 4 && places.dim() == 4, "query, keys and places have four dimensions");
+  TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16, "attention in place takes float32 and bfloat16");
+  TORCH_CHECK(keys.scalar_type() == dtype && values.scalar_type() == dtype, "query, keys and values differ in dtype");
+  TORCH_CHECK(keys.is_contiguous() && values.is_contiguous() && keys.sizes() == values.sizes(),
+              "keys and values are contiguous and of one shape");
+  TORCH_CHECK(places.scalar_type() == at::kInt && places.size(0) == query.size(0) && places.stride(3) == 1,
+              "places are int32, one row for each of the query's, contiguous");
+  TORCH_CHECK(query.size(3) == keys.size(3) && query.stride(3) == 1 && query.size(1) % keys.size(2) == 0,
+              "query heads and their size do not fit those of the keys");
+  Call call{};
+  call.rows = query.size(0), call.heads = query.size(1), call.columns = query.size(2), call.size = query.size(3);
+  call.page = keys.size(1), call.kv_heads = keys.size(2);
+  call.query_row = query.stride(0), call.query_head = query.stride(1), call.query_column = query.stride(2);
+  call.places = places.const_data_ptr<int32_t>(), call.place_row = places.stride(0);
+  call.scale = float(scale), call.cap = float(softcap);
+  call.window = int(std::clamp<int64_t>(window, 0, std::numeric_limits<int>::max()));
+  at::Tensor output = at::empty({call.rows, call.columns, call.heads, call.size}, query.options());
+  if (dtype == at::kFloat) {
+    attend<float>(call, query, keys, values, output);
+  } else {
+    attend<at::BFloat16>(call, query, keys, values, output);
+  }
+  return output;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(exspec, CPU, m) { m.impl("attend_in_place", TORCH_FN(attend_in_place)); }

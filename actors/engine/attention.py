@@ -1,0 +1,266 @@
+"""Attention over pages of KV: one operator, in place where a kernel can, over gathered pages everywhere.
+
+Per layer, keys and values are [pages, P, H, D], and a sequence has a table of the pages that its columns lie in: column
+s in page_(s // P) at offset s % P. Page 0 is a bin. `places`, int32 [R, 1, 1, 2 + n], says of every row
+[start, end, page_0 ... page_(n-1)]: column q of its query stands at position p = start + q and attends the columns
+max(0, p - window + 1) .. p, or all from 0 on where window is 0. Columns with p < 0 or p >= end are dead: what comes out
+there is finite and means nothing.
+
+    exspec::attend_in_place(query, keys, values, places, scale, window, softcap) -> [R, Q, Hq, D]
+    exspec::attend_gathered(query, keys, values, places, scale, window, softcap) -> [R, Q, Hq, D]
+
+query: [R, Hq, Q, D]; query head h uses KV head h // (Hq // H). softcap: scores = softcap * tanh(scores / softcap), none
+where it is 0. Scores and sums are float32.
+
+In place, a row's result depends in no bit on other rows, on how many there are, on n or on its pages' numbers; on a CPU
+nor on which column of the query a position stands in. Over gathered pages that holds within one shape (R, Q, n) alone.
+"""
+
+import hashlib
+import os
+import platform
+import subprocess
+import tempfile
+from collections.abc import Callable
+from functools import lru_cache
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers import AttentionInterface
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, float, int, float], Tensor]
+
+SOURCE = Path(__file__).with_name("attention.cpp")
+FLAGS = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
+UNSUPPORTED = ("s_aux", "position_bias")  # options of transformers that would change the scores
+
+
+def attend_gathered(
+    query: Tensor, keys: Tensor, values: Tensor, places: Tensor, scale: float, window: int, softcap: float = 0.0
+) -> Tensor:
+    """The operator on any device: every row's pages are copied side by side first.
+
+    Query heads that share a KV head are folded into the query length, so that no KV is copied for each of them.
+    """
+    rows, heads, width, size = query.shape
+    fold = heads // keys.shape[2]
+    key, value = _side_by_side(keys, places), _side_by_side(values, places)  # [R, H, S, D]
+    positions = places[:, 0, 0, :1] + torch.arange(width, device=places.device)  # [R, Q]
+    distance = positions[..., None] - torch.arange(key.shape[2], device=places.device)  # [R, Q, S]
+    hidden = distance < 0 if window <= 0 else (distance < 0) | (distance >= window)
+    mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device)
+    mask = mask.masked_fill_(hidden, torch.finfo(query.dtype).min).repeat(1, fold, 1)[:, None]  # [R, 1, G * Q, S]
+    folded = query.reshape(rows, -1, fold * width, size)  # [R, H, G * Q, D]
+    if softcap:
+        mixed = _capped_attention(folded, key, value, mask, scale, softcap)
+    else:
+        mixed = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
+    dead = (positions < 0) | (positions >= places[:, 0, 0, 1:2])
+    mixed = mixed.reshape(rows, heads, width, size).transpose(1, 2)
+    return mixed.masked_fill(dead[:, :, None, None], 0.0).contiguous()
+
+
+def _side_by_side(store: Tensor, places: Tensor) -> Tensor:
+    """[R, H, n * P, D] of a store [pages, P, H, D]."""
+    table = places[:, 0, 0, 2:]
+    pages = store.index_select(0, table.reshape(-1))
+    return pages.view(len(table), -1, *store.shape[2:]).transpose(1, 2)
+
+
+def _capped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, cap: float) -> Tensor:
+    scores = query.float() @ key.float().transpose(2, 3) * scale
+    weights = (cap * torch.tanh(scores / cap) + mask.float()).softmax(dim=-1)
+    return (weights @ value.float()).to(query.dtype)
+
+
+def attend_varlen(
+    query: Tensor, keys: Tensor, values: Tensor, places: Tensor, scale: float, window: int, softcap: float = 0.0
+) -> Tensor:
+    """The operator in place on CUDA: torch's kernel for sequences of several lengths, one split of KV for every row."""
+    if softcap:
+        raise TypeError("attention with softcap is not supported on CUDA")
+    from torch.nn.attention.varlen import varlen_attn
+
+    rows, heads, width, size = query.shape
+    start, end = places[:, 0, 0, 0], places[:, 0, 0, 1]
+    # A query is aligned with the end of its keys. Dead columns may reach past the table: page 0 is there for them.
+    used = torch.where(end > 0, start + width, 0).clamp_(min=0)
+    table = pad(places[:, 0, 0, 2:], (0, -(-width // keys.shape[1])))
+    mixed = varlen_attn(
+        query.transpose(1, 2).reshape(rows * width, heads, size),
+        keys,
+        values,
+        torch.arange(0, (rows + 1) * width, width, dtype=torch.int32, device=query.device),
+        None,
+        width,
+        table.shape[1] * keys.shape[1],
+        scale=scale,
+        window_size=(window - 1, 0) if window > 0 else (-1, 0),
+        enable_gqa=heads != keys.shape[2],
+        seqused_k=used,
+        block_table=table,
+        num_splits=1,
+    )
+    return mixed.view(rows, width, heads, size)
+
+
+def _shaped(
+    query: Tensor, keys: Tensor, values: Tensor, places: Tensor, scale: float, window: int, softcap: float = 0.0
+) -> Tensor:
+    """What a trace sees: an operator's result without its values."""
+    del keys, values, places, scale, window, softcap
+    rows, heads, width, size = query.shape
+    return query.new_empty(rows, width, heads, size)
+
+
+def _operators() -> torch.library.Library:
+    library = torch.library.Library("exspec", "DEF")
+    arguments = "Tensor query, Tensor keys, Tensor values, Tensor places, float scale, int window, float softcap=0.0"
+    for name in ("attend_in_place", "attend_gathered"):
+        library.define(f"{name}({arguments}) -> Tensor")
+        library.impl(name, _shaped, "Meta")
+    library.impl("attend_in_place", attend_varlen, "CUDA")
+    for device in ("CPU", "CUDA"):
+        library.impl("attend_gathered", attend_gathered, device)
+    return library
+
+
+_LIBRARY = _operators()  # operators last as long as what defined them
+
+
+@lru_cache
+def trial(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int, page_size: int
+) -> str | None:
+    """Why attention in place cannot be used here, in one line; None where it can.
+
+    On a CPU the first trial of a machine compiles the kernel, which takes a C++ compiler and some seconds.
+    """
+    try:
+        _prepare(device)
+        for width, window in ((1, 0), (6, 0), (6, page_size + 1)):
+            example = _example(device, dtype, heads, kv_heads, head_size, page_size, width)
+            expected = torch.ops.exspec.attend_gathered.default(*example, head_size**-0.5, window)
+            found = torch.ops.exspec.attend_in_place.default(*example, head_size**-0.5, window)
+            if problem := _difference(found, expected, example[-1]):
+                return problem
+    except Exception as fault:  # a compiler, a driver and a kernel fail in many ways, and each is an answer
+        return next(iter(str(fault).splitlines()), type(fault).__name__)
+    return None
+
+
+def _prepare(device: torch.device) -> None:
+    if device.type == "cpu":
+        load_kernel()
+    elif device.type == "cuda":
+        try:
+            from torch.nn.attention.varlen import varlen_attn
+        except ImportError:
+            varlen_attn = None
+        if varlen_attn is None or "block_table" not in signature(varlen_attn).parameters:
+            raise RuntimeError(f"torch {torch.__version__} has no attention over pages, which came with 2.12")
+
+
+def _example(
+    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int, page_size: int, width: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A few ragged rows with random numbers: query, keys, values, places. One row is dead, and some columns are."""
+    random = torch.Generator().manual_seed(width)
+    pages = 3
+    starts = [0, 1, page_size - 1, page_size, 3 * page_size - width, 3 * page_size - 1, 0, 5]
+    ends = [min(start + width, pages * page_size) for start in starts[:-2]] + [0, 6]
+    table = 1 + torch.randperm(len(starts) * pages, generator=random).view(len(starts), pages)
+    places = torch.cat([torch.tensor([starts, ends]).T, table], dim=1)[:, None, None].int()
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random).to(device, dtype)
+
+    store = (len(starts) * pages + 1, page_size, kv_heads, head_size)
+    query = normal(len(starts), width, heads, head_size).transpose(1, 2)
+    return query, normal(*store), normal(*store), places.to(device)
+
+
+def _difference(found: Tensor, expected: Tensor, places: Tensor) -> str | None:
+    positions = places[:, 0, 0, :1] + torch.arange(found.shape[1], device=places.device)
+    live = (positions >= 0) & (positions < places[:, 0, 0, 1:2])
+    if not found.isfinite().all():
+        return "attention in place gives NaN or infinity"
+    distance = (found - expected)[live].abs().max().item()
+    bound = 16 * torch.finfo(found.dtype).eps
+    return None if distance <= bound else f"attention in place is {distance:.1e} away from attention over copies"
+
+
+@lru_cache
+def load_kernel() -> None:
+    """Load the kernel for CPUs, compiling it where this machine has not yet.
+
+    Raises OSError without a compiler or a folder to write to, RuntimeError with the last line of what it complains of.
+    """
+    path = _cache_folder() / f"attention-{_digest()}.so"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Many processes may do this at once; each renames a whole file into place.
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            made = Path(folder) / path.name
+            done = subprocess.run([*_command(), "-o", str(made)], capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(next(reversed(done.stderr.splitlines()), f"c++ ended with {done.returncode}"))
+            made.replace(path)
+    torch.ops.load_library(path)
+
+
+def _command() -> list[str]:
+    torch_folder = Path(torch.__file__).parent
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    libraries = [f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"]
+    compiler = os.environ.get("CXX") or "c++"
+    return [compiler, *FLAGS, abi, f"-I{torch_folder / 'include'}", str(SOURCE), *libraries]
+
+
+def _digest() -> str:
+    """Of all that the compiled file depends on: CPUs of one name do not always have the same instructions."""
+    cpu = Path("/proc/cpuinfo")
+    described = cpu.read_text().splitlines() if cpu.exists() else [platform.processor()]
+    names = ("model name", "flags", "Features", "CPU part")
+    parts = {line for line in described if line.startswith(names)} if cpu.exists() else set(described)
+    text = "\n".join([SOURCE.read_text(), torch.__version__, platform.machine(), *_command(), *sorted(parts)])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _cache_folder() -> Path:
+    """EXSPEC_CACHE, or exspec in the user's cache folder."""
+    user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("EXSPEC_CACHE") or Path(user) / "exspec") / "kernels"
+
+
+def paged_attention(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
+    """An operator as transformers calls attention: key and value are the stores that a cache's `update` returned
+    [pages, P, H, D], the mask is `places`. The result is [R, Q, Hq, D]."""
+
+    def forward(
+        _: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor,
+        dropout: float = 0.0,  # noqa: ARG001
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        """Raises TypeError for an option that would change the scores in a way that no operator here knows."""
+        if unknown := [name for name in UNSUPPORTED if options.get(name) is not None]:
+            raise TypeError(f"attention with {unknown[0]} is not supported")
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return attend(query, key, value, attention_mask, scale, sliding_window or 0, softcap or 0.0), None
+
+    return forward
+
+
+AttentionInterface.register("exspec_in_place", paged_attention(torch.ops.exspec.attend_in_place.default))
+AttentionInterface.register("exspec_gathered", paged_attention(torch.ops.exspec.attend_gathered.default))

@@ -1,0 +1,159 @@
+"""Attention over pages: both operators against an oracle, and what a result in place may not depend on."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from exspec.actors.engine import attention
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16]
+WORST = {torch.float32: 3e-6, torch.bfloat16: 3e-2}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernel() -> None:
+    attention.load_kernel()
+
+
+class Example:
+    """Rows of random KV of the lengths given, their pages scattered over the stores; what is nobody's is random too."""
+
+    def __init__(
+        self, spans: list[tuple[int, int]], width: int, dtype: torch.dtype = torch.float32, size: int = 64, page: int = 16
+    ) -> None:
+        random = torch.Generator().manual_seed(0)
+        self.spans, self.width, self.page, self.heads = spans, width, page, 4
+        n = -(-(max(end for _, end in spans) + width) // page)
+        normal = lambda *shape: torch.randn(*shape, generator=random).to(dtype)  # noqa: E731
+        self.keys, self.values = (normal(len(spans) * n + 1, page, 2, size) for _ in range(2))
+        self.table = 1 + torch.randperm(len(spans) * n, generator=random).view(len(spans), n)
+        self.query = normal(len(spans), width, self.heads, size).transpose(1, 2)
+
+    @property
+    def places(self) -> Tensor:
+        return torch.cat([torch.tensor(self.spans), self.table], dim=1)[:, None, None].int()
+
+    def live(self) -> Tensor:
+        columns = torch.arange(self.width)
+        return torch.stack([(s + columns >= 0) & (s + columns < e) for s, e in self.spans])  # [R, Q]
+
+    def attend(self, name: str = "attend_in_place", window: int = 0, softcap: float = 0.0) -> Tensor:
+        operator = getattr(torch.ops.exspec, name)
+        arguments = (self.query, self.keys, self.values, self.places, 0.2, window, softcap)
+        result: Tensor = operator(*arguments)
+        return result
+
+    def oracle(self, window: int = 0, softcap: float = 0.0) -> Tensor:
+        """[R, Q, Hq, D] in float64, zeros where columns are dead."""
+        rows, heads, width, size = self.query.shape
+        expected = torch.zeros(rows, width, heads, size, dtype=torch.float64)
+        for r, q in self.live().nonzero().tolist():
+            position = self.spans[r][0] + q
+            columns = range(max(0, position - window + 1) if window else 0, position + 1)
+            cells = [(int(self.table[r, s // self.page]), s % self.page) for s in columns]
+            for h in range(heads):
+                kv = h // (heads // self.keys.shape[2])
+                key = torch.stack([self.keys[page, offset, kv] for page, offset in cells]).double()
+                value = torch.stack([self.values[page, offset, kv] for page, offset in cells]).double()
+                scores = key @ self.query[r, h, q].double() * 0.2
+                scores = softcap * (scores / softcap).tanh() if softcap else scores
+                expected[r, q, h] = scores.softmax(0) @ value
+        return expected
+
+
+RAGGED = [(0, 6), (1, 7), (15, 21), (60, 64), (130, 136), (-3, 2), (9, 0), (40, 41)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (1, 0.0), (20, 0.0), (70, 0.0), (0, 1.5), (20, 1.5)])
+@pytest.mark.parametrize("name", ["attend_in_place", "attend_gathered"])
+def test_against_the_oracle(name: str, window: int, softcap: float, dtype: torch.dtype) -> None:
+    example = Example(RAGGED, 6, dtype)
+    found = example.attend(name, window, softcap)
+    assert found.is_contiguous()
+    assert found.dtype == dtype
+    assert torch.allclose(found.double(), example.oracle(window, softcap), atol=WORST[dtype], rtol=0)
+    assert not found[~example.live()].any(), "dead columns are zeros"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [8, 16, 32, 40, 64, 72, 80, 96, 128, 256])
+@pytest.mark.parametrize(("width", "page"), [(1, 16), (6, 5), (40, 32)])
+def test_every_head_size_and_page(size: int, width: int, page: int, dtype: torch.dtype) -> None:
+    example = Example([(0, width), (70, 70 + width)], width, dtype, size, page)
+    for window in (0, 9):
+        expected = example.oracle(window)
+        for name in ("attend_in_place", "attend_gathered"):
+            assert torch.allclose(example.attend(name, window).double(), expected, atol=WORST[dtype], rtol=0), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("window", [0, 33])
+@pytest.mark.parametrize("size", [40, 64, 80, 128])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_position_has_one_result(threads: int, size: int, window: int, dtype: torch.dtype) -> None:
+    """Whatever the other rows, their number, n, its pages, the columns beside it and what follows it in the cache."""
+    whole = Example([(0, 230), (0, 200)], 230, dtype, size)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    expected = whole.attend(window=window)
+    for width in (1, 2, 3, 6, 32, 50, 100):
+        for start in (0, 1, 17, 63, 64, 100, 128 - width // 2, 200 - width):
+            part = Example([(start, start + width), (9, 0), (start, start + width)], width, dtype, size)
+            part.table = torch.stack([whole.table[0], whole.table[1], whole.table[1]])[:, : -(-(start + width) // 16)]
+            moved = torch.randperm(len(whole.keys), generator=torch.Generator().manual_seed(start))
+            part.keys, part.values = whole.keys[moved], whole.values[moved]
+            part.table = torch.argsort(moved)[part.table]
+            part.query = whole.query[[0, 1, 1], :, start : start + width]
+            found = part.attend(window=window)
+            for row, origin in ((0, 0), (2, 1)):
+                assert torch.equal(found[row], expected[origin, start : start + width]), (width, start, row)
+    torch.set_num_threads(before)
+
+
+def test_what_follows_a_position_leaves_no_trace() -> None:
+    example = Example([(50, 53), (-2, 1)], 6)
+    expected = example.attend()
+    first, offset = divmod(53, example.page)
+    for store in (example.keys, example.values):
+        store[example.table[0, first], offset:] = torch.nan
+        store[example.table[0, first + 1 :]] = torch.nan
+        store[example.table[1, 0], 1:] = torch.nan
+        store[0] = torch.nan
+    example.query[0, :, 3:] = torch.nan
+    example.query[1, :, :2] = torch.nan
+    assert torch.equal(example.attend(), expected)
+
+
+@pytest.mark.parametrize("name", ["attend_in_place", "attend_gathered"])
+def test_large_scores_stay_finite(name: str) -> None:
+    example = Example(RAGGED, 6)
+    example.query *= 1e4
+    assert torch.allclose(example.attend(name).double(), example.oracle(), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["attend_in_place", "attend_gathered"])
+def test_rows_and_pages_of_one_shape(name: str) -> None:
+    """What the operator over gathered pages promises."""
+    example = Example([(3, 9), (50, 56), (100, 106)], 6)
+    expected = example.attend(name)
+    other = Example([(80, 86), (50, 56), (0, 0)], 6)
+    other.table[:] = other.table.flip(1)
+    other.table = other.table[:, : example.table.shape[1]]
+    for store, source in ((other.keys, example.keys), (other.values, example.values)):
+        store.normal_()
+        store[other.table[1, : example.table.shape[1]]] = source[example.table[1, : other.table.shape[1]]]
+    other.query[1] = example.query[1]
+    if other.table.shape == example.table.shape:
+        assert torch.equal(other.attend(name)[1], expected[1])
