@@ -5,10 +5,10 @@
 // al. 2022). Blocks begin at multiples of BLOCK, sums run in the order of columns, and a column that a query vector may
 // not attend has the weight zero. So a query vector's result follows from its position and from what it attends alone.
 
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/BFloat16.h>
 
 #include <algorithm>
 #include <atomic>
@@ -22,6 +22,10 @@
 
 namespace {
 
+using torch::headeronly::BFloat16;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
 #elif defined(__AVX__)
@@ -30,7 +34,8 @@ constexpr int LANES = 8;
 constexpr int LANES = 4;
 #endif
 constexpr int BLOCK = 64;        // KV columns that are read at once
-constexpr int TILE = 64;         // query vectors of a tile, where the heads that share a KV head are no more than that
+constexpr int TILE = 128;        // query vectors of a tile, where the heads that share a KV head are no more than that
+constexpr int MANY = 16;         // query vectors from which on it pays to transpose a block of keys
 constexpr int64_t ALONE = 1 << 15;  // products of two numbers below which waking other threads costs more than it saves
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
@@ -39,7 +44,7 @@ typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
 typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
 typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
 
-inline Floats all(float x) { return Floats{} + x; }
+inline Floats all(float x) { return x - Floats{}; }
 
 inline Floats load(const float* from) {
   Floats x;
@@ -47,7 +52,7 @@ inline Floats load(const float* from) {
   return x;
 }
 
-inline Floats load(const at::BFloat16* from) {
+inline Floats load(const BFloat16* from) {
   Halves x;
   std::memcpy(&x, from, sizeof x);
   const Words shifted = __builtin_convertvector(x, Words) << 16;
@@ -75,6 +80,26 @@ inline Floats sums(Floats* x) {
     for (int i = 0; i < LANES / STEP; i += 2)
       x[i / 2] = halve<STEP>(x[i], x[i + 1], std::make_integer_sequence<int, LANES>());
     return sums<STEP * 2>(x);
+  }
+}
+
+template <int STEP, int... L>
+inline void exchange(Floats& a, Floats& b, std::integer_sequence<int, L...>) {
+  const Ints even = {((L & STEP) ? LANES + L - STEP : L)...};
+  const Ints odd = {((L & STEP) ? LANES + L : L + STEP)...};
+  const Floats x = a;
+  a = __builtin_shuffle(x, b, even);
+  b = __builtin_shuffle(x, b, odd);
+}
+
+// Swaps lane l of x[i] with lane i of x[l].
+template <int STEP = 1>
+inline void transpose(Floats* x) {
+  if constexpr (STEP < LANES) {
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++)
+      if (!(i & STEP)) exchange<STEP>(x[i], x[i + STEP], std::make_integer_sequence<int, LANES>());
+    transpose<STEP * 2>(x);
   }
 }
 
@@ -141,20 +166,18 @@ struct Scratch {
   }
 };
 
-// SIZE: vectors in a head, or 0 where that is known only at run time.
-template <typename T, int SIZE>
+template <typename T>
 struct Attention {
   const Call& call;
-  const int vectors = SIZE ? SIZE : (call.size + LANES - 1) / LANES;
+  const int vectors = (call.size + LANES - 1) / LANES;
   const int padded = vectors * LANES;
+  static constexpr int PAIR = 2, WIDE = LANES == 16 ? 2 : 1, MIXED = LANES == 16 ? 4 : 2;  // what fits registers
 
   // scores [BLOCK] of one query vector for the LANES columns at `columns`.
   template <typename K>
   void score(const float* query, const K* const* columns, float* scores) const {
-    Floats x[LANES];
-    const Floats q = load(query);
-    for (int c = 0; c < LANES; c++) x[c] = q * load(columns[c]);
-    for (int i = 1; i < (SIZE ? SIZE : vectors); i++) {
+    Floats x[LANES] = {};
+    for (int i = 0; i < vectors; i++) {
       const Floats q = load(query + i * LANES);
 #pragma GCC unroll 16
       for (int c = 0; c < LANES; c++) x[c] = q * load(columns[c] + i * LANES) + x[c];
@@ -162,38 +185,78 @@ struct Attention {
     store(scores, sums(x));
   }
 
+  // The same sums in the same order, of keys that lie transposed [padded, BLOCK]: for the lanes FIRST .. FIRST + N - 1
+  // of PAIR query vectors and WIDE vectors of columns.
+  template <int FIRST, int N>
+  inline __attribute__((always_inline)) void partial(const float* queries, const float* keys, Floats (&x)[PAIR][WIDE]) const {
+    if constexpr (N > 1) {
+      Floats y[PAIR][WIDE];
+      partial<FIRST, N / 2>(queries, keys, x);
+      partial<FIRST + N / 2, N / 2>(queries, keys, y);
+      for (int m = 0; m < PAIR; m++)
+        for (int i = 0; i < WIDE; i++) x[m][i] += y[m][i];
+    } else {
+      for (int m = 0; m < PAIR; m++)
+        for (int i = 0; i < WIDE; i++) x[m][i] = Floats{};
+      for (int d = FIRST; d < padded; d += LANES)
+        for (int m = 0; m < PAIR; m++)
+          for (int i = 0; i < WIDE; i++)
+            x[m][i] = all(queries[m * padded + d]) * load(keys + d * BLOCK + i * LANES) + x[m][i];
+    }
+  }
+
+  void score_transposed(const float* queries, const float* keys, float* scores) const {
+    Floats x[PAIR][WIDE];
+    partial<0, LANES>(queries, keys, x);
+    for (int m = 0; m < PAIR; m++)
+      for (int i = 0; i < WIDE; i++) store(scores + m * BLOCK + i * LANES, x[m][i]);
+  }
+
+  template <typename K>
+  void transpose_all(const K* const* columns, int first, int last, float* keys) const {
+    for (int c = first; c < last; c += LANES)
+      for (int i = 0; i < vectors; i++) {
+        Floats x[LANES];
+#pragma GCC unroll 16
+        for (int l = 0; l < LANES; l++) x[l] = load(columns[c + l] + i * LANES);
+        transpose(x);
+#pragma GCC unroll 16
+        for (int l = 0; l < LANES; l++) store(keys + (i * LANES + l) * BLOCK + c, x[l]);
+      }
+  }
+
   // mixed [COUNT, padded] = mixed * decay + weights [COUNT, BLOCK] @ the columns first .. last - 1, WIDE vectors of it.
-  template <int COUNT, int WIDE, typename V>
+  template <int COUNT, int W, typename V>
   static void mix(const float* weights, const float* decay, const V* const* columns, int first, int last, int padded,
                   int offset, float* mixed) {
-    Floats x[COUNT][WIDE];
+    Floats x[COUNT][W];
     for (int m = 0; m < COUNT; m++)
-      for (int i = 0; i < WIDE; i++) x[m][i] = load(mixed + m * padded + offset + i * LANES) * decay[m];
+      for (int i = 0; i < W; i++) x[m][i] = load(mixed + m * padded + offset + i * LANES) * decay[m];
     for (int c = first; c < last; c++) {
-      Floats v[WIDE];
+      Floats v[W];
 #pragma GCC unroll 16
-      for (int i = 0; i < WIDE; i++) v[i] = load(columns[c] + offset + i * LANES);
+      for (int i = 0; i < W; i++) v[i] = load(columns[c] + offset + i * LANES);
 #pragma GCC unroll 16
       for (int m = 0; m < COUNT; m++) {
         const Floats weight = all(weights[m * BLOCK + c]);
 #pragma GCC unroll 16
-        for (int i = 0; i < WIDE; i++) x[m][i] = weight * v[i] + x[m][i];
+        for (int i = 0; i < W; i++) x[m][i] = weight * v[i] + x[m][i];
       }
     }
     for (int m = 0; m < COUNT; m++)
-      for (int i = 0; i < WIDE; i++) store(mixed + m * padded + offset + i * LANES, x[m][i]);
+      for (int i = 0; i < W; i++) store(mixed + m * padded + offset + i * LANES, x[m][i]);
   }
 
-  template <int WIDE, typename V>
+  template <int W, typename V>
   void mix_all(const float* weights, const float* decay, const V* const* columns, int first, int last, int offset,
                int count, float* mixed) const {
     int m = 0;
     for (; m + 4 <= count; m += 4)
-      mix<4, WIDE>(weights + m * BLOCK, decay + m, columns, first, last, padded, offset, mixed + m * padded);
+      mix<4, W>(weights + m * BLOCK, decay + m, columns, first, last, padded, offset, mixed + m * padded);
     for (; m + 2 <= count; m += 2)
-      mix<2, WIDE>(weights + m * BLOCK, decay + m, columns, first, last, padded, offset, mixed + m * padded);
+      mix<2, W>(weights + m * BLOCK, decay + m, columns, first, last, padded, offset, mixed + m * padded);
     for (; m < count; m++)
-      mix<1, WIDE>(weights + m * BLOCK, decay + m, columns, first, last, padded, offset, mixed + m * padded);
+      mix<1, W>(weights + m * BLOCK, decay + m, columns, first, last, padded, offset, mixed + m * padded);
   }
 
   // Turns scores [BLOCK] of columns from `begin` on into weights; returns by how much what was summed so far decays.
@@ -225,24 +288,27 @@ struct Attention {
   }
 
   template <typename K>
-  void block(const K* const* keys, const K* const* values, const float* queries, float* scores, float* decay,
+  void block(const K* const* keys, const K* const* values, const float* queries, float* scores, float* transposed, float* decay,
              float* mixed, float* highest, Floats* total, int count, int begin, int first, int last, int position,
              int width) const {
-    for (int c = first / LANES * LANES; c < last; c += LANES)
-      for (int m = 0; m < count; m++) score(queries + m * padded, keys + c, scores + m * BLOCK + c);
+    if (count >= MANY) {
+      const int step = LANES * WIDE, from = first / step * step, to = (last + step - 1) / step * step;
+      transpose_all(keys, from, to, transposed);
+      for (int c = from; c < to; c += step)
+        for (int m = 0; m < count; m += PAIR)
+          score_transposed(queries + m * padded, transposed + c, scores + m * BLOCK + c);
+    } else {
+      for (int c = first / LANES * LANES; c < last; c += LANES)
+        for (int m = 0; m < count; m++) score(queries + m * padded, keys + c, scores + m * BLOCK + c);
+    }
     for (int m = 0; m < count; m++) {
       const int at = position + m % width;
       const int from = call.window > 0 ? std::max(0, at - call.window + 1) : 0;
       decay[m] = weigh(scores + m * BLOCK, begin, from, at, highest[m], total[m]);
     }
-    if constexpr (SIZE == 0) {
-      for (int i = 0; i < vectors; i++)
-        mix_all<1>(scores, decay, values, first, last, i * LANES, count, mixed);
-    } else if constexpr (SIZE % 4 == 0) {
-      for (int i = 0; i < SIZE; i += 4) mix_all<4>(scores, decay, values, first, last, i * LANES, count, mixed);
-    } else {
-      mix_all<SIZE>(scores, decay, values, first, last, 0, count, mixed);
-    }
+    int i = 0;
+    for (; i + MIXED <= vectors; i += MIXED) mix_all<MIXED>(scores, decay, values, first, last, i * LANES, count, mixed);
+    for (; i < vectors; i++) mix_all<1>(scores, decay, values, first, last, i * LANES, count, mixed);
   }
 
   void run(const Task& task, const T* query, const T* keys, const T* values, T* output) const {
@@ -250,16 +316,18 @@ struct Attention {
     const int group = call.heads / call.kv_heads, width = task.last - task.first, count = group * width;
     const int32_t* place = call.places + task.row * call.place_row;
     const int position = place[0] + task.first;
-    float* queries = scratch.take(count * (2 * padded + BLOCK + LANES + 2) + 2 * BLOCK * padded);
-    float* mixed = queries + count * padded;
-    float* scores = mixed + count * padded;
-    float* staged = scores + count * BLOCK;
-    Floats* total = reinterpret_cast<Floats*>(staged + 2 * BLOCK * padded);
+    const int held = (count + PAIR - 1) / PAIR * PAIR;
+    float* queries = scratch.take(held * (2 * padded + BLOCK + LANES + 2) + 3 * BLOCK * padded);
+    float* mixed = queries + held * padded;
+    float* scores = mixed + held * padded;
+    float* staged = scores + held * BLOCK;
+    float* transposed = staged + 2 * BLOCK * padded;
+    Floats* total = reinterpret_cast<Floats*>(transposed + BLOCK * padded);
     float* highest = reinterpret_cast<float*>(total + count);
     float* decay = highest + count;
 
-    std::fill(queries, queries + 2 * count * padded, 0.f);
-    std::fill(scores, scores + count * BLOCK, 0.f);
+    std::fill(queries, queries + 2 * held * padded, 0.f);
+    std::fill(scores, scores + held * BLOCK, 0.f);
     for (int m = 0; m < count; m++) {
       const T* from = query + task.row * call.query_row + (task.head * group + m / width) * call.query_head +
                       (task.first + m % width) * call.query_column;
@@ -269,7 +337,7 @@ struct Attention {
     }
 
     // Where a block is used often, or its columns are no whole vectors, it is copied as floats: the numbers are the same.
-    const bool stage = SIZE == 0 || (!std::is_same_v<T, float> && count > 2);
+    const bool whole = call.size == padded, stage = !whole || (!std::is_same_v<T, float> && count > 2);
     const int64_t stride = call.kv_heads * call.size;
     const int begin = call.window > 0 ? std::max(0, position - call.window + 1) : 0;
     for (int b = begin / BLOCK * BLOCK; b < task.limit; b += BLOCK) {
@@ -289,8 +357,8 @@ struct Attention {
           staged_k[c] = to;
           staged_v[c] = to + padded;
           if (c != at) continue;
-          if constexpr (SIZE > 0) {
-            for (int i = 0; i < SIZE; i++) {
+          if (whole) {
+            for (int i = 0; i < vectors; i++) {
               store(to + i * LANES, load(k[c] + i * LANES));
               store(to + padded + i * LANES, load(v[c] + i * LANES));
             }
@@ -300,9 +368,9 @@ struct Attention {
             for (int d = 0; d < call.size; d++) to[padded + d] = static_cast<float>(v[c][d]);
           }
         }
-        block(staged_k, staged_v, queries, scores, decay, mixed, highest, total, count, b, first, last, position, width);
-      } else if constexpr (SIZE > 0) {
-        block(k, v, queries, scores, decay, mixed, highest, total, count, b, first, last, position, width);
+        block(staged_k, staged_v, queries, scores, transposed, decay, mixed, highest, total, count, b, first, last, position, width);
+      } else {
+        block(k, v, queries, scores, transposed, decay, mixed, highest, total, count, b, first, last, position, width);
       }
     }
 
@@ -342,68 +410,65 @@ std::vector<Task> plan(const Call& call, T* output, int64_t& products) {
   return tasks;
 }
 
-template <typename T, int SIZE>
+template <typename T>
 void attend(const Call& call, const T* query, const T* keys, const T* values, T* output) {
   int64_t products = 0;
   const std::vector<Task> tasks = plan(call, output, products);
-  const Attention<T, SIZE> attention{call};
+  const Attention<T> attention{call};
   std::atomic<size_t> next{0};
   const auto work = [&](int64_t, int64_t) {
     for (size_t i = next++; i < tasks.size(); i = next++) attention.run(tasks[i], query, keys, values, output);
   };
-  const int threads = at::get_num_threads();
+  const int threads = torch::stable::get_num_threads();
   if (products < ALONE || threads == 1) {
     work(0, 1);
   } else {
-    at::parallel_for(0, threads, 1, work);
+    torch::stable::parallel_for(0, threads, 1, work);
   }
 }
 
 template <typename T>
-void attend(const Call& call, const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
-            at::Tensor& output) {
-  const auto with = [&](auto size) {
-    attend<T, decltype(size)::value>(call, query.const_data_ptr<T>(), keys.const_data_ptr<T>(),
-                                     values.const_data_ptr<T>(), output.mutable_data_ptr<T>());
-  };
-  switch (call.size) {
-    case 32: return with(std::integral_constant<int, 32 / LANES>());
-    case 64: return with(std::integral_constant<int, 64 / LANES>());
-    case 80: return with(std::integral_constant<int, 80 / LANES>());
-    case 96: return with(std::integral_constant<int, 96 / LANES>());
-    case 128: return with(std::integral_constant<int, 128 / LANES>());
-    default: return with(std::integral_constant<int, 0>());
-  }
+void attend(const Call& call, const Tensor& query, const Tensor& keys, const Tensor& values, Tensor& output) {
+  attend(call, static_cast<const T*>(query.const_data_ptr()), static_cast<const T*>(keys.const_data_ptr()),
+         static_cast<const T*>(values.const_data_ptr()), static_cast<T*>(output.mutable_data_ptr()));
 }
 
-at::Tensor attend_in_place(const at::Tensor& query, const at::Tensor& keys, const at::Tensor& values,
-                           const at::Tensor& places, double scale, int64_t window, double softcap) {
-  const auto dtype = query.scalar_type();
-  TORCH_CHECK(query.dim() == 4 && keys.dim() == 4 && places.dim() == 4, "query, keys and places have four dimensions");
-  TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16, "attention in place takes float32 and bfloat16");
-  TORCH_CHECK(keys.scalar_type() == dtype && values.scalar_type() == dtype, "query, keys and values differ in dtype");
-  TORCH_CHECK(keys.is_contiguous() && values.is_contiguous() && keys.sizes() == values.sizes(),
-              "keys and values are contiguous and of one shape");
-  TORCH_CHECK(places.scalar_type() == at::kInt && places.size(0) == query.size(0) && places.stride(3) == 1,
-              "places are int32, one row for each of the query's, contiguous");
-  TORCH_CHECK(query.size(3) == keys.size(3) && query.stride(3) == 1 && query.size(1) % keys.size(2) == 0,
-              "query heads and their size do not fit those of the keys");
+void check(const Tensor& query, const Tensor& keys, const Tensor& values, const Tensor& places) {
+  const ScalarType dtype = query.scalar_type();
+  STD_TORCH_CHECK(query.dim() == 4 && keys.dim() == 4 && values.dim() == 4 && places.dim() == 4,
+                  "query, keys, values and places have four dimensions");
+  STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::BFloat16,
+                  "attention in place on a CPU takes float32 and bfloat16");
+  STD_TORCH_CHECK(keys.scalar_type() == dtype && values.scalar_type() == dtype,
+                  "query, keys and values differ in dtype");
+  for (int i = 0; i < 4; i++) STD_TORCH_CHECK(keys.size(i) == values.size(i), "keys and values differ in shape");
+  STD_TORCH_CHECK(keys.is_contiguous() && values.is_contiguous(), "keys and values are not contiguous");
+  STD_TORCH_CHECK(places.scalar_type() == ScalarType::Int && places.stride(3) == 1 && places.size(3) >= 2 &&
+                      places.size(0) == query.size(0),
+                  "places are not int32 [R, 1, 1, 2 + n] with one row for each of the query's");
+  STD_TORCH_CHECK(query.size(3) == keys.size(3) && query.stride(3) == 1 && query.size(1) % keys.size(2) == 0,
+                  "the query's heads do not fit those of the keys");
+}
+
+Tensor attend_in_place(const Tensor& query, const Tensor& keys, const Tensor& values, const Tensor& places,
+                       double scale, int64_t window, double softcap) {
+  check(query, keys, values, places);
   Call call{};
   call.rows = query.size(0), call.heads = query.size(1), call.columns = query.size(2), call.size = query.size(3);
   call.page = keys.size(1), call.kv_heads = keys.size(2);
   call.query_row = query.stride(0), call.query_head = query.stride(1), call.query_column = query.stride(2);
-  call.places = places.const_data_ptr<int32_t>(), call.place_row = places.stride(0);
+  call.places = static_cast<const int32_t*>(places.const_data_ptr()), call.place_row = places.stride(0);
   call.scale = float(scale), call.cap = float(softcap);
   call.window = int(std::clamp<int64_t>(window, 0, std::numeric_limits<int>::max()));
-  at::Tensor output = at::empty({call.rows, call.columns, call.heads, call.size}, query.options());
-  if (dtype == at::kFloat) {
+  Tensor output = torch::stable::new_empty(query, {call.rows, call.columns, call.heads, call.size});
+  if (query.scalar_type() == ScalarType::Float) {
     attend<float>(call, query, keys, values, output);
   } else {
-    attend<at::BFloat16>(call, query, keys, values, output);
+    attend<BFloat16>(call, query, keys, values, output);
   }
   return output;
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(exspec, CPU, m) { m.impl("attend_in_place", TORCH_FN(attend_in_place)); }
+STABLE_TORCH_LIBRARY_IMPL(exspec, CPU, library) { library.impl("attend_in_place", TORCH_BOX(&attend_in_place)); }

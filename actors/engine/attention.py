@@ -35,7 +35,7 @@ from transformers import AttentionInterface
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, float, int, float], Tensor]
 
 SOURCE = Path(__file__).with_name("attention.cpp")
-FLAGS = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
+FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared")
 UNSUPPORTED = ("s_aux", "position_bias")  # options of transformers that would change the scores
 
 
@@ -200,6 +200,8 @@ def load_kernel() -> None:
 
     Raises OSError without a compiler or a folder to write to, RuntimeError with the last line of what it complains of.
     """
+    if torch.__version__ < "2.10":
+        raise RuntimeError(f"torch {torch.__version__} lacks the interface for kernels that came with 2.10")
     path = _cache_folder() / f"attention-{_digest()}.so"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -215,10 +217,9 @@ def load_kernel() -> None:
 
 def _command() -> list[str]:
     torch_folder = Path(torch.__file__).parent
-    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     libraries = [f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"]
     compiler = os.environ.get("CXX") or "c++"
-    return [compiler, *FLAGS, abi, f"-I{torch_folder / 'include'}", str(SOURCE), *libraries]
+    return [compiler, *FLAGS, f"-I{torch_folder / 'include'}", str(SOURCE), *libraries]
 
 
 def _digest() -> str:

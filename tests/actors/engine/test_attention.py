@@ -1,16 +1,14 @@
 """Attention over pages: both operators against an oracle, and what a result in place may not depend on."""
 
-import math
+import os
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -30,10 +28,15 @@ class Example:
     """Rows of random KV of the lengths given, their pages scattered over the stores; what is nobody's is random too."""
 
     def __init__(
-        self, spans: list[tuple[int, int]], width: int, dtype: torch.dtype = torch.float32, size: int = 64, page: int = 16
+        self,
+        spans: list[tuple[int, int]],
+        width: int,
+        dtype: torch.dtype = torch.float32,
+        size: int = 64,
+        page: int = 16,
     ) -> None:
         random = torch.Generator().manual_seed(0)
-        self.spans, self.width, self.page, self.heads = spans, width, page, 4
+        self.spans, self.width, self.page, self.heads, self.scale = spans, width, page, 4, size**-0.5
         n = -(-(max(end for _, end in spans) + width) // page)
         normal = lambda *shape: torch.randn(*shape, generator=random).to(dtype)  # noqa: E731
         self.keys, self.values = (normal(len(spans) * n + 1, page, 2, size) for _ in range(2))
@@ -50,7 +53,7 @@ class Example:
 
     def attend(self, name: str = "attend_in_place", window: int = 0, softcap: float = 0.0) -> Tensor:
         operator = getattr(torch.ops.exspec, name)
-        arguments = (self.query, self.keys, self.values, self.places, 0.2, window, softcap)
+        arguments = (self.query, self.keys, self.values, self.places, self.scale, window, softcap)
         result: Tensor = operator(*arguments)
         return result
 
@@ -66,7 +69,7 @@ class Example:
                 kv = h // (heads // self.keys.shape[2])
                 key = torch.stack([self.keys[page, offset, kv] for page, offset in cells]).double()
                 value = torch.stack([self.values[page, offset, kv] for page, offset in cells]).double()
-                scores = key @ self.query[r, h, q].double() * 0.2
+                scores = key @ self.query[r, h, q].double() * self.scale
                 scores = softcap * (scores / softcap).tanh() if softcap else scores
                 expected[r, q, h] = scores.softmax(0) @ value
         return expected
@@ -143,17 +146,87 @@ def test_large_scores_stay_finite(name: str) -> None:
     assert torch.allclose(example.attend(name).double(), example.oracle(), atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["attend_in_place", "attend_gathered"])
-def test_rows_and_pages_of_one_shape(name: str) -> None:
-    """What the operator over gathered pages promises."""
-    example = Example([(3, 9), (50, 56), (100, 106)], 6)
+def test_a_row_of_one_shape_has_one_result(name: str, dtype: torch.dtype) -> None:
+    """What the operator over gathered pages promises: whatever the other rows, its pages, and its place among them."""
+    example = Example([(3, 9), (50, 56), (100, 106)], 6, dtype)
     expected = example.attend(name)
-    other = Example([(80, 86), (50, 56), (0, 0)], 6)
-    other.table[:] = other.table.flip(1)
-    other.table = other.table[:, : example.table.shape[1]]
+    other = Example([(50, 56), (100, 104), (9, 0)], 6, dtype)
+    other.table = other.table.flip(0, 1)[:, : example.table.shape[1]]
+    other.query.mul_(-1)[0] = example.query[1]
     for store, source in ((other.keys, example.keys), (other.values, example.values)):
-        store.normal_()
-        store[other.table[1, : example.table.shape[1]]] = source[example.table[1, : other.table.shape[1]]]
-    other.query[1] = example.query[1]
-    if other.table.shape == example.table.shape:
-        assert torch.equal(other.attend(name)[1], expected[1])
+        store.neg_()[other.table[0]] = source[example.table[1]]
+    assert torch.equal(other.attend(name)[0], expected[1])
+
+
+@pytest.mark.parametrize("name", ["attend_in_place", "attend_gathered"])
+def test_a_trace_sees_one_call(name: str) -> None:
+    example = Example(RAGGED, 6, torch.bfloat16)
+    operator = getattr(torch.ops.exspec, name)
+    arguments = (example.query, example.keys, example.values, example.places)
+    traced = make_fx(lambda *tensors: operator(*tensors, 0.125, 20))(*arguments)
+    assert [node.target for node in traced.graph.nodes if node.op == "call_function"] == [operator.default]
+    assert torch.equal(traced(*arguments), operator(*arguments, 0.125, 20))
+    torch.library.opcheck(operator.default, (*arguments, 0.125, 20), test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("where", ["exspec_in_place", "exspec_gathered"])
+def test_as_transformers_calls_it(where: str) -> None:
+    example = Example(RAGGED, 6)
+    arguments = (torch.nn.Identity(), example.query, example.keys, example.values, example.places)
+    attend = ALL_ATTENTION_FUNCTIONS[where]
+    found, weights = attend(*arguments, dropout=0.0, scaling=None, is_causal=True)
+    assert weights is None
+    assert torch.allclose(found.double(), example.oracle(), atol=3e-6)
+    found, _ = attend(*arguments, scaling=0.125, sliding_window=20, softcap=1.5, s_aux=None)
+    assert torch.allclose(found.double(), example.oracle(20, 1.5), atol=3e-6)
+    for name in ("s_aux", "position_bias"):
+        with pytest.raises(TypeError, match=name):
+            attend(*arguments, **{name: example.query})
+
+
+@pytest.mark.parametrize("size", [16, 64, 80])
+@pytest.mark.parametrize("page", [1, 16, 32])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_trial_finds_nothing_here(dtype: torch.dtype, page: int, size: int) -> None:
+    assert attention.trial(CPU, dtype, 4, 2, size, page) is None
+
+
+def test_a_trial_names_a_dtype_that_the_kernel_does_not_know() -> None:
+    assert attention.trial(CPU, torch.float64, 4, 2, 64, 16) == "attention in place on a CPU takes float32 and bfloat16"
+
+
+def test_a_trial_finds_a_kernel_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = attention.attend_gathered
+    wrong = lambda *given: right(*given) * 1.001  # noqa: E731
+    operators = SimpleNamespace(
+        attend_in_place=SimpleNamespace(default=wrong), attend_gathered=SimpleNamespace(default=right)
+    )
+    monkeypatch.setattr(torch.ops, "exspec", operators)
+    assert "away from attention over copies" in str(attention.trial(CPU, torch.float32, 8, 2, 64, 16))
+
+
+BROKEN = "#!/bin/sh\necho a warning >&2\necho no such instruction >&2\nexit 1\n"
+TRIAL = (
+    "import torch; from exspec.actors.engine.attention import trial\n"
+    "print(trial(torch.device('cpu'), torch.float32, 4, 2, 64, 16))"
+)
+
+
+@pytest.mark.parametrize(("script", "reason"), [(None, "No such file"), (BROKEN, "no such instruction")])
+def test_a_trial_says_why_there_is_no_kernel(tmp_path: Path, script: str | None, reason: str) -> None:
+    compiler = tmp_path / "compiler"
+    if script is not None:
+        compiler.write_text(script)
+        compiler.chmod(0o755)
+    environment = os.environ | {"EXSPEC_CACHE": str(tmp_path / "cache"), "CXX": str(compiler)}
+    done = subprocess.run([sys.executable, "-c", TRIAL], env=environment, capture_output=True, text=True, check=True)
+    assert reason in done.stdout
+    assert len(done.stdout.splitlines()) == 1
+    assert not list((tmp_path / "cache" / "kernels").iterdir()), "nothing half made stays behind"
+
+
+def test_a_kernel_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "run", None)
+    attention.load_kernel.__wrapped__()
