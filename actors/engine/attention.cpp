@@ -145,7 +145,7 @@ inline Floats capped(Floats x, float cap) {
 }
 
 struct Call {
-  int64_t rows, heads, kv_heads, columns, size, page;
+  int64_t rows, heads, kv_heads, columns, size, page, attended;
   int64_t query_row, query_head, query_column, place_row;  // strides
   const int32_t* places;
   float scale, cap;
@@ -391,6 +391,7 @@ std::vector<Task> plan(const Call& call, T* output, int64_t& products) {
   const int64_t column = call.heads * call.size;
   for (int64_t r = 0; r < call.rows; r++) {
     const int64_t start = call.places[r * call.place_row], end = call.places[r * call.place_row + 1];
+    STD_TORCH_CHECK(end <= call.attended, "row ", r, " ends at ", end, ", past the pages of its table");
     const int64_t first = std::clamp<int64_t>(-start, 0, call.columns);
     const int64_t last = std::clamp<int64_t>(end - start, first, call.columns);
     T* row = output + r * call.columns * column;
@@ -455,7 +456,7 @@ Tensor attend_in_place(const Tensor& query, const Tensor& keys, const Tensor& va
   check(query, keys, values, places);
   Call call{};
   call.rows = query.size(0), call.heads = query.size(1), call.columns = query.size(2), call.size = query.size(3);
-  call.page = keys.size(1), call.kv_heads = keys.size(2);
+  call.page = keys.size(1), call.kv_heads = keys.size(2), call.attended = (places.size(3) - 2) * call.page;
   call.query_row = query.stride(0), call.query_head = query.stride(1), call.query_column = query.stride(2);
   call.places = static_cast<const int32_t*>(places.const_data_ptr()), call.place_row = places.stride(0);
   call.scale = float(scale), call.cap = float(softcap);

@@ -17,6 +17,7 @@ nor on which column of the query a position stands in. Over gathered pages that 
 """
 
 import hashlib
+import importlib
 import os
 import platform
 import subprocess
@@ -90,7 +91,7 @@ def attend_varlen(
     # A query is aligned with the end of its keys. Dead columns may reach past the table: page 0 is there for them.
     used = torch.where(end > 0, start + width, 0).clamp_(min=0)
     table = pad(places[:, 0, 0, 2:], (0, -(-width // keys.shape[1])))
-    mixed = varlen_attn(
+    mixed: Any = varlen_attn(
         query.transpose(1, 2).reshape(rows * width, heads, size),
         keys,
         values,
@@ -105,7 +106,8 @@ def attend_varlen(
         block_table=table,
         num_splits=1,
     )
-    return mixed.view(rows, width, heads, size)
+    result: Tensor = mixed.view(rows, width, heads, size)
+    return result
 
 
 def _shaped(
@@ -157,11 +159,8 @@ def _prepare(device: torch.device) -> None:
     if device.type == "cpu":
         load_kernel()
     elif device.type == "cuda":
-        try:
-            from torch.nn.attention.varlen import varlen_attn
-        except ImportError:
-            varlen_attn = None
-        if varlen_attn is None or "block_table" not in signature(varlen_attn).parameters:
+        varlen = importlib.import_module("torch.nn.attention.varlen")
+        if "block_table" not in signature(varlen.varlen_attn).parameters:
             raise RuntimeError(f"torch {torch.__version__} has no attention over pages, which came with 2.12")
 
 
@@ -170,9 +169,9 @@ def _example(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A few ragged rows with random numbers: query, keys, values, places. One row is dead, and some columns are."""
     random = torch.Generator().manual_seed(width)
-    pages = 3
-    starts = [0, 1, page_size - 1, page_size, 3 * page_size - width, 3 * page_size - 1, 0, 5]
-    ends = [min(start + width, pages * page_size) for start in starts[:-2]] + [0, 6]
+    pages = 3 + width // page_size
+    starts = [0, 1, page_size - 1, page_size, pages * page_size - width, pages * page_size - 1, 0, 2]
+    ends = [min(start + width, pages * page_size) for start in starts[:-2]] + [0, 3]
     table = 1 + torch.randperm(len(starts) * pages, generator=random).view(len(starts), pages)
     places = torch.cat([torch.tensor([starts, ends]).T, table], dim=1)[:, None, None].int()
 
