@@ -50,11 +50,12 @@ def attend_gathered(
     rows, heads, width, size = query.shape
     fold = heads // keys.shape[2]
     key, value = _side_by_side(keys, places), _side_by_side(values, places)  # [R, H, S, D]
-    positions = places[:, 0, 0, :1] + torch.arange(width, device=places.device)  # [R, Q]
-    distance = positions[..., None] - torch.arange(key.shape[2], device=places.device)  # [R, Q, S]
-    hidden = distance < 0 if window <= 0 else (distance < 0) | (distance >= window)
-    mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device)
-    mask = mask.masked_fill_(hidden, torch.finfo(query.dtype).min).repeat(1, fold, 1)[:, None]  # [R, 1, G * Q, S]
+    positions = places[:, 0, 0, :1] + torch.arange(width, dtype=torch.int32, device=places.device)  # [R, Q]
+    columns = torch.arange(key.shape[2], dtype=torch.int32, device=places.device)
+    attended = columns <= positions[..., None]  # [R, Q, S]
+    if window > 0:
+        attended &= columns > positions[..., None] - window
+    mask = attended.repeat(1, fold, 1)[:, None]  # [R, 1, G * Q, S]
     folded = query.reshape(rows, -1, fold * width, size)  # [R, H, G * Q, D]
     if softcap:
         mixed = _capped_attention(folded, key, value, mask, scale, softcap)
@@ -62,6 +63,7 @@ def attend_gathered(
         mixed = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
     dead = (positions < 0) | (positions >= places[:, 0, 0, 1:2])
     mixed = mixed.reshape(rows, heads, width, size).transpose(1, 2)
+    # What attends nothing may have become NaN.
     return mixed.masked_fill(dead[:, :, None, None], 0.0).contiguous()
 
 
@@ -74,7 +76,7 @@ def _side_by_side(store: Tensor, places: Tensor) -> Tensor:
 
 def _capped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, cap: float) -> Tensor:
     scores = query.float() @ key.float().transpose(2, 3) * scale
-    weights = (cap * torch.tanh(scores / cap) + mask.float()).softmax(dim=-1)
+    weights = (cap * torch.tanh(scores / cap)).masked_fill_(~mask, -torch.inf).softmax(dim=-1)
     return (weights @ value.float()).to(query.dtype)
 
 
