@@ -77,9 +77,10 @@ class PagedModel:
         self.keys = [torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(layers)]
         self.values = [torch.zeros_like(k) for k in self.keys]
         self.last_position = context_length(model.config) - 1
+        self.write = torch.zeros(0, dtype=torch.long, device=model.device)
         self._where: Callable[..., Any] = where
         if kernels == "compiled":
-            fuse(self.model)
+            fuse(self.model, self)
             self._where = compiled(where)
 
     @property
