@@ -166,7 +166,7 @@ def test_budget_and_stop() -> None:
         assert len(completion.tokens) <= int(completion.id)  # type: ignore[call-overload]
         assert (completion.finish_reason == "length") == (completion.tokens[-1] != END)
     with pytest.raises(RequestError, match="stop and constraint"):
-        engine.submit(Request("x", [1], 5, constraint=labels, stop=lambda _: None))
+        engine.submit(Request("x", [1], 5, constraint=labels, stop=lambda: lambda _: None))
 
 
 @given(st.sets(st.integers(0, 200), max_size=40))
