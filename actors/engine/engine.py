@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from functools import wraps
+from functools import cached_property, wraps
 from itertools import takewhile
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
@@ -18,7 +18,7 @@ from exspec.actors.engine.constraint import Barred, forced
 from exspec.actors.engine.drafting import Draft
 from exspec.actors.engine.graphs import Recorder
 from exspec.actors.engine.group import Group
-from exspec.actors.engine.guide import Candidates, Guide, candidate_ids
+from exspec.actors.engine.guide import Candidates, Guide, Masks, candidate_ids
 from exspec.actors.engine.methods import build, recorder_for
 from exspec.actors.engine.pool import Pool, Sequence
 from exspec.actors.engine.prefill import Chunk
@@ -211,7 +211,11 @@ class Engine:
 
     def _guide(self, sequences: list[Sequence | None]) -> Guide | None:
         constrained = any(s is not None and s.constraint is not None for s in sequences)
-        return Guide(sequences, self.vocabulary, self._ends) if constrained else None
+        return Guide(sequences, self._masks, self._ends) if constrained else None
+
+    @cached_property
+    def _masks(self) -> Masks:
+        return Masks(self.config.width, self.config.batch_size, self.vocabulary, self.device)
 
     @phase
     def _draft(self, group: Group) -> Draft:
@@ -226,7 +230,7 @@ class Engine:
         width = self.config.width if self.config.fixed_shapes else 1 + draft.tokens.shape[1]
         padded = torch.nn.functional.pad(draft.tokens, (0, width - 1 - draft.tokens.shape[1]))
         tokens = torch.cat([group.pending[:, None], padded], dim=1)
-        masks = group.guide.along(width).to(self.device) if group.guide else None
+        masks = group.guide.along(width) if group.guide else None
         candidates = group.guide.candidates(width) if group.guide else {}
         asked = candidate_ids(candidates, len(group.sequences), width, self.device) if candidates else None
         choices, scores = self._choose(group.slots, tokens, group.starts, group.sampler, group.attended, masks, asked)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exspec.actors.engine import Engine, EngineConfig, Request, RequestError, Sampling
-from exspec.actors.engine.constraint import Automaton, Node, chain, choice, forced, mask_of, only, tokens_of, unpacked
+from exspec.actors.engine.constraint import Automaton, Few, Node, chain, choice, forced, mask_of, tokens_of, unpacked
 from exspec.actors.engine.sampling import gumbel_noise
 from tests import tiny
 
@@ -173,7 +173,7 @@ def test_budget_and_stop() -> None:
 def test_masks_hold_what_they_were_made_of(tokens: set[int]) -> None:
     mask = mask_of(tokens)
     assert tokens_of(mask) == sorted(tokens)
-    assert only(mask) == (min(tokens) if len(tokens) == 1 else None)
+    assert Few.of(tokens).only == (min(tokens) if len(tokens) == 1 else None)
     padded = torch.nn.functional.pad(mask, (0, 7 - len(mask)))
     assert unpacked(padded, 201).nonzero()[:, 0].tolist() == sorted(tokens)
 
