@@ -251,10 +251,15 @@ class Json:
             raise AnswerError(f"json_schema: the tokenizer cannot be held to a grammar: {error}") from error
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_vocabulary"}  # it does not pickle
+        unpickled = ("_vocabulary", "_matcher")
+        return {name: value for name, value in vars(self).items() if name not in unpickled}
+
+    @cached_property
+    def _matcher(self) -> LLMatcher:
+        return LLMatcher(self._vocabulary, self.grammar, log_level=0)
 
     def constraint(self) -> "Grammar":
-        return Grammar(LLMatcher(self._vocabulary, self.grammar, log_level=0), self._vocabulary.vocab_size, self.end)
+        return Grammar(self._matcher.deep_copy(), self._vocabulary.vocab_size, self.end)
 
     def read(self, completion: Completion, text: str) -> dict[str, Any]:
         if completion.finish_reason != "stop":

@@ -57,7 +57,7 @@ class Constraint(Protocol):
     @classmethod
     def compute(cls, places: Sequence[tuple[Self, int]], masks: Words) -> None:
         """Write the masks of places that are not kept, each constraint's over the row of masks [N, words] given."""
-        raise TypeError(f"{cls.__name__} keeps all its masks")
+        raise TypeError(f"{cls.__name__} keeps its masks, none of {len(places)} is to be written to {masks.shape}")
 
     def advance(self, token: int) -> None:
         """Move on by an allowed token."""

@@ -87,21 +87,27 @@ class Guide:
         self.walking = {row: constraint for row, (_, constraint) in self.constrained.items()}
         self.steps = dict.fromkeys(self.constrained, 0)  # tokens walked
         self.only: list[set[int]] = []  # of every place so far: the rows that one token alone was allowed in
-        self._here()
-
-    @property
-    def place(self) -> int:
-        """The place that the rows have come to."""
-        return len(self.only) - 1
+        self.ahead: list[list[int | None]] = [[None] * self.rows]  # moves that nobody has asked for yet
 
     @property
     def here(self) -> Tensor:
         """The masks of the place that the rows have come to, on the device: int32 [R, words]."""
-        return self.masks.device[self.place, : self.rows]
+        self._arrive()
+        return self.masks.device[len(self.only) - 1, : self.rows]
 
     def advance(self, tokens: list[int | None]) -> None:
-        """Move every row by its token; None where its draft has ended."""
-        masks = self.masks.array[self.place]
+        """Move every row by its token; None where its draft has ended. The masks are made when they are asked for."""
+        self.ahead.append(tokens)
+
+    def _arrive(self) -> None:
+        for tokens in self.ahead:
+            if self.only:
+                self._walk(tokens)
+            self._here()
+        self.ahead.clear()
+
+    def _walk(self, tokens: list[int | None]) -> None:
+        masks = self.masks.array[len(self.only) - 1]
         for row, constraint in list(self.walking.items()):
             token = tokens[row]
             # A drafter without a guide may propose what is not allowed: the target will not agree.
@@ -110,24 +116,26 @@ class Guide:
             else:
                 constraint.advance(token)
                 self.steps[row] += 1
-        self._here()
 
     def back(self) -> None:
         """Leave every constraint where the round found it."""
+        self.ahead.clear()
         for row, (_, constraint) in self.constrained.items():
             constraint.rollback(self.steps[row])
         self.walking.clear()
 
-    def ended(self, row: int) -> bool:
-        """Whether a constrained row's draft has come to its end."""
-        return row in self.constrained and row not in self.walking
+    def closes(self, row: int, token: int) -> bool:
+        """Whether a token ends a constrained row's draft."""
+        return row in self.constrained and self.ends(self.constrained[row][0], token)
 
     def along(self, width: int) -> Tensor:
         """The masks of `width` places, on the device: int32 [R, width, words]."""
+        self._arrive()
         return self.masks.device[:width, : self.rows].transpose(0, 1)
 
     def candidates(self, width: int) -> Candidates:
         """The tokens that scored rows may choose from, by row and place, where there is a choice."""
+        self._arrive()
         found: Candidates = {}
         for row, (sequence, _) in self.constrained.items():
             if most := sequence.request.scored:
