@@ -293,8 +293,9 @@ def _generate(model: PreTrainedModel, request: Request) -> Completion:
         prefix_allowed_tokens_fn=allowed if constraint else None,
     )
     tokens: list[int] = output[0, len(request.prompt) :].tolist()
+    check = request.stop() if request.stop else None
     for place in range(len(tokens)):
-        stopped = request.stop(tokens[: place + 1]) if request.stop else None
+        stopped = check(tokens[place]) if check else None
         if tokens[place] in ends or stopped is not None:
             by = tokens[place] if tokens[place] in ends else stopped
             return Completion(request.id, tokens[: place + 1], "stop", by, SequenceStatistics())
