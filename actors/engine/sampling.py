@@ -11,7 +11,6 @@ Over [R, Q, V] there are elementwise operations in 32 bits and reductions alone:
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from enum import IntFlag
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -27,6 +26,8 @@ TINY = 1e-30  # a smaller top_p would be 0 in float32 and keep no token at all
 FEW = 256  # of the largest logits, so many at most are picked out; a larger top_k is searched for
 SMALLEST_FEW = 32  # fewer are not picked out: few shapes
 SHORT = 4  # chunks of fewer tokens save nothing
+STEPS = 8  # of a search that need not be exact
+NEGLIGIBLE = 7.0  # V tokens whose logits are so much and log V below the largest come to e^-7 of its probability
 PADDED = 2**15  # the vocabulary of rows that tell none is a multiple of this: few shapes
 
 _MASK32, _SIGN32 = 2**32 - 1, 2**31
@@ -74,8 +75,8 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
-class Uses(IntFlag):
-    """What a row's parameters ask for."""
+class Uses:
+    """What a row's parameters ask for, as bits of a number."""
 
     SAMPLED = 1
     REPETITION = 2
@@ -88,14 +89,14 @@ class Uses(IntFlag):
     PENALISED = REPETITION | COUNTED
 
 
-def _uses(row: Sampling) -> Uses:
+def _uses(row: Sampling) -> int:
     asked = Uses.REPETITION * (row.repetition_penalty != 1)
     asked |= Uses.COUNTED * bool(row.presence_penalty or row.frequency_penalty)
     if row.temperature > 0:
         asked |= Uses.SAMPLED | Uses.MIN_P * (row.min_p > 0) | Uses.TOP_K * (row.top_k > 0)
         asked |= Uses.LARGE_K * (row.top_k > FEW) | Uses.TOP_P * (row.top_p < 1)
         asked |= Uses.WIDE_P * (row.top_p < 1 and not 0 < row.top_k <= FEW)
-    return Uses(asked)
+    return asked
 
 
 class Sampler:
@@ -110,7 +111,7 @@ class Sampler:
     the completion, and 1 where it is in the prompt.
     """
 
-    uses: Uses
+    uses: int
     few: int
     numbers: Tensor
     integers: Tensor
@@ -160,6 +161,18 @@ class Sampler:
         lie before the last column, the last one directly before it; penalties count them as seen.
         masks: int32 [R, Q, words], the tokens that may be chosen; None: all.
         """
+        return self._chosen(logits, positions, drafts, masks, exact=True)
+
+    def propose(self, logits: Tensor, positions: Tensor, drafts: Tensor, masks: Tensor | None = None) -> Tensor:
+        """What `choose` gives but for a few of the tokens that top-k and top-p just leave or just drop.
+
+        For drafts, which decide nothing: it takes half the passes over the logits, or fewer.
+        """
+        return self._chosen(logits, positions, drafts, masks, exact=False)
+
+    def _chosen(
+        self, logits: Tensor, positions: Tensor, drafts: Tensor, masks: Tensor | None, *, exact: bool
+    ) -> Tensor:
         if self.uses & Uses.PENALISED:
             logits = self._penalise(logits.float(), drafts)
         if masks is not None:
@@ -170,7 +183,7 @@ class Sampler:
         noise = gumbel_noise(self.integers[:, 0], positions, logits.shape[-1])
         scores = noise.mul_(self._number(1)).add_(scaled)
         if self.uses & (Uses.TOP_K | Uses.TOP_P):
-            scores.masked_fill_(logits < self._threshold(logits, scaled), -torch.inf)
+            scores.masked_fill_(logits < self._threshold(logits, scaled, exact), -torch.inf)
         if self.uses & Uses.MIN_P:
             # p < min_p times the largest p, in logits. Greedy rows have their largest, and it is enough.
             floor = scaled.amax(dim=-1, keepdim=True) + self._number(3).log()
@@ -199,44 +212,50 @@ class Sampler:
         added = before & (drafts < vocabulary)[:, None]  # [R, Q, N]
         return held.scatter_add_(2, drafts.clamp(max=vocabulary - 1)[:, None].expand_as(added), 2 * added.int())
 
-    def _threshold(self, logits: Tensor, scaled: Tensor) -> Tensor:
+    def _threshold(self, logits: Tensor, scaled: Tensor, exact: bool = True) -> Tensor:
         """The smallest logit [R, Q, 1] that top-k, and then top-p over what is left, leave: of logits [R, Q, V].
 
         As transformers' logits processors do it, but that ties with the smallest stay. In rows without top-k and top-p
-        it is -inf.
+        it is -inf. exact: to the bit, or nearly.
         """
-        largest = scaled.amax(dim=-1, keepdim=True)
-        lowest = torch.full_like(logits[..., :1], -torch.inf)
+        high = logits.amax(dim=-1, keepdim=True)
+        lowest = torch.full_like(high, -torch.inf)
+        reach = self.temperature * (math.log(logits.shape[-1]) + NEGLIGIBLE)
+
+        def search(holds: Callable[[Tensor], Tensor], low: Tensor) -> Tensor:
+            return _search(holds, low, high) if exact else _approach(holds, low.maximum(high - reach), high)
+
+        top_k, top_p = self.integers[:, 1, None, None].expand_as(high), self._number(2)
         top = _top(logits, self.few) if self.few else None
-        top_k = self.integers[:, 1, None, None]  # 0: off
         kth = lowest
         if top is not None:
-            place = (top_k - 1).clamp(min=0, max=top.shape[-1] - 1).expand_as(lowest)
-            kth = torch.where(top_k > 0, top.gather(2, place), lowest)
+            kth = top.gather(2, (top_k - 1).clamp(min=0, max=top.shape[-1] - 1))
         elif self.uses & Uses.TOP_K:
-            count = torch.where(top_k > 0, top_k, logits.shape[-1]).clamp(max=logits.shape[-1])
-            kth = _search(lambda t: _count(logits >= t) >= count, lowest, logits.amax(dim=-1, keepdim=True))
+            count = top_k.clamp(max=logits.shape[-1])
+            kth = search(lambda t: _count(logits >= t) >= count, lowest)
+        kth = torch.where(top_k > 0, kth, lowest)
         if not self.uses & Uses.TOP_P:
             return kth
         if top is not None and not self.uses & Uses.WIDE_P:
-            weights = (top.float() / self.temperature - largest).exp()
-            ties = _count(logits == kth) * (kth.float() / self.temperature - largest).exp()
-            total = torch.where(top > kth, weights, 0).sum(dim=-1, keepdim=True) + ties
-            # A token stays while the likelier ones before it have not reached p; the first always stays.
-            kept = (weights.cumsum(dim=-1) - weights) < self._mass(total)
-            return top.masked_fill(~kept, torch.inf).amin(dim=-1, keepdim=True).maximum(kth)
-        weights = (scaled - largest).exp()
+            nucleus = self._nucleus(top, _count(logits == kth), kth)
+        else:
+            weights = (scaled - scaled.amax(dim=-1, keepdim=True)).exp()
+            mass: Callable[[Tensor], Tensor] = lambda t: ((logits >= t) * weights).sum(dim=-1, keepdim=True)  # noqa: E731
+            wanted = top_p * mass(kth)
+            nucleus = search(lambda t: mass(t) >= wanted, kth)
+        return torch.where(top_p < 1, nucleus, kth)
 
-        def mass(threshold: Tensor) -> Tensor:
-            return torch.where(logits >= threshold, weights, 0).sum(dim=-1, keepdim=True)
+    def _nucleus(self, top: Tensor, ties: Tensor, kth: Tensor) -> Tensor:
+        """The smallest logit [R, Q, 1] that top-p leaves of the `kth` [R, Q, 1] and those before it.
 
-        wanted = self._mass(mass(kth))
-        return _search(lambda t: mass(t) >= wanted, kth, logits.amax(dim=-1, keepdim=True))
-
-    def _mass(self, total: Tensor) -> Tensor:
-        """What the kept tokens must come to, of a total [R, Q, 1]: more than there is where top-p is off."""
-        top_p = self._number(2)
-        return torch.where(top_p < 1, top_p * total, torch.inf)
+        top: [R, Q, N], the largest logits in order, all above the k-th among them. ties: [R, Q, 1], how many are equal
+        to the k-th.
+        """
+        weights, weight = (((x.float() - top[..., :1].float()) / self.temperature).exp() for x in (top, kth))
+        total = torch.where(top > kth, weights, 0).sum(dim=-1, keepdim=True) + ties * weight
+        # A token stays while the likelier ones before it have not reached p; the first always stays.
+        kept = weights.cumsum(dim=-1) - weights < self._number(2) * total
+        return top.masked_fill(~kept, torch.inf).amin(dim=-1, keepdim=True).maximum(kth)
 
 
 class SamplerState:
@@ -249,7 +268,7 @@ class SamplerState:
     def __init__(self, slots: int, vocabulary: int, device: torch.device) -> None:
         self.vocabulary, self.device = vocabulary, device
         self._rows = [Sampling()] * (slots + 1)
-        self._uses = [Uses(0)] * (slots + 1)
+        self._uses = [0] * (slots + 1)
         self._changed: set[int] = set()
         self._numbers, self._integers = (
             torch.tensor([values] * (slots + 1), device=device) for values in _parameters(Sampling())
@@ -282,7 +301,7 @@ class SamplerState:
         living rows."""
         self._refresh()
         slots = list(slots)
-        uses = reduce(or_, {self._uses[slot] for slot in slots}, Uses(0))
+        uses = reduce(or_, {self._uses[slot] for slot in slots}, 0)
         state: dict[str, Any] = {"uses": uses, "few": 0}
         if uses & (Uses.SAMPLED | Uses.PENALISED):
             state |= {"numbers": self._numbers[numbers], "integers": self._integers[numbers]}
@@ -345,6 +364,15 @@ def _search(holds: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Ten
         held = holds(_float(middle, low.dtype))
         inside, outside = torch.where(held, middle, inside), torch.where(held, outside, middle)
     return _float(inside, low.dtype)
+
+
+def _approach(holds: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
+    """What `_search` finds, or less by a 2^STEPS-th of the way between low and high."""
+    for _ in range(STEPS):
+        middle = (low + high) / 2
+        held = holds(middle)
+        low, high = torch.where(held, middle, low), torch.where(held, high, middle)
+    return low
 
 
 def _ordered(values: Tensor) -> Tensor:
