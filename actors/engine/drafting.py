@@ -106,7 +106,7 @@ class DraftModel:
         for i in range(count):
             if i > 0:
                 logits = self._logits(slots, tokens[:, -1:], starts + i, attended)
-            token = sampler.choose(logits, (starts + 1 + i)[:, None], tokens)
+            token = sampler.propose(logits, (starts + 1 + i)[:, None], tokens)
             tokens = torch.cat([tokens, token], dim=1)
             chance, kept = self.confidence.survives(chance, logits, token)
             goes_on = goes_on & kept & (most > i)
@@ -149,7 +149,7 @@ class DraftModel:
         In one tensor, float64 [3, R], which holds tokens exactly: so there is one thing to wait for.
         """
         logits = logits.masked_fill(~unpacked(masks, logits.shape[-1]), -torch.inf)
-        token = sampler.choose(logits, (starts + 1)[:, None], starts.new_empty(len(starts), 0))
+        token = sampler.propose(logits, (starts + 1)[:, None], starts.new_empty(len(starts), 0))
         chance, kept = self.confidence.survives(chance, logits, token)
         return torch.stack([token[:, 0].double(), chance.double(), kept.double()])
 

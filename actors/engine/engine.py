@@ -23,7 +23,7 @@ from exspec.actors.engine.methods import build, recorder_for, settle
 from exspec.actors.engine.pool import Pool, Sequence
 from exspec.actors.engine.prefill import Chunk
 from exspec.actors.engine.request import Completion, FinishReason, Request, RequestError, Room, Sampling, Scores
-from exspec.actors.engine.sampling import Sampler
+from exspec.actors.engine.sampling import Sampler, SamplerState
 from exspec.actors.engine.statistics import EngineCounters, EngineStatistics
 
 P = ParamSpec("P")
@@ -88,6 +88,7 @@ class Engine:
         parts = build(target, draft, config, recorder)
         self.target, self.drafter, self.draft_length, self.grouping, self.prefill, self.caches, store = parts
         self.pool = Pool(config.slots, store, config.width)
+        self.samplers = SamplerState(config.slots, self.vocabulary, self.device)
         self._fill, self._choose = recorder.wrap(self.target.fill), recorder.wrap(self._choices)
         self.counters = EngineCounters()
         self._finished: list[Completion] = []
@@ -183,8 +184,9 @@ class Engine:
             self.counters.add(prefill_tokens=count, prefill_columns=ids.numel())
         self._again([s for s in admitted if s.length > s.prefilled])
         self.counters.add(found_tokens=sum(s.found for s in admitted))
-        for sequence in admitted:
-            sequence.started = time.monotonic()
+        for s in admitted:
+            self.samplers.admit(s.slot, s.request.sampling, s.request.prompt, s.committed)
+            s.started = time.monotonic()
 
     def _again(self, sequences: list[Sequence]) -> None:
         """Cache again the tokens that rounds had cached before their sequences were taken back: in the shape of a
@@ -227,7 +229,7 @@ class Engine:
             sequence.waited = 0
         rows, attended = self.config.round_shape(len(sequences), max(s.length for s in sequences) + 1)
         drafts = self.config.drafted
-        return Group.of(sequences, rows, self.pool.slots, attended, drafts, self.device, self._guide)
+        return Group.of(sequences, rows, self.pool.slots, attended, drafts, self.device, self._guide, self.samplers)
 
     def _guide(self, sequences: list[Sequence | None]) -> Guide | None:
         constrained = any(s is not None and s.constraint is not None for s in sequences)
@@ -301,6 +303,7 @@ class Engine:
         if group.guide:
             group.guide.back()
         kept = 0
+        new: dict[int, list[int]] = {}
         for row, sequence, outcome in live:
             accepted = len(outcome.tokens) - 1
             self.draft_length.learn(sequence, outcome.drafted, accepted)
@@ -316,6 +319,9 @@ class Engine:
             kept += len(sequence.tokens) - before
             if ending:
                 self._finished.append(self.pool.end(sequence, *ending))
+            else:
+                new[sequence.slot] = sequence.tokens[before:]
+        self.samplers.committed(new)
         columns = sum(outcome.columns for outcome in outcomes)
         self.counters.add(
             rounds=1,

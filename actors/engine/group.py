@@ -8,7 +8,6 @@ from torch import Tensor
 
 from exspec.actors.engine.guide import Guide
 from exspec.actors.engine.pool import Sequence
-from exspec.actors.engine.request import Sampling
 from exspec.actors.engine.sampling import Sampler, SamplerState
 
 
@@ -47,12 +46,12 @@ class Group:
         drafts: int,
         device: torch.device,
         guide: Callable[[list[Sequence | None]], Guide | None],
-        samplers: SamplerState | None = None,
+        samplers: SamplerState,
     ) -> "Group":
         """Rows for the sequences, filled up with dead ones to `rows`; `slots` is W and `drafts` is K.
 
         Dead rows come last, and point to slot W, which nobody owns. guide: makes the guide of the rows. samplers: what
-        is kept of the slots' sequences; without it the sampler is made of all their tokens.
+        is kept of the slots' sequences.
         """
         placed = [*sequences, *[None] * (rows - len(sequences))]
         numbers, previous, pending, starts = torch.tensor(
@@ -66,7 +65,7 @@ class Group:
             starts=starts,
             attended=attended,
             useful=[0 if s is None else min(drafts, attended - s.length - 1, s.budget - 1) for s in placed],
-            sampler=samplers.rows(numbers, [s.slot for s in sequences]) if samplers else _sampler(placed, device),
+            sampler=samplers.rows(numbers, [s.slot for s in sequences]),
             guide=guide(placed),
         )
 
@@ -77,11 +76,3 @@ def _row(sequence: Sequence | None, dead_slot: int) -> list[int]:
         return [dead_slot, 0, 0, 0]
     return [sequence.slot, sequence.tokens[-2:][0], sequence.tokens[-1], sequence.length]
 
-
-def _sampler(placed: list[Sequence | None], device: torch.device) -> Sampler:
-    return Sampler(
-        [Sampling() if s is None else s.request.sampling for s in placed],
-        [[0] if s is None else s.tokens for s in placed],
-        device,
-        [1 if s is None else len(s.request.prompt) for s in placed],
-    )

@@ -24,7 +24,6 @@ from exspec.actors.engine.request import Sampling
 
 TINY = 1e-30  # a smaller top_p would be 0 in float32 and keep no token at all
 FEW = 256  # of the largest logits, so many at most are picked out; a larger top_k is searched for
-SMALLEST_FEW = 32  # fewer are not picked out: few shapes
 SHORT = 4  # chunks of fewer tokens save nothing
 STEPS = 8  # of a search that need not be exact
 NEGLIGIBLE = 7.0  # V tokens whose logits are so much and log V below the largest come to e^-7 of its probability
@@ -81,19 +80,20 @@ class Uses:
     SAMPLED = 1
     REPETITION = 2
     COUNTED = 4
-    TOP_K = 8
+    SMALL_K = 8
     LARGE_K = 16
     TOP_P = 32
     WIDE_P = 64  # top_p over more tokens than the few largest
     MIN_P = 128
     PENALISED = REPETITION | COUNTED
+    FILTERED = SMALL_K | LARGE_K | TOP_P
 
 
 def _uses(row: Sampling) -> int:
     asked = Uses.REPETITION * (row.repetition_penalty != 1)
     asked |= Uses.COUNTED * bool(row.presence_penalty or row.frequency_penalty)
     if row.temperature > 0:
-        asked |= Uses.SAMPLED | Uses.MIN_P * (row.min_p > 0) | Uses.TOP_K * (row.top_k > 0)
+        asked |= Uses.SAMPLED | Uses.MIN_P * (row.min_p > 0) | Uses.SMALL_K * (0 < row.top_k <= FEW)
         asked |= Uses.LARGE_K * (row.top_k > FEW) | Uses.TOP_P * (row.top_p < 1)
         asked |= Uses.WIDE_P * (row.top_p < 1 and not 0 < row.top_k <= FEW)
     return asked
@@ -106,13 +106,11 @@ class Sampler:
     many of them are the prompt's; all of them unless given. Where rows stay for many rounds, `SamplerState` makes
     their samplers at less cost.
 
-    uses: what any of the rows asks for. few: at least the largest top_k, where that is at most FEW. numbers: float32
-    [R, 7]; integers: int64 [R, 2]. held: int32 [R, V], where any row is penalised: twice the times that a token is in
+    uses: what any of the rows asks for. numbers: float32 [R, 7]; integers: int64 [R, 2]. held: int32 [R, V], where any row is penalised: twice the times that a token is in
     the completion, and 1 where it is in the prompt.
     """
 
     uses: int
-    few: int
     numbers: Tensor
     integers: Tensor
     held: Tensor
@@ -182,7 +180,7 @@ class Sampler:
         scaled = logits.float() / self.temperature
         noise = gumbel_noise(self.integers[:, 0], positions, logits.shape[-1])
         scores = noise.mul_(self._number(1)).add_(scaled)
-        if self.uses & (Uses.TOP_K | Uses.TOP_P):
+        if self.uses & Uses.FILTERED:
             scores.masked_fill_(logits < self._threshold(logits, scaled, exact), -torch.inf)
         if self.uses & Uses.MIN_P:
             # p < min_p times the largest p, in logits. Greedy rows have their largest, and it is enough.
@@ -225,24 +223,23 @@ class Sampler:
         def search(holds: Callable[[Tensor], Tensor], low: Tensor) -> Tensor:
             return _search(holds, low, high) if exact else _approach(holds, low.maximum(high - reach), high)
 
+        # Each row goes one way, whatever its neighbours ask for: two ways of adding up might part in the last bit.
         top_k, top_p = self.integers[:, 1, None, None].expand_as(high), self._number(2)
-        top = _top(logits, self.few) if self.few else None
-        kth = lowest
-        if top is not None:
-            kth = top.gather(2, (top_k - 1).clamp(min=0, max=top.shape[-1] - 1))
-        elif self.uses & Uses.TOP_K:
+        few = (top_k > 0) & (top_k <= FEW)
+        kth = nucleus = lowest
+        if self.uses & Uses.LARGE_K:
             count = top_k.clamp(max=logits.shape[-1])
-            kth = search(lambda t: _count(logits >= t) >= count, lowest)
-        kth = torch.where(top_k > 0, kth, lowest)
-        if not self.uses & Uses.TOP_P:
-            return kth
-        if top is not None and not self.uses & Uses.WIDE_P:
-            nucleus = self._nucleus(top, _count(logits == kth), kth)
-        else:
+            kth = torch.where(top_k > 0, search(lambda t: _count(logits >= t) >= count, lowest), kth)
+        if self.uses & Uses.SMALL_K:
+            top = _top(logits, FEW)
+            picked = top.gather(2, (top_k - 1).clamp(min=0, max=top.shape[-1] - 1))
+            kth = torch.where(few, picked, kth)
+            nucleus = self._nucleus(top, _count(logits == picked), picked)
+        if self.uses & Uses.WIDE_P:
             weights = (scaled - scaled.amax(dim=-1, keepdim=True)).exp()
             mass: Callable[[Tensor], Tensor] = lambda t: ((logits >= t) * weights).sum(dim=-1, keepdim=True)  # noqa: E731
             wanted = top_p * mass(kth)
-            nucleus = search(lambda t: mass(t) >= wanted, kth)
+            nucleus = torch.where(few, nucleus, search(lambda t: mass(t) >= wanted, kth))
         return torch.where(top_p < 1, nucleus, kth)
 
     def _nucleus(self, top: Tensor, ties: Tensor, kth: Tensor) -> Tensor:
@@ -302,12 +299,9 @@ class SamplerState:
         self._refresh()
         slots = list(slots)
         uses = reduce(or_, {self._uses[slot] for slot in slots}, 0)
-        state: dict[str, Any] = {"uses": uses, "few": 0}
+        state: dict[str, Any] = {"uses": uses}
         if uses & (Uses.SAMPLED | Uses.PENALISED):
             state |= {"numbers": self._numbers[numbers], "integers": self._integers[numbers]}
-        if uses & Uses.TOP_K and not uses & Uses.LARGE_K:
-            most = max(self._rows[slot].top_k for slot in slots if self._uses[slot] & Uses.TOP_K)
-            state["few"] = max(SMALLEST_FEW, 1 << (most - 1).bit_length())
         if uses & Uses.PENALISED and self._held is not None:
             state["held"] = self._held[numbers]
         return Sampler.of_state(state)

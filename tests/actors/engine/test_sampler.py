@@ -216,7 +216,7 @@ def test_tokens_are_counted_where_some_row_is_penalised_alone() -> None:
     state.committed({0: [3], 1: [4]})
     greedy, sampled = (state.rows(torch.tensor([slot, 3]), [slot]) for slot in (0, 1))
     assert [k for k, v in greedy.state.items() if isinstance(v, Tensor)] == []
-    assert sampled.state.keys() == {"uses", "few", "numbers", "integers"}
+    assert sampled.state.keys() == {"uses", "numbers", "integers"}
     state.admit(2, Sampling(presence_penalty=1.0), [1, 2], [2, 7])
     assert state.rows(torch.tensor([2, 3]), [2]).held.nonzero().tolist() == [[0, 1], [0, 2], [0, 7]]
     assert "held" not in state.rows(torch.tensor([1, 3]), [1]).state
