@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -18,6 +19,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 
 from exspec.actors.engine.cached_model import SlotModel
+from exspec.actors.engine.engine import model_end_ids
 from exspec.actors.engine.request import Completion
 
 WHAT_WORKS = (
@@ -91,6 +93,12 @@ def load_model(
     model = model.to(device).eval()
     check_forward(model, name)
     return model  # type: ignore[no-any-return]
+
+
+def forget_sampling(model: PreTrainedModel) -> None:
+    """Leave the end tokens alone of a model's generation config: `generate` of transformers takes from it all that its
+    caller does not say, sampling and penalties too."""
+    model.generation_config = GenerationConfig(eos_token_id=sorted(model_end_ids(model)) or None)
 
 
 def load_part(loader: Any, name: str, revision: str | None, trust_remote_code: bool = False, **options: Any) -> Any:
