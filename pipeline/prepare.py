@@ -15,7 +15,7 @@ from exspec.actors.answers import AnswerError
 from exspec.actors.engine import EngineConfig, Room
 from exspec.actors.engine.cached_model import context_length
 from exspec.actors.engine.memory import MemoryPlan, fit
-from exspec.actors.models import ModelError, check_config, check_vocabularies, load_part
+from exspec.actors.models import ModelError, check_config, check_vocabularies, limit_context, load_part
 from exspec.pipeline.errors import JobError, no_column, told
 from exspec.pipeline.generation import OwnSettings, load_generation_config, note, own_settings, with_own
 from exspec.pipeline.input.batch import is_batch, of_batch
@@ -213,6 +213,7 @@ def _check_models(job: Job) -> Models:
         except (JobError, ModelError) as error:
             raise JobError(f"{role} {error}") from error
         check_config(config, name)
+        limit_context(config)
         contexts.append(context_length(config))
         configs.append(config)
     if len(tokenizers) == 2:
