@@ -243,7 +243,7 @@ def _beside_others(model: PreTrainedModel) -> str | None:
 def _out_of_step(model: PreTrainedModel) -> str | None:
     """Why a row in two parts, beside another sequence in another place, is not what the model itself makes of it."""
     tokens = _tokens(model, FED)
-    expected = model(input_ids=tokens[:1], use_cache=False).logits[0, FIRST:]
+    expected = _generated(model, tokens[:1])
     cached = SlotModel(model, slots=2, columns=2 * FED)
     slots = torch.tensor([1, 0], device=model.device)
     # The second row is there to be mistaken for the first.
@@ -255,6 +255,17 @@ def _out_of_step(model: PreTrainedModel) -> str | None:
     if waits.found and model.device.type == "cuda":
         return f"its forward waits for the device: {waits.found[0]}"
     return None if _same(logits, expected) else "its logits differ"
+
+
+def _generated(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """Logits [FED - FIRST, V] behind the first part of a row [1, FED], as `generate` comes by them: the first part as a
+    prompt, the others one by one with a cache of transformers."""
+    output = model(input_ids=tokens[:, :FIRST], use_cache=True)
+    found = []
+    for place in range(FIRST, FED):
+        output = model(input_ids=tokens[:, place : place + 1], past_key_values=output.past_key_values, use_cache=True)
+        found.append(output.logits[0, -1])
+    return torch.stack(found)
 
 
 def _same(logits: Tensor, expected: Tensor) -> bool:

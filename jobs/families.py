@@ -21,7 +21,7 @@ from exspec.actors.engine import Engine, EngineConfig, Request
 from exspec.actors.models import ModelError, check_config, check_forward, forget_sampling, settle_positions
 
 PAGE = Path(__file__).parent / "docs" / "families.md"
-VOCABULARY, CONTEXT, ENDS = 96, 96, [5, 6]
+VOCABULARY, CONTEXT, END = 96, 96, 5
 LENGTHS, NEW = (1, 3, 30, 17, 40), 12  # tokens of the prompts, and of each completion at most
 LARGEST = 20_000_000  # parameters of what is still small
 MADE = "Every family for which transformers has a causal language model, as `python -m exspec.jobs.families` found it"
@@ -45,7 +45,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"), 1),
     **dict.fromkeys(("sliding_window", "attention_chunk_size"), 16),
     "vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "initializer_range": 0.3, "is_decoder": True,
-    "bos_token_id": None, "eos_token_id": ENDS, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": END, "pad_token_id": 0,
 }  # fmt: skip
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 32,
             "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}  # fmt: skip
@@ -57,6 +57,25 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "mistral": {"no window": {"sliding_window": None}},
     "phi3": {"longrope": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 48}},
     "qwen2": {"windows": {"use_sliding_window": True, "max_window_layers": 1}},
+}
+
+
+# What a family's sizes have to be besides, to be built at all.
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+NEEDS: dict[str, dict[str, Any]] = {
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 16, "num_experts_per_tok": 2},
+    "dots3_note": {"num_key_value_heads": 4},
+    "dots3_note_text": {"num_key_value_heads": 4},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 16},
+    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8},
+    "hunyuan_v1_dense": {"head_dim": 8, "rope_parameters": PLAIN},
+    "hunyuan_v1_moe": {"head_dim": 8, "rope_parameters": PLAIN},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "ministral": {"head_dim": 8, "rope_parameters": PLAIN},
+    "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
+    "reformer": {"axial_pos_embds_dim": (16, 16), "axial_pos_shape": (8, 12)},
+    "zaya": {"num_experts_per_tok": 1},
 }
 
 
@@ -83,7 +102,7 @@ def small(kind: type[PretrainedConfig], changes: dict[str, Any] | None = None) -
     default = kind()
     parts = {name: getattr(default, name, None) for name in getattr(kind, "sub_configs", {})}
     nested = {name: _sizes(part) for name, part in parts.items() if isinstance(part, PretrainedConfig)}
-    return kind(**_sizes(default) | nested | (changes or {}))
+    return kind(**_sizes(default) | nested | NEEDS.get(kind.model_type, {}) | (changes or {}))
 
 
 def _sizes(default: PretrainedConfig) -> dict[str, Any]:
@@ -170,13 +189,14 @@ def page(trials: list[Trial]) -> str:
         "# Model families",
         "",
         f"{MADE} with transformers {transformers.__version__}.",
-        "A model is refused or accepted by running it, not by its name: a job checks it with its own weights when it loads it.",
+        "A model is refused or accepted by running it, not by its name: a job checks it with its own weights when it",
+        "loads it.",
         "",
-        "**How tried.** A tiny model with random weights, one layer of each kind that the family's configuration has unless told",
-        "otherwise, is loaded as a job loads one. Where it is not refused, prompts of",
-        f"{', '.join(map(str, LENGTHS))} tokens are decoded in batches of 4 in float32, with the model as its own draft, and {NEW} tokens",
-        "of each are compared with those of `generate` for that prompt alone. Models of a refused family may work, and the",
-        "other way round, where their configuration is another.",
+        "**How tried.** A tiny model with random weights, one layer of each kind that the family's configuration has",
+        "unless told otherwise, is loaded as a job loads one. Where it is not refused, prompts of",
+        f"{', '.join(map(str, LENGTHS))} tokens are decoded in batches of 4 in float32, with the model as its own",
+        f"draft, and {NEW} tokens of each are compared with those of `generate` for that prompt alone. Models of a",
+        "refused family may work, and the other way round, where their configuration is another.",
         "",
         f"{len(works)} of {len(trials)} work.",
         "",
