@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from exspec.actors.engine.cached_model import SlotModel, context_length
+from exspec.actors.engine.cached_model import SlotModel, context_length, kv_shape
 from exspec.actors.engine.engine import model_end_ids
 from exspec.actors.engine.request import Completion
 
@@ -138,7 +138,14 @@ def check_config(config: PretrainedConfig, name: str) -> None:
     if config.is_encoder_decoder:
         raise ModelError(f"{name}: an encoder-decoder model ({config.model_type}); expected {WHAT_WORKS}")
     text = config.get_text_config()
-    if missing := [key for key in NEEDED if not getattr(text, key, None)]:
+    try:
+        missing = [key for key in NEEDED if not getattr(text, key, None)]
+        if not missing:
+            kv_shape(config)
+    except RuntimeError as error:  # so does transformers tell that layers differ
+        reason = f"the layers of {config.model_type} have different shapes ({_first_line(error)})"
+        raise ModelError(f"{name}: {reason}; expected {WHAT_WORKS}") from error
+    if missing:
         raise ModelError(f"{name}: the configuration of {config.model_type} has no {missing[0]}; expected {WHAT_WORKS}")
     others = {type(layer) for layer in DynamicCache(config=config).layers} - {DynamicLayer, DynamicSlidingWindowLayer}
     if others:

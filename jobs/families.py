@@ -65,7 +65,6 @@ PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 NEEDS: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 16, "num_experts_per_tok": 2},
-    "dots3_note": {"num_key_value_heads": 4},
     "dots3_note_text": {"num_key_value_heads": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 16},
     "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8},

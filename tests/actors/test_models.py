@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     Llama4TextConfig,
     MambaConfig,
     MistralConfig,
@@ -108,6 +109,13 @@ REFUSED: dict[str, tuple[Any, Any]] = {
             **TINY | {"num_hidden_layers": 4, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8},
             shared_expert_intermediate_size=8, linear_num_value_heads=2, linear_num_key_heads=2,
             linear_key_head_dim=8, linear_value_head_dim=8,
+        ),
+    ),
+    r"the layers of gemma4_text have different shapes": (
+        AutoModelForCausalLM,
+        Gemma4TextConfig(
+            **TINY | {"head_dim": 8, "global_head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]},
+            sliding_window=16, vocab_size_per_layer_input=61, hidden_size_per_layer_input=8,
         ),
     ),
     r"llama4_text does not decode the same by slots as on its own \(its logits differ\)": (
