@@ -31,6 +31,7 @@ REFUSED_CODE = "expected a model that transformers itself knows, or trust_remote
 NEEDED = ("num_attention_heads", "num_hidden_layers", "vocab_size", "max_position_embeddings")
 WINDOWS = ("sliding_window", "attention_chunk_size")  # of a configuration and of modules, in tokens
 FED, FIRST, NARROW = 12, 7, 4  # tokens of the check, those of its first part, and of its windows
+CHANGING = ("dynamic", "longrope")  # rotary factors that a forward chooses
 WAITS = {
     "_local_scalar_dense", "equal", "is_nonzero", "item", "masked_select", "nonzero", "repeat_interleave", "unique",
     "_unique2", "unique_consecutive",
@@ -172,16 +173,15 @@ def settle_positions(model: PreTrainedModel) -> None:
     """Limit the context, and keep the rotary factors that hold inside it: a forward would choose them by the longest of
     its rows, and on a GPU wait to know it."""
     limit_context(model.config)
+    module: Any
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
-        for layer, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
-            if kind in ("dynamic", "longrope"):
-                prefix = f"{layer}_" if layer else ""
-                getattr(module, f"{prefix}inv_freq").copy_(getattr(module, f"{prefix}original_inv_freq"))
-        if isinstance(kinds, dict):
-            module.rope_type = dict.fromkeys(kinds, "default")
-        elif kinds in ("dynamic", "longrope"):
-            module.rope_type = "default"
+        named = kinds if isinstance(kinds, dict) else {"": kinds}
+        for layer in [name for name, kind in named.items() if kind in CHANGING]:
+            prefix = f"{layer}_" if layer else ""
+            getattr(module, f"{prefix}inv_freq").copy_(getattr(module, f"{prefix}original_inv_freq"))
+            named = {**named, layer: "default"}
+            module.rope_type = named if layer else "default"
 
 
 @torch.inference_mode()
@@ -225,7 +225,8 @@ def _narrowed(model: PreTrainedModel) -> PreTrainedModel:
 def _tokens(model: PreTrainedModel, count: int) -> Tensor:
     """Two rows [2, count] of tokens that differ everywhere."""
     ids = torch.arange(1, count + 1, device=model.device)
-    return torch.stack([ids, ids + count]) % model.config.get_text_config().vocab_size
+    size: int = model.config.get_text_config().vocab_size
+    return torch.stack([ids, ids + count]) % size
 
 
 def _beside_others(model: PreTrainedModel) -> str | None:
@@ -236,8 +237,8 @@ def _beside_others(model: PreTrainedModel) -> str | None:
 
     def logits(rows: Tensor, positions: list[Tensor]) -> Tensor:
         mask = torch.ones_like(rows)
-        found: Tensor = model(input_ids=rows, attention_mask=mask, position_ids=torch.stack(positions)).logits
-        return found
+        output = model(input_ids=rows, attention_mask=mask, position_ids=torch.stack(positions))
+        return output.logits  # type: ignore[no-any-return]
 
     together, back = logits(tokens, [near, far]), logits(tokens.flip(0), [far, near])
     for place, row, positions in ((0, 0, near), (1, 1, far)):
@@ -276,10 +277,14 @@ def _generated(model: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 
 def _same(logits: Tensor, expected: Tensor) -> bool:
-    """Whether logits [Q, V] are equal but for rounding; NaN is not."""
-    tolerance = 0.1 if logits.dtype in (torch.bfloat16, torch.float16) else 1e-3
-    scale = expected.float().abs().max()
-    return bool((logits.float() - expected.float()).abs().max() <= tolerance * scale)
+    """Whether logits [Q, V] are equal but for rounding; NaN is not.
+
+    In half precision the columns in the middle count: rounding may hand single tokens to other experts, and what is
+    wrong with a model is wrong in all columns.
+    """
+    off = (logits.float() - expected.float()).abs().amax(-1) / expected.float().abs().max()  # [Q]
+    half = logits.dtype in (torch.bfloat16, torch.float16)
+    return bool(off.median() <= 0.1 if half else off.max() <= 1e-3)
 
 
 class Waits(TorchDispatchMode):
@@ -287,7 +292,7 @@ class Waits(TorchDispatchMode):
     hold them. found: their names."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[str] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
