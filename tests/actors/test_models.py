@@ -11,6 +11,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
@@ -33,6 +34,7 @@ from exspec.actors.models import (
     Waits,
     check_config,
     check_forward,
+    limit_context,
     load_model,
     load_pair,
     settle_positions,
@@ -422,3 +424,14 @@ def test_the_engine_stops_at_a_string() -> None:
     assert string not in words.decode(done.tokens[:-1])
     assert check.cut(done.tokens) == text[: text.index(string)]
     assert done.statistics.completion_tokens == len(done.tokens) < 20
+
+
+def test_the_limited_context_is_known_before_weights_are_loaded(tmp_path: Path) -> None:
+    """A job plans with it, from the configuration alone."""
+    save(tmp_path / "model", longrope())
+    config = AutoConfig.from_pretrained(tmp_path / "model")
+    limit_context(config)
+    assert context_length(config) == 40
+    other = tiny.model().config
+    limit_context(other)
+    assert context_length(other) == tiny.CONTEXT
