@@ -24,7 +24,7 @@ from exspec.actors.engine import METHODS, Engine, EngineConfig, EngineStatistics
 from exspec.actors.engine.cached_model import context_length
 from exspec.actors.engine.calibration import Calibration, calibrate
 from exspec.actors.engine.engine import model_end_ids
-from exspec.actors.models import Pair, load_model, load_pair
+from exspec.actors.models import Pair, forget_sampling, load_model, load_pair
 from exspec.jobs.demo import DRAFT, TARGET
 from exspec.jobs.demo.messages import examples
 
@@ -88,6 +88,8 @@ class Bench:
     def __init__(self, pair: Pair, prompts: list[list[int]], settings: Settings) -> None:
         self.pair, self.prompts, self.settings = pair, prompts, settings
         self.end_ids = model_end_ids(pair.target)
+        for model in filter(None, (pair.target, pair.draft)):
+            forget_sampling(model)
         self.capacity = max(map(len, prompts)) + settings.max_new_tokens
         self.calibration: Calibration | None = None
 
@@ -159,6 +161,7 @@ class Bench:
         model: Any = self.pair.target
         if dtype != model.dtype:
             model = load_model(model.name_or_path, dtype, model.device)
+            forget_sampling(model)
         return [self._generate([prompt], model)[0] for prompt in self.prompts]
 
     def _generate(
@@ -170,7 +173,6 @@ class Bench:
         output = (model or self.pair.target).generate(  # type: ignore[operator]
             input_ids=ids,
             attention_mask=mask,
-            # A configuration of its own: what the model's suggests (sampling, penalties) is not what is compared here.
             generation_config=GenerationConfig(
                 do_sample=False,
                 max_new_tokens=self.settings.max_new_tokens,

@@ -74,6 +74,7 @@ class PagedModel:
         self.model, self.pages = twin(model, attention, kernels == "packed"), pages
         self.gathers = attention == GATHERED
         # Zeros, not empty: a masked column is multiplied by zero, and zero times what memory held may be NaN.
+        self.is_initialized = False  # what transformers would take for a cache of another model
         self.keys = [torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(layers)]
         self.values = [torch.zeros_like(k) for k in self.keys]
         self.last_position = context_length(model.config) - 1
@@ -129,6 +130,10 @@ class PagedModel:
     def ends_in(self, layer: int) -> bool:
         """Whether the forward at hand asks for nothing past the keys and values of this layer."""
         return layer == self._last
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
+        """Families that count positions from here are given them."""
+        return 0
 
     def check(self, lengths: dict[int, int]) -> None:
         self.pages.check(lengths)
