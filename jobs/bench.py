@@ -29,7 +29,14 @@ from exspec.jobs.demo import DRAFT, TARGET
 from exspec.jobs.demo.messages import examples
 
 RIVALS = ("generate", "assisted")
-CHOSEN_BY_AUTO = ("method", "window", "draft_tokens", "bucket", "kernels", "prefill")  # B is the bench's own, for all methods
+CHOSEN_BY_AUTO = (
+    "method",
+    "window",
+    "draft_tokens",
+    "bucket",
+    "kernels",
+    "prefill",
+)  # B is the bench's own, for all methods
 VARIANT = re.compile(r"(eqspec|exspec)(?:\+(explicit|implicit|both))?(?::(\d+))?")
 DEMO_SEED = 5  # messages that neither training nor its evaluation saw
 

@@ -24,8 +24,8 @@ from exspec.actors.engine.config import EngineConfig, KernelsName
 from exspec.actors.engine.costs import Clock, Costs, OutOfTimeError
 from exspec.actors.engine.engine import Engine
 from exspec.actors.engine.grouping import LengthBuckets
-from exspec.actors.engine.methods import settle
 from exspec.actors.engine.memory import fit, plan_memory
+from exspec.actors.engine.methods import settle
 from exspec.actors.engine.pages import Boundless
 from exspec.actors.engine.pool import Pool
 from exspec.actors.engine.pool import Sequence as Decoded
@@ -211,7 +211,10 @@ def _extrapolated(survival: list[float]) -> tuple[float, ...]:
 def predict(config: EngineConfig, costs: Costs, sample: Sample) -> float:
     """Tokens/s of a long job: the scheduler's own rounds, on sequences that are only lengths."""
     rng = random.Random(0)
-    pool, grouping = Pool(config.slots, Boundless(), config.width), LengthBuckets(config.batch_size, config.bucket, fallback=not config.exact)
+    pool, grouping = (
+        Pool(config.slots, Boundless(), config.width),
+        LengthBuckets(config.batch_size, config.bucket, fallback=not config.exact),
+    )
     source = cycle(sample.lengths)
     seconds, tokens = 0.0, 0
     for number in range(ROUNDS):
@@ -250,7 +253,9 @@ def _runners(
         config = _fastest(shapes, costs, lambda c: c.round(config, config.prefill_columns))
     if "prefill" in free:
         lengths = [prompt for prompt, _ in sample.lengths]
-        shapes = [replace(config, prefill_rows=r, prefill_columns=c, page=min(config.page, c)) for r, c in PREFILLS[device]]
+        shapes = [
+            replace(config, prefill_rows=r, prefill_columns=c, page=min(config.page, c)) for r, c in PREFILLS[device]
+        ]
         config = _fastest(shapes, costs, lambda c: sum(c.prefill(c.config, length) for length in lengths))
     return config
 

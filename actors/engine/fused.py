@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from exspec.actors.engine.attention import cache_folder
@@ -225,4 +225,6 @@ def _one(weights: list[Tensor]) -> Tensor:
 
 def describe() -> str:
     """What compiling has taken in this process, in words."""
-    return f"compiled {len(CODE.kept)} pieces in {CODE.seconds:.1f} s, kept in {os.environ.get('TORCHINDUCTOR_CACHE_DIR')}"
+    return (
+        f"compiled {len(CODE.kept)} pieces in {CODE.seconds:.1f} s, kept in {os.environ.get('TORCHINDUCTOR_CACHE_DIR')}"
+    )

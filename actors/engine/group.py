@@ -75,4 +75,3 @@ def _row(sequence: Sequence | None, dead_slot: int) -> list[int]:
     if sequence is None:
         return [dead_slot, 0, 0, 0]
     return [sequence.slot, sequence.tokens[-2:][0], sequence.tokens[-1], sequence.length]
-

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 BIN = 0  # the page that dead columns write to and that no sequence has
 

@@ -25,7 +25,8 @@ def alike(count: int = 16, seed: int = 0) -> list[list[int]]:
     rng = random.Random(seed)
     trunks = [[rng.randrange(tiny.VOCABULARY) for _ in range(40)] for _ in range(2)]
     return [
-        rng.choice(trunks)[: rng.choice([0, 7, 8, 9, 24, 40])] + [rng.randrange(tiny.VOCABULARY) for _ in range(1 + i % 7)]
+        rng.choice(trunks)[: rng.choice([0, 7, 8, 9, 24, 40])]
+        + [rng.randrange(tiny.VOCABULARY) for _ in range(1 + i % 7)]
         for i in range(count)
     ]
 
@@ -88,7 +89,10 @@ def test_in_place_equals_generate_in_every_family(family: str) -> None:
 def test_compiled_layers_equal_generate(family: str) -> None:
     before = len(CODE.kept)
     engine = tiny.engine(
-        tiny.model(family, num_hidden_layers=3), draft=tiny.model(family, seed=1), attention="in_place", kernels="compiled"
+        tiny.model(family, num_hidden_layers=3),
+        draft=tiny.model(family, seed=1),
+        attention="in_place",
+        kernels="compiled",
     )
     assert engine.config.kernels == "compiled"
     target = tiny.model(family, num_hidden_layers=3)
@@ -121,13 +125,13 @@ def test_settings_that_cannot_be(changes: dict[str, Any], words: str) -> None:
         EngineConfig(**{"capacity": tiny.CONTEXT, "prefill_columns": 8, "bucket": 32, "draft_tokens": 3, **changes})
 
 
-def test_without_a_compiler_it_runs_all_the_same(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_compiler_it_runs_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """And says so once."""
     monkeypatch.setattr("exspec.actors.engine.methods.trial", lambda *_: "no compiler here")
     for _ in range(2):
-        engine = Engine(
-            tiny.model(), None, EngineConfig(method="plain", batch_size=4, capacity=96, kernels="compiled")
-        )
+        engine = Engine(tiny.model(), None, EngineConfig(method="plain", batch_size=4, capacity=96, kernels="compiled"))
     assert (engine.config.attention, engine.config.kernels) == ("gathered", "eager")
     assert caplog.text.count("no compiler here") == 1
     engine.submit(Request(0, [1, 2, 3], 9))
