@@ -238,7 +238,7 @@ def _check_memory(job: Job, models: Models) -> None:
     if job.memory_gib is not None:
         draft = models.configs[1] if len(models.configs) > 1 else None
         try:
-            fit(models.configs[0], draft, config, getattr(torch, job.dtype), False, int(job.memory_gib * 2**30))
+            fit(models.configs[0], draft, config, getattr(torch, job.dtype), int(job.memory_gib * 2**30))
         except ValueError as error:
             raise JobError(str(error)) from error
 

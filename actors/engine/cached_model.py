@@ -159,7 +159,7 @@ def where(
     return inside, places[:, None, None], (page * size + inside % size).flatten()
 
 
-class Filled(Exception):
+class Filled(Exception):  # noqa: N818 -- it is none
     """A forward has written all keys and values."""
 
 

@@ -161,8 +161,9 @@ def put(store: Tensor, new: Tensor, write: Tensor) -> Tensor:
 
 def fuse(model: nn.Module, cache: Cache) -> None:
     """Compile the layers of a model, which are the longest list of modules in it."""
-    lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList)]
-    for place, layer in enumerate(max(lists, key=len)):
+    lists: list[list[nn.Module]] = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList)]
+    longest: list[nn.Module] = max(lists, key=len)
+    for place, layer in enumerate(longest):
         layer.forward = Region(layer, place, cache)
 
 

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -130,7 +131,7 @@ class Pages:
 
     def check(self, lengths: dict[int, int]) -> None:
         prefixes = list(_below(self.root))
-        had = [*self.free, *sum(self.own, []), *(page for p in prefixes for page in p.pages)]
+        had = [*self.free, *chain(*self.own), *(page for p in prefixes for page in p.pages)]
         assert sorted(had) == list(range(1, self.pages + 1)), f"pages lost or given twice: {sorted(had)}"
         users = dict.fromkeys(prefixes, 0)
         for slot, prefix in enumerate(self.standing):

@@ -106,8 +106,8 @@ class Sampler:
     many of them are the prompt's; all of them unless given. Where rows stay for many rounds, `SamplerState` makes
     their samplers at less cost.
 
-    uses: what any of the rows asks for. numbers: float32 [R, 7]; integers: int64 [R, 2]. held: int32 [R, V], where any row is penalised: twice the times that a token is in
-    the completion, and 1 where it is in the prompt.
+    uses: what any of the rows asks for. numbers: float32 [R, 7]; integers: int64 [R, 2]. held: int32 [R, V], where any
+    row is penalised: twice the times that a token is in the completion, and 1 where it is in the prompt.
     """
 
     uses: int
