@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from exspec.actors.engine.config import EngineConfig, KernelsName
+from exspec.actors.engine.config import KERNELS, EngineConfig, KernelsName
 from exspec.actors.engine.costs import Clock, Costs, OutOfTimeError
 from exspec.actors.engine.engine import Engine
 from exspec.actors.engine.grouping import LengthBuckets
@@ -35,7 +35,8 @@ from exspec.actors.engine.statistics import SequenceStatistics
 MakeEngine = Callable[[PreTrainedModel, PreTrainedModel | None, EngineConfig], Engine]
 FREE = ("method", "batch_size", "window", "draft_tokens", "bucket", "kernels", "prefill")
 ROWS = {"cuda": (8, 16, 32, 64, 128, 256, 4, 2, 1), "cpu": (8, 16, 4, 2, 1)}  # B that are tried, the likeliest first
-KERNELS: dict[str, tuple[KernelsName, ...]] = {"cuda": ("compiled", "eager"), "cpu": ("eager", "packed")}
+# Kernels that are predicted with. On a CPU compiled ones are made for the finalists alone: each shape takes seconds.
+PREDICTED: dict[str, tuple[KernelsName, ...]] = {"cuda": ("compiled", "eager"), "cpu": ("eager", "packed")}
 PREFILLS = {"cuda": ((1, 128), (4, 128), (16, 128)), "cpu": ((4, 32), (8, 32), (1, 128))}  # rows and columns
 LENGTHS = (1, 2, 3, 4, 5, 6, 8)  # K that are tried
 LOOKED_AT = 5  # K of the first run, beyond which survival is extrapolated
@@ -119,7 +120,11 @@ def calibrate(
     sample = look(engine, target, draft, requests, start_from, start + seconds / 4)
     gc.collect()  # engines refer to themselves, and their KV must not pile up
     longest = max(p + n for p, n in sample.lengths)
-    config = _runners(config, free, lambda c: Costs(target, draft, sample.requests, longest, c, clock), sample)
+    device = "cuda" if target.device.type == "cuda" else "cpu"
+    if "kernels" in free:
+        config = fastest_kernels(target, draft, sample.requests, longest, config, PREDICTED[device], clock)
+    if "prefill" in free:
+        config = fastest_prefill(target, draft, sample.requests, longest, config, clock)
     costs = Costs(target, draft, sample.requests, longest, config, clock)
     made: list[Candidate] = []
     tried: set[bool] = set()
@@ -243,21 +248,60 @@ def predict(config: EngineConfig, costs: Costs, sample: Sample) -> float:
     return tokens / seconds
 
 
-def _runners(
-    config: EngineConfig, free: Sequence[str], costs: Callable[[EngineConfig], Costs], sample: Sample
+def fastest_kernels(
+    target: PreTrainedModel,
+    draft: PreTrainedModel | None,
+    requests: Sequence[Request],
+    longest: int,
+    config: EngineConfig,
+    kernels: Sequence[KernelsName] = KERNELS,
+    clock: Clock | None = None,
 ) -> EngineConfig:
-    """The config with what runs the layers fastest here, and with the prefill shape that takes prompts in fastest."""
-    device = costs(config).target.device.type
-    if "kernels" in free:
-        shapes = [replace(config, kernels=kernels) for kernels in KERNELS[device]]
-        config = _fastest(shapes, costs, lambda c: c.round(config, config.prefill_columns))
-    if "prefill" in free:
-        lengths = [prompt for prompt, _ in sample.lengths]
-        shapes = [
-            replace(config, prefill_rows=r, prefill_columns=c, page=min(config.page, c)) for r, c in PREFILLS[device]
-        ]
-        config = _fastest(shapes, costs, lambda c: sum(c.prefill(c.config, length) for length in lengths))
-    return config
+    """The config with those of the kernels that take the fewest seconds for a round.
+
+    requests: whose tokens are chosen. longest: tokens of the longest sequence expected.
+    """
+    shapes = [replace(config, kernels=name) for name in kernels]
+    return _fastest(target, draft, requests, longest, shapes, clock, lambda c: c.round(c.config, longest // 2 + 1))
+
+
+def fastest_prefill(
+    target: PreTrainedModel,
+    draft: PreTrainedModel | None,
+    requests: Sequence[Request],
+    longest: int,
+    config: EngineConfig,
+    clock: Clock | None = None,
+) -> EngineConfig:
+    """The config with the prefill shape that takes in the prompts of the requests in the fewest seconds."""
+    lengths = [len(r.prompt) for r in requests]
+    sizes = PREFILLS["cuda" if target.device.type == "cuda" else "cpu"]
+    shapes = [replace(config, prefill_rows=r, prefill_columns=c, page=min(config.page, c)) for r, c in sizes]
+
+    def seconds(costs: Costs) -> float:
+        return sum(costs.prefill(costs.config, length) for length in lengths)
+
+    return _fastest(target, draft, requests, longest, shapes, clock, seconds)
+
+
+def _fastest(
+    target: PreTrainedModel,
+    draft: PreTrainedModel | None,
+    requests: Sequence[Request],
+    longest: int,
+    shapes: list[EngineConfig],
+    clock: Clock | None,
+    seconds: Callable[[Costs], float],
+) -> EngineConfig:
+    """Of the shapes that work here, the one that takes the fewest seconds."""
+    found: list[tuple[float, EngineConfig]] = []
+    for shape in shapes:
+        if settle(target, draft, shape).kernels == shape.kernels:
+            costs = Costs(target, draft, requests, longest, shape, clock)
+            with suppress(torch.OutOfMemoryError):
+                found.append((seconds(costs), shape))
+            costs.forget()
+    return min(found, key=lambda pair: pair[0])[1] if found else shapes[0]
 
 
 def _compiled(target: PreTrainedModel, draft: PreTrainedModel | None, candidates: list[Candidate]) -> list[Candidate]:

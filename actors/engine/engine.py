@@ -165,6 +165,10 @@ class Engine:
             self.step()
         return self.take()
 
+    def forget(self) -> None:
+        """Let go of the KV of prompts that no running sequence has."""
+        self.pool.store.forget()
+
     def check(self) -> None:
         """Raise AssertionError where an invariant of pool or KV store does not hold. Call between rounds."""
         self.pool.check()
