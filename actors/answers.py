@@ -5,20 +5,31 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, ClassVar, Protocol
 
 import jsonschema
 import numpy as np
 import pyarrow as pa
 import torch
-from llguidance import LLMatcher
+from llguidance import LLExecutor, LLMatcher
 from llguidance.hf import from_tokenizer
-from llguidance.numpy import fill_next_token_bitmask
+from llguidance.numpy import fill_next_token_bitmask_par
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from exspec.actors.engine.constraint import BITS, Automaton, MakeConstraint, Node, chain, choice, mask_of
+from exspec.actors.engine.constraint import (
+    BITS,
+    Automaton,
+    Constraint,
+    Few,
+    MakeConstraint,
+    Node,
+    Words,
+    chain,
+    choice,
+    mask_of,
+)
 from exspec.actors.engine.request import Completion, Scores
 
 FEW = 256  # tokens that may stand at a place of a JSON answer where a label is chosen; in a free text it is thousands
@@ -240,10 +251,15 @@ class Json:
             raise AnswerError(f"json_schema: the tokenizer cannot be held to a grammar: {error}") from error
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_vocabulary"}  # it does not pickle
+        unpickled = ("_vocabulary", "_matcher")
+        return {name: value for name, value in vars(self).items() if name not in unpickled}
+
+    @cached_property
+    def _matcher(self) -> LLMatcher:
+        return LLMatcher(self._vocabulary, self.grammar, log_level=0)
 
     def constraint(self) -> "Grammar":
-        return Grammar(LLMatcher(self._vocabulary, self.grammar, log_level=0), self._vocabulary.vocab_size, self.end)
+        return Grammar(self._matcher.deep_copy(), self._vocabulary.vocab_size, self.end)
 
     def read(self, completion: Completion, text: str) -> dict[str, Any]:
         if completion.finish_reason != "stop":
@@ -325,42 +341,88 @@ def _next(text: str, at: int) -> int:
     return at
 
 
-class Grammar:
-    """A constraint that llguidance knows. Text that must come next is written in the tokens that are usual for it."""
+class Grammar(Constraint):
+    """A constraint that llguidance knows. Text that must come next is written in the tokens that are usual for it.
+
+    What a rollback takes back is forgotten when other tokens come: those of a draft mostly come again.
+    """
 
     def __init__(self, matcher: LLMatcher, vocabulary: int, end: int) -> None:
         if matcher.is_error():
             raise AnswerError(f"json_schema: {matcher.get_error()}")
         self.matcher, self.end = matcher, end
         self.words = -(-vocabulary // BITS)
-        self.masks: list[Tensor | None] = [None]  # of the places on the way, as far as they were asked for
+        self.way: list[int] = []  # tokens that the matcher stands behind; it could not come back from an end token
+        self.runs: list[list[Few]] = []  # of the places on the way: the tokens that must come, the last one first
+        self.place = 0  # on the way
 
     def allowed(self) -> Tensor:
-        mask = self.masks[-1]
-        if mask is None:
-            mask = self.masks[-1] = self._here()
-        return mask
+        if (few := self.kept()) is not None:
+            return mask_of(few.tokens)
+        mask = np.zeros((1, self.words), dtype=np.int32)
+        self.compute([(self, 0)], mask)
+        return torch.from_numpy(mask[0])
+
+    def kept(self) -> Few | None:
+        if self.place == len(self.runs):
+            self.runs.append(self._run())
+        run = self.runs[self.place]
+        return run[-1] if run else None
+
+    @classmethod
+    def compute(cls, places: Sequence[tuple["Grammar", int]], masks: Words) -> None:
+        for words in {grammar.words for grammar, _ in places}:
+            its = [(grammar._here(), row) for grammar, row in places if grammar.words == words]
+            # The library fills rows of its own length alone, and a model's vocabulary may be padded.
+            fits = masks.shape[1] == words
+            filled = masks if fits else np.empty((len(masks), words), dtype=np.int32)
+            fill_next_token_bitmask_par(_executor(), its, filled)
+            if not fits:
+                rows, width = [row for _, row in its], min(words, masks.shape[1])
+                masks[rows, width:] = 0
+                masks[rows, :width] = filled[rows, :width]
 
     def advance(self, token: int) -> None:
-        if token == self.end:  # the matcher could not come back from there
-            self.masks.append(mask_of([]))
-            return
-        if not self.matcher.consume_token(token):
-            raise RuntimeError(f"llguidance: {self.matcher.get_error()}")
-        self.masks.append(None)
+        few = self.kept()
+        if self.place == len(self.way) or self.way[self.place] != token:
+            self._here()
+            if token != self.end and not self.matcher.consume_token(token):
+                raise RuntimeError(f"llguidance: {self.matcher.get_error()}")
+            self.way.append(token)
+            run = self.runs[self.place]
+            if few is not None and len(run) > 1 and few.only == token:
+                self.runs.append(run[:-1])
+        self.place += 1
 
     def rollback(self, count: int) -> None:
-        ended = self.masks[-1] is not None and not self.masks[-1].any() and count > 0
-        if count - ended > 0 and not self.matcher.rollback(count - ended):
-            raise RuntimeError(f"llguidance: {self.matcher.get_error()}")
-        del self.masks[len(self.masks) - count :]
+        self.place -= count
 
-    def _here(self) -> Tensor:
+    def _here(self) -> LLMatcher:
+        """The matcher, brought back to the place."""
+        count = sum(token != self.end for token in self.way[self.place :])
+        if count and not self.matcher.rollback(count):
+            raise RuntimeError(f"llguidance: {self.matcher.get_error()}")
+        del self.way[self.place :], self.runs[self.place + 1 :]
+        return self.matcher
+
+    def _run(self) -> list[Few]:
+        """The tokens that must come after the way, the last one first."""
+        if self.way and self.way[-1] == self.end:
+            return [Few.of([])]
         if must := self.matcher.compute_ff_tokens():
-            return mask_of(must[:1])
-        mask = np.zeros((1, self.words), dtype=np.int32)
-        fill_next_token_bitmask(self.matcher, mask)
-        return torch.from_numpy(mask[0])
+            return [_alone(token) for token in reversed(must)]
+        return [_alone(self.end)] if self.matcher.is_stopped() else []
+
+
+@cache
+def _alone(token: int) -> Few:
+    return Few.of([token])
+
+
+@cache
+def _executor() -> LLExecutor:
+    """The threads that compute masks, one for each core."""
+    return LLExecutor()
 
 
 def end_token(tokenizer: PreTrainedTokenizerBase) -> int:

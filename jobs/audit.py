@@ -34,7 +34,7 @@ from exspec.actors.engine.cached_model import context_length
 from exspec.actors.engine.constraint import tokens_of
 from exspec.actors.engine.engine import model_end_ids
 from exspec.actors.generator import KILLER
-from exspec.actors.models import Pair, StopStrings, completion_text
+from exspec.actors.models import Pair, StopStrings, completion_text, forget_sampling
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Chunk, decode_schema
 from exspec.pipeline.input.prompts import Prompts
@@ -128,6 +128,7 @@ def audit(
         greedy = [r for r in rows if r.request is None or _is_greedy(r.request)]
         progress.stage(f"decoding {len(greedy)} rows with generate of transformers, one at a time")
         model = pair_of(job.model_copy(update={"dtype": Dtype.float32}), device, drafts=False).target
+        forget_sampling(model)
         expected = {(r.shard, r.number): _generate(model, r.request) for r in greedy if r.request is not None}
         found.append(
             compare("generate of transformers in float32", greedy, expected, replace(pair, target=model), answers)
@@ -293,8 +294,9 @@ def _generate(model: PreTrainedModel, request: Request) -> Completion:
         prefix_allowed_tokens_fn=allowed if constraint else None,
     )
     tokens: list[int] = output[0, len(request.prompt) :].tolist()
+    check = request.stop() if request.stop else None
     for place in range(len(tokens)):
-        stopped = request.stop(tokens[: place + 1]) if request.stop else None
+        stopped = check(tokens[place]) if check else None
         if tokens[place] in ends or stopped is not None:
             by = tokens[place] if tokens[place] in ends else stopped
             return Completion(request.id, tokens[: place + 1], "stop", by, SequenceStatistics())

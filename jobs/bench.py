@@ -22,14 +22,23 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from exspec.actors.engine import METHODS, Engine, EngineConfig, EngineStatistics, Request, SequenceStatistics
 from exspec.actors.engine.cached_model import context_length
-from exspec.actors.engine.calibration import Calibration, calibrate
+from exspec.actors.engine.calibration import Calibration, calibrate, fastest_kernels, fastest_prefill
+from exspec.actors.engine.config import KERNELS
 from exspec.actors.engine.engine import model_end_ids
-from exspec.actors.models import Pair, load_model, load_pair
+from exspec.actors.engine.statistics import EngineCounters
+from exspec.actors.models import Pair, forget_sampling, load_model, load_pair
 from exspec.jobs.demo import DRAFT, TARGET
 from exspec.jobs.demo.messages import examples
 
 RIVALS = ("generate", "assisted")
-CHOSEN_BY_AUTO = ("method", "window", "draft_tokens", "bucket")  # B is the bench's own, for all methods
+CHOSEN_BY_AUTO = (
+    "method",
+    "window",
+    "draft_tokens",
+    "bucket",
+    "kernels",
+    "prefill",
+)  # B is the bench's own, for all methods
 VARIANT = re.compile(r"(eqspec|exspec)(?:\+(explicit|implicit|both))?(?::(\d+))?")
 DEMO_SEED = 5  # messages that neither training nor its evaluation saw
 
@@ -54,10 +63,13 @@ class Settings:
     threads: int | None
     repeats: int
     methods: tuple[str, ...]
+    kernels: str = "auto"
     threshold: float = 0.3
     tune_seconds: float = 20.0
 
     def __post_init__(self) -> None:
+        if self.kernels not in ("auto", *KERNELS):
+            raise ValueError(f"--kernels: expected one of auto, {', '.join(KERNELS)}, not {self.kernels!r}")
         for method in self.methods:
             if method not in (*METHODS, *RIVALS, "auto") and not VARIANT.fullmatch(method):
                 raise ValueError(
@@ -88,8 +100,12 @@ class Bench:
     def __init__(self, pair: Pair, prompts: list[list[int]], settings: Settings) -> None:
         self.pair, self.prompts, self.settings = pair, prompts, settings
         self.end_ids = model_end_ids(pair.target)
+        for model in filter(None, (pair.target, pair.draft)):
+            forget_sampling(model)
         self.capacity = max(map(len, prompts)) + settings.max_new_tokens
         self.calibration: Calibration | None = None
+        self.engines: dict[EngineConfig, Engine] = {}
+        self.runner = EngineConfig() if settings.kernels == "auto" else EngineConfig(kernels=settings.kernels)  # type: ignore[arg-type]
 
     def run(self, method: str, count: int | None = None) -> Outcome:
         """Decode the prompts, or the first `count`, with the clock running."""
@@ -113,7 +129,9 @@ class Bench:
         s = self.settings
         options: dict[str, Any] = {"method": method, "batch_size": s.batch_size, "window": max(s.window, s.batch_size),
                    "draft_tokens": s.draft_tokens, "capacity": self.capacity, "exact": s.exact,
-                   "threshold": s.threshold}  # fmt: skip
+                   "threshold": s.threshold, "kernels": self.runner.kernels, "page": self.runner.page,
+                   "prefill_rows": self.runner.prefill_rows,
+                   "prefill_columns": self.runner.prefill_columns}  # fmt: skip
         if s.bucket is not None:
             options["bucket"] = s.bucket
         if variant := VARIANT.fullmatch(method):
@@ -121,6 +139,14 @@ class Bench:
             options |= {"method": name, "draft_length": policy or "fixed"}
             options |= {"draft_tokens": int(drafted)} if drafted else {}
         return EngineConfig(**options)
+
+    def settle(self) -> None:
+        """Find what runs the layers fastest here, and how prompts are prefilled fastest, for all methods alike."""
+        requests = [Request(i, p, max_new_tokens=self.settings.max_new_tokens) for i, p in enumerate(self.prompts)]
+        options = self.pair.target, self.pair.draft, requests, self.capacity
+        if self.settings.kernels == "auto":
+            self.runner = fastest_kernels(*options, self.config("exspec" if self.pair.draft else "plain"))
+        self.runner = fastest_prefill(*options, self.config("exspec" if self.pair.draft else "plain"))
 
     def tune(self) -> Calibration:
         """Choose the shape of `auto` on the bench's own prompts."""
@@ -138,7 +164,11 @@ class Bench:
         return [by_prompt[i] for i in range(len(order))]
 
     def engine(self, config: EngineConfig, prompts: list[list[int]]) -> Outcome:
-        engine = Engine(self.pair.target, self.pair.draft, config)
+        if config not in self.engines:
+            self.engines[config] = Engine(self.pair.target, self.pair.draft, config)
+        engine = self.engines[config]
+        engine.forget()  # what a run before has cached of these prompts
+        engine.counters = EngineCounters()
         for i, prompt in enumerate(prompts):
             engine.submit(Request(i, prompt, max_new_tokens=self.settings.max_new_tokens))
         completions = sorted(engine.run(), key=lambda c: int(str(c.id)))
@@ -159,6 +189,7 @@ class Bench:
         model: Any = self.pair.target
         if dtype != model.dtype:
             model = load_model(model.name_or_path, dtype, model.device)
+            forget_sampling(model)
         return [self._generate([prompt], model)[0] for prompt in self.prompts]
 
     def _generate(
@@ -170,7 +201,6 @@ class Bench:
         output = (model or self.pair.target).generate(  # type: ignore[operator]
             input_ids=ids,
             attention_mask=mask,
-            # A configuration of its own: what the model's suggests (sampling, penalties) is not what is compared here.
             generation_config=GenerationConfig(
                 do_sample=False,
                 max_new_tokens=self.settings.max_new_tokens,
@@ -222,7 +252,8 @@ def run(settings: Settings) -> None:
     if not fitting:
         raise ValueError(f"no prompt is left that fits the model's context with {settings.max_new_tokens} new tokens")
     bench = Bench(pair, fitting, settings)
-
+    stages.stage("measuring what runs the layers fastest")
+    bench.settle()
     if "auto" in settings.methods:
         stages.stage(f"measuring the shape of auto, about {settings.tune_seconds:.0f} s")
         found = bench.tune()
@@ -247,12 +278,12 @@ def run(settings: Settings) -> None:
     hardware = describe_hardware(pair.target.device)
     title = (
         f"{len(fitting)} prompts, B={settings.batch_size}, W={settings.window}, K={settings.draft_tokens}, "
-        f"at most {settings.max_new_tokens} tokens, {settings.dtype}, {hardware}"
+        f"at most {settings.max_new_tokens} tokens, {settings.dtype}, layers {bench.runner.kernels}, {hardware}"
     )
     for table in bench_tables(rows, title):
         console.print(table)
     shown = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(settings).items()}
-    print(json.dumps({"settings": shown, "hardware": hardware, "prompts": len(fitting), "methods": rows}))
+    print(json.dumps({"settings": shown, "hardware": hardware, "kernels": bench.runner.kernels, "prompts": len(fitting), "methods": rows}))
 
 
 def compare(bench: Bench, turns: list[dict[str, Outcome]]) -> list[dict[str, Any]]:

@@ -349,6 +349,9 @@ def bench(
             help="Comma-separated: plain, eqspec, exspec, auto, generate, assisted; exspec+both:3 has a policy and a K."
         ),
     ] = "plain,eqspec,exspec,auto,generate,assisted",
+    kernels: Annotated[
+        str, typer.Option(help="What runs the layers: eager, packed, compiled, or auto for what is fastest here.")
+    ] = "auto",
     threshold: Annotated[float, typer.Option(help="Chance of acceptance below which a policy ends a draft.")] = 0.3,
     tune_seconds: Annotated[float, typer.Option(min=0.1, help="Seconds of the calibration of auto.")] = 20.0,
     synthetic: Annotated[
@@ -399,6 +402,7 @@ def bench(
         threads=threads,
         repeats=repeats,
         methods=tuple(methods.split(",")),
+        kernels=kernels,
         threshold=threshold,
         tune_seconds=tune_seconds,
     )

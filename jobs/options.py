@@ -70,13 +70,15 @@ class GroupedCommand(TyperCommand):
 
 
 def _option(name: str, field: Any) -> Any:
-    """The annotated type of a field's option, or None where a mapping needs the job file."""
+    """The annotated type of a field's option, or None where it needs the job file."""
     extra = field.json_schema_extra or {}
     kind = field.annotation
     if get_origin(kind) in (Union, UnionType):
         kinds = [a for a in get_args(kind) if a is not type(None)]
         kind = kinds[0] if len(kinds) == 1 else str  # several: the settings class reads the text
     kind = str if kind is Function else kind
+    if get_origin(kind) is list and get_origin(get_args(kind)[0]) is list:
+        return None
     if get_origin(kind) is dict:
         if not extra.get("flag"):
             return None

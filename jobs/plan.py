@@ -116,11 +116,12 @@ def _facts(prepared: Prepared) -> list[tuple[str, str]]:
 
 
 def _notes(prepared: Prepared) -> list[str]:
-    """What the job asks for and this machine does not have. A cluster may have it."""
-    job, notes = prepared.job, []
+    """What the target's generation config asks for and the job does not do; what the job asks for and this machine does
+    not have, where no cluster may have it."""
+    job, notes = prepared.job, [prepared.note] if prepared.note else []
     low, high = job.actor_range
     if job.ray_address:
-        return []
+        return notes
     if job.device == "cuda" and not torch.cuda.is_available():
         notes.append("device is cuda, and this machine has no GPU that torch can use: run refuses it here")
     cards = torch.cuda.device_count() if job.device != "cpu" else 0

@@ -292,9 +292,9 @@ class Bench:
         draft_bytes = model_bytes(self.draft) + rows * attended * kv_bytes(self.draft)
         target_bytes = model_bytes(self.target) + rows * attended * kv_bytes(self.target)
         measured = {
-            "plain": (costs.verify(rows, 1, attended, True), target_bytes),
-            "verify": (costs.verify(rows, s.draft_tokens + 1, attended, True), target_bytes),
-            "draft": (costs.propose(rows, s.draft_tokens, attended, True), s.draft_tokens * draft_bytes),
+            "plain": (costs.verify(rows, 1, attended), target_bytes),
+            "verify": (costs.verify(rows, s.draft_tokens + 1, attended), target_bytes),
+            "draft": (costs.propose(rows, s.draft_tokens, attended), s.draft_tokens * draft_bytes),
             "prefill": (costs.chunk(False), model_bytes(self.target)),
         }
         return {

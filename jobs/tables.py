@@ -46,10 +46,10 @@ def _cell(value: float | None, form: str) -> str:
 def candidates_table(candidates: list[dict[str, Any]], seconds: float, shown: int = 8) -> Table:
     """Candidates of a calibration: those that were run, and the best of the others."""
     grid = Table(title=f"calibration in {seconds:.0f} s: tokens/s by shape")
-    for heading in ("method", "B", "W", "K", "bucket", "predicted", "measured", ""):
-        grid.add_column(heading, justify="left" if heading in ("method", "") else "right")
+    for heading in ("method", "B", "W", "K", "bucket", "kernels", "predicted", "measured", ""):
+        grid.add_column(heading, justify="left" if heading in ("method", "kernels", "") else "right")
     for row in candidates[:shown]:
-        names = ("method", "batch_size", "window", "draft_tokens", "bucket")
+        names = ("method", "batch_size", "window", "draft_tokens", "bucket", "kernels")
         measured = _cell(row["measured"], ".0f")
         grid.add_row(*(str(row[n]) for n in names), f"{row['predicted']:.0f}", measured, "chosen" * row["chosen"])
     return grid

@@ -147,6 +147,14 @@ class Job(BaseModel):
     min_new_tokens: int = setting("Sampling", 0, "Tokens of a completion, at least.", ge=0, le=LARGEST_INT)
     ignore_eos: bool = setting("Sampling", False, "Go on after an end token, up to max_new_tokens.")
     bad_words: list[str] = setting("Sampling", [], "Texts whose tokens a completion never has in a row.")
+    bad_words_ids: list[list[Annotated[int, Field(ge=0)]]] = setting(
+        "Sampling", [], "The same by token: lists of token ids that a completion never has in a row."
+    )
+    model_sampling: bool = setting(
+        "Sampling",
+        False,
+        "Take sampling settings that are not given from the target's generation config, as generate of transformers.",
+    )
     seed: int = setting("Sampling", 0, "Seed of the job; every row's own comes from it and the row's identity.", ge=0)
     stop: list[str] = setting("Sampling", [], "Strings that end a completion; it is cut before them.")
 
@@ -266,6 +274,13 @@ class Job(BaseModel):
             raise ValueError("expected strings that are not empty")
         return value
 
+    @field_validator("bad_words_ids")
+    @classmethod
+    def _no_empty_word(cls, value: list[list[int]]) -> list[list[int]]:
+        if not all(value):
+            raise ValueError("expected lists of one token id or more")
+        return value
+
     @field_validator("input", "output")
     @classmethod
     def _absolute(cls, value: Any) -> Any:
@@ -336,7 +351,10 @@ class Job(BaseModel):
         """What completions are held to and read as. Raises AnswerError where the tokenizer cannot write it."""
         from exspec.actors.answers import FreeText
 
-        return FreeText(tokenizer, self.min_new_tokens, self.ignore_eos, self.bad_words)
+        words = FreeText(tokenizer, self.min_new_tokens, self.ignore_eos, self.bad_words)
+        limits: dict[str, Any] = words.limits
+        limits["bad_words"] += tuple(map(tuple, self.bad_words_ids))
+        return words
 
     def answer_columns(self) -> "pa.Schema":
         """The columns that answers fill."""
@@ -390,8 +408,8 @@ FREE = {
     "ray_address", "rows_per_chunk", "notify",
     "draft_length", "tune_seconds", "tune_from", "memory_gib", "since", "gold_column", "review_share",
     *PERMISSIONS, "max_error_share", "max_write_failures", "wait",
-    # What a revision stands for is in the fingerprint: the commit.
-    "target_revision", "draft_revision",
+    # What a revision stands for is in the fingerprint: the commit; and so is what the model's own sampling stands for.
+    "target_revision", "draft_revision", "model_sampling",
 }  # fmt: skip
 # With fixed shapes the target alone decides every token: these change how soon it comes, or which rows there are.
 FREE_IF_EXACT = {"draft", "method", "threshold", "limit", "draft (content)"}
@@ -408,7 +426,7 @@ def load_job(kind: type[J], file: Path | None, flags: dict[str, Any], pair: dict
     try:
         return kind(**settings)
     except ValidationError as error:
-        raise JobError(*(_problem(e, file, kind) for e in error.errors())) from error
+        raise JobError(*(problem(e, file, kind) for e in error.errors())) from error
 
 
 def read_job_file(file: Path | None) -> dict[str, Any]:
@@ -430,7 +448,8 @@ def read_job_file(file: Path | None) -> dict[str, Any]:
     return settings
 
 
-def _problem(error: Any, file: Path | None, kind: type[Job]) -> str:
+def problem(error: Any, file: Path | None, kind: type[Job]) -> str:
+    """What is wrong with a setting of a job, with the path of its key. error: as pydantic has it. file: that has it."""
     key = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
         known = kind.model_fields

@@ -101,8 +101,9 @@ class LabelJob(Job):
         names = self.answer_columns().names
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"two answers would fill the column {twice[0]!r}; name the fields or properties otherwise")
-        if limits := [name for name in ("min_new_tokens", "ignore_eos", "bad_words") if getattr(self, name)]:
-            raise ValueError(f"{limits[0]} has no use in a labeling job: its form tells which tokens may come")
+        limits = ("min_new_tokens", "ignore_eos", "bad_words", "bad_words_ids")
+        if useless := [name for name in limits if getattr(self, name)]:
+            raise ValueError(f"{useless[0]} has no use in a labeling job: its form tells which tokens may come")
         if self.stop or self.stop_column:
             raise ValueError("stop and stop_column have no use in a labeling job: an answer ends where it is complete")
         if self.choices and self.max_new_tokens_column:

@@ -15,8 +15,9 @@ from exspec.actors.answers import AnswerError
 from exspec.actors.engine import EngineConfig, Room
 from exspec.actors.engine.cached_model import context_length
 from exspec.actors.engine.memory import MemoryPlan, fit
-from exspec.actors.models import ModelError, check_config, check_vocabularies, load_part
+from exspec.actors.models import ModelError, check_config, check_vocabularies, limit_context, load_part
 from exspec.pipeline.errors import JobError, no_column, told
+from exspec.pipeline.generation import OwnSettings, load_generation_config, note, own_settings, with_own
 from exspec.pipeline.input.batch import is_batch, of_batch
 from exspec.pipeline.input.plan import Chunk, Plan, Shard, encode_schema
 from exspec.pipeline.input.prompts import Prompts, prompt_column
@@ -37,12 +38,16 @@ T = TypeVar("T")
 
 @dataclass
 class Models:
-    """What is known of a job's models without loading their weights."""
+    """What is known of a job's models without loading their weights.
+
+    own: what the target's generation config asks for.
+    """
 
     tokenizer: Any
     context: int
     digests: dict[str, str]
     configs: list[PretrainedConfig]
+    own: OwnSettings
 
 
 @dataclass
@@ -74,6 +79,11 @@ class Prepared:
         """The chunks that are to run, as far as is known before the output is taken."""
         state = self.output.state
         return self.plan.chunks() if self.restart or state.job is None else self.plan.chunks(state.held())
+
+    @property
+    def note(self) -> str | None:
+        """What the target's generation config asks for and the job does not do, if there is such."""
+        return note(self.job, self.models.own)
 
     def room(self, config: EngineConfig) -> Room:
         """Tokens that a row may have in such a shape."""
@@ -133,6 +143,9 @@ def prepare(job: Job, restart: bool = False) -> Prepared:
     output = check(lambda: _open(folder))
     job = resolved(job)
     models = check(lambda: _check_models(job))
+    if models:
+        job = check(lambda: with_own(job, models.own)) or job
+        check(lambda: _check_tokens(job, models))
     earlier = output.state if output and output.state.job and not restart else None
     settled = earlier.done_shards() if earlier and job.since else set()
     since = Since(earlier.plan if earlier else None, settled, job.newer_than) if job.since else None
@@ -184,6 +197,7 @@ def _probe(folder: Folder) -> None:
 
 def _check_models(job: Job) -> Models:
     tokenizers, contexts, digests, configs = [], [], {}, []
+    own = OwnSettings({}, {})
     pairs = [("target", job.target, job.target_revision)]
     if job.draft is not None and job.method != "plain":
         pairs.append(("draft", job.draft, job.draft_revision))
@@ -192,10 +206,13 @@ def _check_models(job: Job) -> Models:
             place = local_model(name, job.storage_options, weights=False)
             config = load_part(AutoConfig, place, revision, job.trust_remote_code)
             tokenizers.append(load_part(AutoTokenizer, place, revision, job.trust_remote_code))
+            if role == "target":
+                own = own_settings(load_generation_config(place, revision, config, job.trust_remote_code))
             digests[role] = model_digest(name, revision, job.storage_options)
         except (JobError, ModelError) as error:
             raise JobError(f"{role} {error}") from error
         check_config(config, name)
+        limit_context(config)
         contexts.append(context_length(config))
         configs.append(config)
     if len(tokenizers) == 2:
@@ -205,7 +222,14 @@ def _check_models(job: Job) -> Models:
             f"draft {job.draft}: its context of {contexts[1]} tokens is shorter than the capacity of {capacity}; "
             "set capacity, or take a draft with a longer context"
         )
-    return Models(tokenizers[0], contexts[0], digests, configs)
+    held = job.kind != Job.kind  # to a form, which tells which tokens may come
+    return Models(tokenizers[0], contexts[0], digests, configs, own.without_limits() if held else own)
+
+
+def _check_tokens(job: Job, models: Models) -> None:
+    size = models.configs[0].get_text_config().vocab_size
+    if unknown := sorted({token for word in job.bad_words_ids for token in word if token >= size}):
+        raise JobError(f"bad_words_ids: token {unknown[0]} is not in the target's vocabulary of {size}")
 
 
 def _check_memory(job: Job, models: Models) -> None:

@@ -61,6 +61,8 @@ def execute(prepared: Prepared, retry_errors: bool = False, load: Any = None, pr
     if not (prepared.restart or retry_errors) and finished(output, plan):
         progress.tell(f"nothing to do: all {plan.rows} rows are in {anonymous(prepared.folder.url)}")
         return 0
+    if prepared.note:
+        progress.say(f"note: {prepared.note}")
     action = "restart" if prepared.restart else "retry" if retry_errors else "run"
     try:
         with take(output, action, prepared.job.wait) as writer:

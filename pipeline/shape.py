@@ -110,7 +110,7 @@ class Settled:
 
     def __str__(self) -> str:
         c = self.config
-        shape = f"{c.method}, B={c.batch_size}, slots={c.slots}, K={c.drafted}, bucket={c.bucket}"
+        shape = f"{c.method}, B={c.batch_size}, slots={c.slots}, K={c.drafted}, bucket={c.bucket}, {c.kernels}"
         if c.method != "eqspec":
             shape += f", KV of {c.page_count * c.page_size} tokens"
         return f"{shape} (measured in {self.seconds:.0f} s)" if self.candidates else shape

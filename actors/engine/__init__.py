@@ -2,7 +2,7 @@
 
 from exspec.actors.engine.config import DRAFT_LENGTHS, METHODS, DraftLengthName, EngineConfig, Method
 from exspec.actors.engine.engine import Engine
-from exspec.actors.engine.request import Completion, Request, RequestError, Room, Sampling, StopCheck
+from exspec.actors.engine.request import Completion, MakeStop, Request, RequestError, Room, Sampling, StopCheck
 from exspec.actors.engine.statistics import EngineStatistics, SequenceStatistics
 from exspec.actors.engine.thread import EngineThread
 
@@ -15,6 +15,7 @@ __all__ = [
     "EngineConfig",
     "EngineStatistics",
     "EngineThread",
+    "MakeStop",
     "Method",
     "Request",
     "RequestError",

@@ -188,7 +188,8 @@ struct Attention {
   // The same sums in the same order, of keys that lie transposed [padded, BLOCK]: for the lanes FIRST .. FIRST + N - 1
   // of PAIR query vectors and WIDE vectors of columns.
   template <int FIRST, int N>
-  inline __attribute__((always_inline)) void partial(const float* queries, const float* keys, Floats (&x)[PAIR][WIDE]) const {
+  inline __attribute__((always_inline)) void partial(const float* queries, const float* keys,
+                                                     Floats (&x)[PAIR][WIDE]) const {
     if constexpr (N > 1) {
       Floats y[PAIR][WIDE];
       partial<FIRST, N / 2>(queries, keys, x);
@@ -288,7 +289,8 @@ struct Attention {
   }
 
   template <typename K>
-  void block(const K* const* keys, const K* const* values, const float* queries, float* scores, float* transposed, float* decay,
+  void block(const K* const* keys, const K* const* values, const float* queries, float* scores,
+             float* transposed, float* decay,
              float* mixed, float* highest, Floats* total, int count, int begin, int first, int last, int position,
              int width) const {
     if (count >= MANY) {
@@ -307,7 +309,8 @@ struct Attention {
       decay[m] = weigh(scores + m * BLOCK, begin, from, at, highest[m], total[m]);
     }
     int i = 0;
-    for (; i + MIXED <= vectors; i += MIXED) mix_all<MIXED>(scores, decay, values, first, last, i * LANES, count, mixed);
+    for (; i + MIXED <= vectors; i += MIXED)
+      mix_all<MIXED>(scores, decay, values, first, last, i * LANES, count, mixed);
     for (; i < vectors; i++) mix_all<1>(scores, decay, values, first, last, i * LANES, count, mixed);
   }
 
@@ -336,7 +339,7 @@ struct Attention {
       total[m] = Floats{};
     }
 
-    // Where a block is used often, or its columns are no whole vectors, it is copied as floats: the numbers are the same.
+    // A block that is used often, or whose columns are no whole vectors, is copied as floats: the numbers are the same.
     const bool whole = call.size == padded, stage = !whole || (!std::is_same_v<T, float> && count > 2);
     const int64_t stride = call.kv_heads * call.size;
     const int begin = call.window > 0 ? std::max(0, position - call.window + 1) : 0;
@@ -368,15 +371,16 @@ struct Attention {
             for (int d = 0; d < call.size; d++) to[padded + d] = static_cast<float>(v[c][d]);
           }
         }
-        block(staged_k, staged_v, queries, scores, transposed, decay, mixed, highest, total, count, b, first, last, position, width);
+        block(staged_k, staged_v, queries, scores, transposed, decay, mixed, highest, total, count, b, first, last,
+              position, width);
       } else {
         block(k, v, queries, scores, transposed, decay, mixed, highest, total, count, b, first, last, position, width);
       }
     }
 
     for (int m = 0; m < count; m++) {
-      T* to = output + ((task.row * call.columns + task.first + m % width) * call.heads + task.head * group + m / width) *
-                           call.size;
+      const int64_t column = task.row * call.columns + task.first + m % width;
+      T* to = output + (column * call.heads + task.head * group + m / width) * call.size;
       const float share = 1.f / sum(total[m]);
       for (int d = 0; d < call.size; d++) to[d] = static_cast<T>(mixed[m * padded + d] * share);
     }

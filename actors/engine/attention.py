@@ -22,6 +22,7 @@ import os
 import platform
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable
 from functools import lru_cache
 from inspect import signature
@@ -50,19 +51,44 @@ def attend_gathered(
     rows, heads, width, size = query.shape
     fold = heads // keys.shape[2]
     key, value = _side_by_side(keys, places), _side_by_side(values, places)  # [R, H, S, D]
-    positions = places[:, 0, 0, :1] + torch.arange(width, device=places.device)  # [R, Q]
-    distance = positions[..., None] - torch.arange(key.shape[2], device=places.device)  # [R, Q, S]
-    hidden = distance < 0 if window <= 0 else (distance < 0) | (distance >= window)
-    mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device)
-    mask = mask.masked_fill_(hidden, torch.finfo(query.dtype).min).repeat(1, fold, 1)[:, None]  # [R, 1, G * Q, S]
+    mask = MASKS.of(places, (width, key.shape[2], fold, window, query.dtype))
     folded = query.reshape(rows, -1, fold * width, size)  # [R, H, G * Q, D]
     if softcap:
         mixed = _capped_attention(folded, key, value, mask, scale, softcap)
     else:
         mixed = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
-    dead = (positions < 0) | (positions >= places[:, 0, 0, 1:2])
-    mixed = mixed.reshape(rows, heads, width, size).transpose(1, 2)
-    return mixed.masked_fill(dead[:, :, None, None], 0.0).contiguous()
+    return mixed.reshape(rows, heads, width, size).transpose(1, 2).contiguous()
+
+
+class Masks(threading.local):
+    """Masks of the forward at hand, which its layers share. A forward's `places` are a tensor of its own that nobody
+    writes to; it is held here, so that no other can be taken for it."""
+
+    def __init__(self) -> None:
+        self.places: Tensor | None = None
+        self.made: dict[Any, Tensor] = {}
+
+    def of(self, places: Tensor, shape: tuple[int, int, int, int, torch.dtype]) -> Tensor:
+        """What is added to the scores [R, 1, G * Q, S], of (Q, S, G, window, dtype): 0, or as little as can be."""
+        if places is not self.places:
+            self.places, self.made = places, {}
+        if shape not in self.made:
+            self.made[shape] = _mask(places, *shape)
+        return self.made[shape]
+
+
+def _mask(places: Tensor, width: int, columns: int, fold: int, window: int, dtype: torch.dtype) -> Tensor:
+    positions = places[:, 0, 0, :1] + torch.arange(width, dtype=torch.int32, device=places.device)  # [R, Q]
+    numbers = torch.arange(columns, dtype=torch.int32, device=places.device)
+    hidden = numbers > positions[..., None]  # [R, Q, S]
+    if window > 0:
+        hidden |= numbers <= positions[..., None] - window
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=places.device)
+    # Not infinity: a dead column may have everything hidden from it.
+    return mask.masked_fill_(hidden, torch.finfo(dtype).min).repeat(1, fold, 1)[:, None]
+
+
+MASKS = Masks()  # of this thread
 
 
 def _side_by_side(store: Tensor, places: Tensor) -> Tensor:
@@ -232,7 +258,7 @@ def _digest() -> str:
 
 
 def cache_folder() -> Path:
-    """Where what was compiled on this machine is kept: under EXSPEC_CACHE, or exspec in the user's cache folder."""
+    """EXSPEC_CACHE, or exspec in the user's cache folder."""
     user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("EXSPEC_CACHE") or Path(user) / "exspec") / "kernels"
 

@@ -74,12 +74,14 @@ class PagedModel:
         self.model, self.pages = twin(model, attention, kernels == "packed"), pages
         self.gathers = attention == GATHERED
         # Zeros, not empty: a masked column is multiplied by zero, and zero times what memory held may be NaN.
+        self.is_initialized = False  # what transformers would take for a cache of another model
         self.keys = [torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(layers)]
         self.values = [torch.zeros_like(k) for k in self.keys]
         self.last_position = context_length(model.config) - 1
+        self.write = torch.zeros(0, dtype=torch.long, device=model.device)
         self._where: Callable[..., Any] = where
         if kernels == "compiled":
-            fuse(self.model)
+            fuse(self.model, self)
             self._where = compiled(where)
 
     @property
@@ -129,6 +131,10 @@ class PagedModel:
         """Whether the forward at hand asks for nothing past the keys and values of this layer."""
         return layer == self._last
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
+        """Families that count positions from here are given them."""
+        return 0
+
     def check(self, lengths: dict[int, int]) -> None:
         self.pages.check(lengths)
         for layer, stores in enumerate(zip(self.keys, self.values, strict=True)):
@@ -153,7 +159,7 @@ def where(
     return inside, places[:, None, None], (page * size + inside % size).flatten()
 
 
-class Filled(Exception):
+class Filled(Exception):  # noqa: N818 -- it is none
     """A forward has written all keys and values."""
 
 

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from exspec.actors.engine.config import EngineConfig
-from exspec.actors.engine.costs import Costs, OutOfTimeError
+from exspec.actors.engine.config import KERNELS, EngineConfig, KernelsName
+from exspec.actors.engine.costs import Clock, Costs, OutOfTimeError
 from exspec.actors.engine.engine import Engine
 from exspec.actors.engine.grouping import LengthBuckets
-from exspec.actors.engine.methods import settle
 from exspec.actors.engine.memory import fit, plan_memory
+from exspec.actors.engine.methods import settle
 from exspec.actors.engine.pages import Boundless
 from exspec.actors.engine.pool import Pool
 from exspec.actors.engine.pool import Sequence as Decoded
@@ -33,7 +33,11 @@ from exspec.actors.engine.request import Request, RequestError
 from exspec.actors.engine.statistics import SequenceStatistics
 
 MakeEngine = Callable[[PreTrainedModel, PreTrainedModel | None, EngineConfig], Engine]
-FREE = ("method", "batch_size", "window", "draft_tokens", "bucket")
+FREE = ("method", "batch_size", "window", "draft_tokens", "bucket", "kernels", "prefill")
+ROWS = {"cuda": (8, 16, 32, 64, 128, 256, 4, 2, 1), "cpu": (8, 16, 4, 2, 1)}  # B that are tried, the likeliest first
+# Kernels that are predicted with. On a CPU compiled ones are made for the finalists alone: each shape takes seconds.
+PREDICTED: dict[str, tuple[KernelsName, ...]] = {"cuda": ("compiled", "eager"), "cpu": ("eager", "packed")}
+PREFILLS = {"cuda": ((1, 128), (4, 128), (16, 128)), "cpu": ((4, 32), (8, 32), (1, 128))}  # rows and columns
 LENGTHS = (1, 2, 3, 4, 5, 6, 8)  # K that are tried
 LOOKED_AT = 5  # K of the first run, beyond which survival is extrapolated
 ROUNDS = 100  # of a dry run
@@ -83,6 +87,7 @@ class Calibration:
                 "window": c.config.slots,
                 "draft_tokens": c.config.drafted,
                 "bucket": c.config.bucket,
+                "kernels": c.config.kernels,
                 "predicted": round(c.predicted, 1),
                 "measured": None if c.measured is None else round(c.measured, 1),
                 "chosen": replace(c.config, threshold=self.config.threshold) == self.config,
@@ -108,12 +113,19 @@ def calibrate(
 
     Raises ValueError where no request of the sample can be decoded, or no candidate fits the budget.
     """
-    start = time.monotonic()
+    clock = Clock()
+    start, began = clock.now(), time.monotonic()
     config = replace(settle(target, draft, config), pages=config.pages)
     start_from = config if budget is None else _fitted(target, draft, config, budget)
     sample = look(engine, target, draft, requests, start_from, start + seconds / 4)
     gc.collect()  # engines refer to themselves, and their KV must not pile up
-    costs = Costs(target, draft, sample.requests, max(p + n for p, n in sample.lengths), config)
+    longest = max(p + n for p, n in sample.lengths)
+    device = "cuda" if target.device.type == "cuda" else "cpu"
+    if "kernels" in free:
+        config = fastest_kernels(target, draft, sample.requests, longest, config, PREDICTED[device], clock)
+    if "prefill" in free:
+        config = fastest_prefill(target, draft, sample.requests, longest, config, clock)
+    costs = Costs(target, draft, sample.requests, longest, config, clock)
     made: list[Candidate] = []
     tried: set[bool] = set()
 
@@ -139,16 +151,19 @@ def calibrate(
         raise ValueError("calibration: no shape of those that may be chosen fits the memory")
     made.sort(key=lambda c: -c.predicted)
     finalists = [c for c in made if c.config.drafts][: FINALISTS - 1] + [c for c in made if not c.config.drafts][:1]
+    if "kernels" in free:
+        finalists += _compiled(target, draft, finalists)
+        made += [c for c in finalists if c not in made]
     costs.forget()
     if budget is not None:  # all finalists hold their KV at once
         while len(finalists) > 1 and _together(target, draft, finalists) > budget:
             finalists.remove(max(finalists, key=lambda c: (c is not finalists[0], c.config.drafts)))
-    _final(engine, target, draft, sample, finalists, start + seconds)
+    _final(engine, target, draft, sample, finalists, clock, start + seconds)
     compared = finalists if len(finalists) > 1 else made
     chosen = max(compared, key=lambda c: (c.measured or c.predicted) / (MARGIN if c.config.drafts else 1))
     costs.deadline = math.inf
     best = replace(chosen.config, threshold=_threshold(chosen.config, costs, sample))
-    return Calibration(best, made, sample, time.monotonic() - start)
+    return Calibration(best, made, sample, time.monotonic() - began)
 
 
 def look(
@@ -201,7 +216,10 @@ def _extrapolated(survival: list[float]) -> tuple[float, ...]:
 def predict(config: EngineConfig, costs: Costs, sample: Sample) -> float:
     """Tokens/s of a long job: the scheduler's own rounds, on sequences that are only lengths."""
     rng = random.Random(0)
-    pool, grouping = Pool(config.slots, Boundless(), config.width), LengthBuckets(config.batch_size, config.bucket, fallback=not config.exact)
+    pool, grouping = (
+        Pool(config.slots, Boundless(), config.width),
+        LengthBuckets(config.batch_size, config.bucket, fallback=not config.exact),
+    )
     source = cycle(sample.lengths)
     seconds, tokens = 0.0, 0
     for number in range(ROUNDS):
@@ -228,6 +246,83 @@ def predict(config: EngineConfig, costs: Costs, sample: Sample) -> float:
             if sequence.budget <= 0:
                 pool.end(sequence, "length", None)
     return tokens / seconds
+
+
+def fastest_kernels(
+    target: PreTrainedModel,
+    draft: PreTrainedModel | None,
+    requests: Sequence[Request],
+    longest: int,
+    config: EngineConfig,
+    kernels: Sequence[KernelsName] = KERNELS,
+    clock: Clock | None = None,
+) -> EngineConfig:
+    """The config with those of the kernels that take the fewest seconds for a round.
+
+    requests: whose tokens are chosen. longest: tokens of the longest sequence expected.
+    """
+    shapes = [replace(config, kernels=name) for name in kernels]
+    return _fastest(target, draft, requests, longest, shapes, clock, lambda c: c.round(c.config, longest // 2 + 1))
+
+
+def fastest_prefill(
+    target: PreTrainedModel,
+    draft: PreTrainedModel | None,
+    requests: Sequence[Request],
+    longest: int,
+    config: EngineConfig,
+    clock: Clock | None = None,
+) -> EngineConfig:
+    """The config with the prefill shape that takes in the prompts of the requests in the fewest seconds."""
+    lengths = [len(r.prompt) for r in requests]
+    sizes = PREFILLS["cuda" if target.device.type == "cuda" else "cpu"]
+    shapes = [replace(config, prefill_rows=r, prefill_columns=c, page=min(config.page, c)) for r, c in sizes]
+
+    def seconds(costs: Costs) -> float:
+        return sum(costs.prefill(costs.config, length) for length in lengths)
+
+    return _fastest(target, draft, requests, longest, shapes, clock, seconds)
+
+
+def _fastest(
+    target: PreTrainedModel,
+    draft: PreTrainedModel | None,
+    requests: Sequence[Request],
+    longest: int,
+    shapes: list[EngineConfig],
+    clock: Clock | None,
+    seconds: Callable[[Costs], float],
+) -> EngineConfig:
+    """Of the shapes that work here, the one that takes the fewest seconds."""
+    found: list[tuple[float, EngineConfig]] = []
+    for shape in shapes:
+        if settle(target, draft, shape).kernels == shape.kernels:
+            costs = Costs(target, draft, requests, longest, shape, clock)
+            with suppress(torch.OutOfMemoryError):
+                found.append((seconds(costs), shape))
+            costs.forget()
+    return min(found, key=lambda pair: pair[0])[1] if found else shapes[0]
+
+
+def _compiled(target: PreTrainedModel, draft: PreTrainedModel | None, candidates: list[Candidate]) -> list[Candidate]:
+    """The candidates with compiled layers, where those work here and are not what was predicted."""
+    made = [replace(c, config=replace(c.config, kernels="compiled")) for c in candidates]
+    works = [settle(target, draft, c.config).kernels == "compiled" for c in made[:1]]
+    return [m for m, c in zip(made, candidates, strict=True) if works[0] and c.config.kernels != "compiled"]
+
+
+def _fastest(
+    shapes: list[EngineConfig], costs: Callable[[EngineConfig], Costs], seconds: Callable[[Costs], float]
+) -> EngineConfig:
+    """Of shapes that work here, the one that takes the fewest seconds."""
+    found: list[tuple[float, EngineConfig]] = []
+    for shape in shapes:
+        timed = costs(shape)
+        if settle(timed.target, timed.draft, shape).kernels == shape.kernels:
+            with suppress(torch.OutOfMemoryError):
+                found.append((seconds(timed), shape))
+        timed.forget()
+    return min(found, key=lambda pair: pair[0])[1] if found else shapes[0]
 
 
 def _attended(config: EngineConfig, lengths: list[int]) -> int:
@@ -257,7 +352,7 @@ def _candidates(config: EngineConfig, free: Sequence[str], drafts: bool, device:
     def options(name: str, values: Sequence[Any]) -> Sequence[Any]:
         return values if name in free else (getattr(config, name),)
 
-    sizes = options("batch_size", (8, 16, 4, 32, 64, 2, 1) if device == "cuda" else (8, 16, 4, 2, 1))
+    sizes = options("batch_size", ROWS["cuda" if device == "cuda" else "cpu"])
     methods = options("method", ("plain", "exspec") if drafts else ("plain",))
     widths = (128, 256, 512, 1024, config.capacity) if config.attention == "gathered" else (config.capacity,)
     buckets = options("bucket", sorted({min(b, config.capacity) for b in widths}))
@@ -302,6 +397,7 @@ def _final(
     draft: PreTrainedModel | None,
     sample: Sample,
     finalists: list[Candidate],
+    clock: Clock,
     end: float,
 ) -> None:
     """Run the finalists in turn, a slice of the time each, on pools that are never drained."""
@@ -309,11 +405,12 @@ def _final(
         return
     engines = [make(target, draft if c.config.drafts else None, c.config) for c in finalists]
     feeds = [_Feed(engine, sample) for engine in engines]
-    slice_ = max(0.05, (end - time.monotonic()) / (5 * len(feeds)))
+    slice_ = max(0.05, (end - clock.now()) / (5 * len(feeds)))
     for feed in feeds:
-        feed.run(time.monotonic() + slice_)  # admits, and records what a device records
+        with clock.stopped():  # admits, and records what a device records
+            feed.run(time.monotonic() + slice_ / 2)
     speeds: list[list[float]] = [[] for _ in feeds]
-    while not speeds[-1] or time.monotonic() + len(feeds) * slice_ < end:
+    while not speeds[-1] or clock.now() + len(feeds) * slice_ < end:
         for i, feed in enumerate(feeds):
             speeds[i].append(feed.run(time.monotonic() + slice_))
     for candidate, measured in zip(finalists, speeds, strict=True):

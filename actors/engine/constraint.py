@@ -6,12 +6,38 @@ is allowed it is forced: as a draft it is free, for the target cannot disagree.
 """
 
 from collections.abc import Callable, Iterable, Sequence, Set
-from typing import Protocol
+from functools import cached_property
+from typing import NamedTuple, Protocol, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 BITS = 32  # tokens of a mask's word: token t is allowed where bit t % 32 of word t // 32 is set
+FEW = 256  # tokens up to which a place is kept as a list of them
+Words = NDArray[np.int32]
+
+
+class Few(NamedTuple):
+    """A mask that allows few tokens: those, in order, and its words that are not zero, by number."""
+
+    tokens: list[int]
+    words: dict[int, int]
+
+    @classmethod
+    def of(cls, tokens: Iterable[int]) -> "Few":
+        words: dict[int, int] = {}
+        ordered = sorted(tokens)
+        for token in ordered:
+            words[token // BITS] = words.get(token // BITS, 0) | 1 << token % BITS
+        signed = {word: bits - 2**BITS if bits >= 2 ** (BITS - 1) else bits for word, bits in words.items()}
+        return cls(ordered, signed)
+
+    @property
+    def only(self) -> int | None:
+        """The token that is allowed, if it is one alone."""
+        return self.tokens[0] if len(self.tokens) == 1 else None
 
 
 class Constraint(Protocol):
@@ -20,6 +46,18 @@ class Constraint(Protocol):
     def allowed(self) -> Tensor:
         """The mask here: int32 [words], words past its end are zero. At least one token is allowed before an end."""
         ...
+
+    def kept(self) -> Few | Words | None:
+        """The mask here where it is at hand; None where `compute` has to be asked for it.
+
+        One object stands for one mask, so that nobody has to write it again where it has been written already.
+        """
+        ...
+
+    @classmethod
+    def compute(cls, places: Sequence[tuple[Self, int]], masks: Words) -> None:
+        """Write the masks of places that are not kept, each constraint's over the row of masks [N, words] given."""
+        raise TypeError(f"{cls.__name__} keeps its masks, none of {len(places)} is to be written to {masks.shape}")
 
     def advance(self, token: int) -> None:
         """Move on by an allowed token."""
@@ -38,16 +76,17 @@ class Node:
 
     def __init__(self) -> None:
         self.children: dict[int, Node] = {}
-        self._mask: Tensor | None = None
 
-    @property
+    @cached_property
     def mask(self) -> Tensor:
-        if self._mask is None:
-            self._mask = mask_of(self.children)
-        return self._mask
+        return mask_of(self.children)
+
+    @cached_property
+    def kept(self) -> Few | Words:
+        return Few.of(self.children) if len(self.children) <= FEW else self.mask.numpy()
 
 
-class Automaton:
+class Automaton(Constraint):
     """A constraint given by its places; the way back is kept."""
 
     def __init__(self, start: Node) -> None:
@@ -56,6 +95,9 @@ class Automaton:
     def allowed(self) -> Tensor:
         return self.way[-1].mask
 
+    def kept(self) -> Few | Words:
+        return self.way[-1].kept
+
     def advance(self, token: int) -> None:
         self.way.append(self.way[-1].children[token])
 
@@ -63,7 +105,7 @@ class Automaton:
         del self.way[len(self.way) - count :]
 
 
-class Barred:
+class Barred(Constraint):
     """Any token but some: end tokens before the least length, and those that would complete a barred sequence.
 
     vocabulary: of V tokens. ends: tokens that end a sequence. least: tokens that come before.
@@ -72,9 +114,12 @@ class Barred:
     def __init__(self, vocabulary: int, ends: Set[int], least: int, words: Iterable[tuple[int, ...]]) -> None:
         self.vocabulary, self.ends, self.least, self.words = vocabulary, frozenset(ends), least, tuple(words)
         self.way: list[int] = []
-        self._masks: dict[frozenset[int], Tensor] = {}
+        self._masks: dict[frozenset[int], Words] = {}
 
     def allowed(self) -> Tensor:
+        return torch.from_numpy(self.kept())
+
+    def kept(self) -> Words:
         barred = {word[-1] for word in self.words if self.way[len(self.way) - len(word) + 1 :] == list(word[:-1])}
         now = frozenset(barred | self.ends if len(self.way) < self.least else barred)
         if now not in self._masks:
@@ -118,49 +163,36 @@ def choice(options: Iterable[Sequence[int]], end: Node) -> Node:
 
 def mask_of(tokens: Iterable[int]) -> Tensor:
     """A mask that allows these tokens alone."""
-    words: dict[int, int] = {}
-    for token in tokens:
-        words[token // BITS] = words.get(token // BITS, 0) | 1 << token % BITS
+    words = Few.of(tokens).words
     mask = torch.zeros(max(words, default=-1) + 1, dtype=torch.int32)
-    for word, bits in words.items():
-        mask[word] = bits - 2**BITS if bits >= 2 ** (BITS - 1) else bits
+    mask.numpy()[list(words)] = list(words.values())
     return mask
 
 
-def mask_without(tokens: Iterable[int], vocabulary: int) -> Tensor:
+def mask_without(tokens: Iterable[int], vocabulary: int) -> Words:
     """A mask that allows all of a vocabulary but these tokens."""
-    mask = torch.full((-(-vocabulary // BITS),), -1, dtype=torch.int32)
-    for token in {*tokens, *range(vocabulary, BITS * len(mask))}:
-        mask[token // BITS] &= ~mask_of([token % BITS])[0]
+    mask = np.full(-(-vocabulary // BITS), -1, dtype=np.int32)
+    for word, bits in Few.of({*tokens, *range(vocabulary, BITS * len(mask))}).words.items():
+        mask[word] &= ~bits
     return mask
 
 
 def tokens_of(mask: Tensor) -> list[int]:
     """The tokens that a mask allows, in order."""
-    words = mask.nonzero()[:, 0].tolist()
-    bits = mask[words].tolist()
-    return [word * BITS + i for word, value in zip(words, bits, strict=True) for i in range(BITS) if value >> i & 1]
+    return tokens_in(mask.numpy())
 
 
-def only(mask: Tensor) -> int | None:
-    """The token that a mask allows, if it is one alone."""
-    words = mask.nonzero()
-    if len(words) != 1:
-        return None
-    bits = int(mask[words[0]]) % 2**BITS
-    return int(words[0]) * BITS + bits.bit_length() - 1 if bits.bit_count() == 1 else None
-
-
-def allows(mask: Tensor, token: int) -> bool:
-    return token // BITS < len(mask) and bool(mask[token // BITS] >> token % BITS & 1)
+def tokens_in(mask: Words) -> list[int]:
+    """The tokens that a mask [words] allows, in order."""
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
 
 
 def forced(constraint: Constraint, most: int) -> list[int]:
     """The tokens that must come next, each the only one allowed, `most` at most. Leaves the constraint as it was."""
     found: list[int] = []
-    while len(found) < most and (token := only(constraint.allowed())) is not None:
-        constraint.advance(token)
-        found.append(token)
+    while len(found) < most and isinstance(kept := constraint.kept(), Few) and kept.only is not None:
+        constraint.advance(kept.only)
+        found.append(kept.only)
     constraint.rollback(len(found))
     return found
 

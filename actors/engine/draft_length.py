@@ -65,7 +65,7 @@ class History:
 
     def _limit(self, sequence: Sequence) -> int:
         longest = math.floor(math.log(self.threshold) / math.log(self._chance(sequence)))
-        return longest or int(sequence.statistics.rounds % PROBE == PROBE - 1)
+        return longest or int(sequence.counters.rounds % PROBE == PROBE - 1)
 
     def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         decided = min(accepted + 1, drafted)

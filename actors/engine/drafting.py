@@ -68,7 +68,7 @@ class DraftModel:
         self.last_token = vocabulary - 1
         self.ends_early = not recorder.records  # to look whether any row goes on is to wait for the device
         self._feed, self._loop = recorder.wrap(self._fill), recorder.wrap(self._draft)
-        self._step = recorder.wrap(self._one)
+        self._two, self._pick = recorder.wrap(self._logits_of_two), recorder.wrap(self._choose)
 
     def prefill(self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int) -> None:
         self._feed(slots, tokens, starts, attended)
@@ -106,7 +106,7 @@ class DraftModel:
         for i in range(count):
             if i > 0:
                 logits = self._logits(slots, tokens[:, -1:], starts + i, attended)
-            token = sampler.choose(logits, (starts + 1 + i)[:, None], tokens)
+            token = sampler.propose(logits, (starts + 1 + i)[:, None], tokens)
             tokens = torch.cat([tokens, token], dim=1)
             chance, kept = self.confidence.survives(chance, logits, token)
             goes_on = goes_on & kept & (most > i)
@@ -119,45 +119,39 @@ class DraftModel:
         """The same under constraints, which walk on the host: so it waits for every token, and feeds two again."""
         previous, pending = group.previous, group.pending
         chance = torch.ones_like(pending, dtype=torch.float32)
-        live = goes_on = torch.tensor(limits, device=pending.device) > 0
+        on = [limit > 0 for limit in limits]
+        live = torch.tensor(on)
         drafted, lengths = [], [0] * len(limits)
         for i in range(max(*limits, 1)):
-            masks = guide.here[:, None].to(pending.device)
-            token, chance, kept = self._step(
-                group.slots, previous, pending, group.starts + i, group.sampler, masks, chance, attended
-            )
-            within = torch.tensor([i < limit for limit in limits], device=pending.device)
-            goes_on = goes_on & kept & within
-            rows = list(zip(token.tolist(), goes_on.tolist(), strict=True))
-            if not any(on for _, on in rows):
+            logits = self._two(group.slots, previous, pending, group.starts + i, attended)
+            # The masks are made while the device computes: nothing asked for them before.
+            found = self._pick(logits, group.starts + i, group.sampler, guide.here[:, None], chance)
+            token, chance = found[0].long(), found[1].float()
+            chosen, chances, kept = found.cpu()
+            tokens = chosen.long().tolist()
+            on = [o and bool(k) and i < limit for o, k, limit in zip(on, kept.tolist(), limits, strict=True)]
+            if not any(on):
                 break
             drafted.append(token)
-            guide.advance([chosen if on else None for chosen, on in rows])
-            lengths = [n + on for n, (_, on) in zip(lengths, rows, strict=True)]
+            guide.advance([t if o else None for t, o in zip(tokens, on, strict=True)])
+            lengths = [n + o for n, o in zip(lengths, on, strict=True)]
             # A draft that has come to an end token has nothing after it.
-            goes_on = goes_on & torch.tensor([not guide.ended(r) for r in range(len(rows))], device=pending.device)
-            if not self.confidence.pays(chance, goes_on, live):
+            on = [o and not guide.closes(row, t) for row, (o, t) in enumerate(zip(on, tokens, strict=True))]
+            if not self.confidence.pays(chances.float(), torch.tensor(on), live):
                 break
             previous, pending = pending, token
-        tokens = torch.stack(drafted, dim=1) if drafted else pending.new_empty(len(pending), 0)
-        return Draft(tokens, torch.tensor(lengths, device=pending.device))
+        drafts = torch.stack(drafted, dim=1) if drafted else pending.new_empty(len(pending), 0)
+        return Draft(drafts, torch.tensor(lengths, device=pending.device))
 
-    def _one(
-        self,
-        slots: Tensor,
-        previous: Tensor,
-        pending: Tensor,
-        starts: Tensor,
-        sampler: Sampler,
-        masks: Tensor,
-        chance: Tensor,
-        attended: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The draft's token [R] after `pending`, of those that masks [R, 1, words] allow; chances; which to keep."""
-        logits = self._logits_of_two(slots, previous, pending, starts, attended)
+    def _choose(self, logits: Tensor, starts: Tensor, sampler: Sampler, masks: Tensor, chance: Tensor) -> Tensor:
+        """Of those that masks [R, 1, words] allow the draft's token after `starts`; its chance; whether to keep it.
+
+        In one tensor, float64 [3, R], which holds tokens exactly: so there is one thing to wait for.
+        """
         logits = logits.masked_fill(~unpacked(masks, logits.shape[-1]), -torch.inf)
-        token = sampler.choose(logits, (starts + 1)[:, None], pending[:, None][:, :0])
-        return token[:, 0], *self.confidence.survives(chance, logits, token)
+        token = sampler.propose(logits, (starts + 1)[:, None], starts.new_empty(len(starts), 0))
+        chance, kept = self.confidence.survives(chance, logits, token)
+        return torch.stack([token[:, 0].double(), chance.double(), kept.double()])
 
     def _logits(self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int) -> Tensor:
         """Logits [R, 1, V] after the last of tokens [R, Q]."""

@@ -3,10 +3,11 @@
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable
-from functools import wraps
+from functools import cached_property, wraps
 from itertools import takewhile
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -17,13 +18,13 @@ from exspec.actors.engine.constraint import Barred, forced
 from exspec.actors.engine.drafting import Draft
 from exspec.actors.engine.graphs import Recorder
 from exspec.actors.engine.group import Group
-from exspec.actors.engine.guide import Candidates, Guide, candidate_ids
+from exspec.actors.engine.guide import Candidates, Guide, Masks, candidate_ids
 from exspec.actors.engine.methods import build, recorder_for, settle
 from exspec.actors.engine.pool import Pool, Sequence
 from exspec.actors.engine.prefill import Chunk
 from exspec.actors.engine.request import Completion, FinishReason, Request, RequestError, Room, Sampling, Scores
-from exspec.actors.engine.sampling import Sampler
-from exspec.actors.engine.statistics import EngineStatistics, SequenceStatistics
+from exspec.actors.engine.sampling import Sampler, SamplerState
+from exspec.actors.engine.statistics import EngineCounters, EngineStatistics
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -31,11 +32,16 @@ Ending = tuple[FinishReason, int | str | None]
 
 
 class Outcome(NamedTuple):
-    """What came of a row's round: the target's choices, the draft, and for each choice the scores of the candidates."""
+    """What came of a row's round.
 
-    choices: list[int]
-    draft: list[int]
-    scores: list[Scores]
+    tokens: the drafts that the target agrees with and its own token after them. drafted: how many were proposed.
+    columns: of the row's forward. scores: of the candidates, by place; of places with no choice there are none.
+    """
+
+    tokens: list[int]
+    drafted: int
+    columns: int
+    scores: dict[int, Scores]
 
 
 def phase(method: "Callable[Concatenate[Engine, P], T]") -> "Callable[Concatenate[Engine, P], T]":
@@ -46,7 +52,7 @@ def phase(method: "Callable[Concatenate[Engine, P], T]") -> "Callable[Concatenat
     def timed(self: "Engine", /, *args: P.args, **kwargs: P.kwargs) -> T:
         start = time.perf_counter()
         result = method(self, *args, **kwargs)
-        self.statistics += EngineStatistics(seconds={name: time.perf_counter() - start})
+        self.counters.spend(name, time.perf_counter() - start)
         return result
 
     return timed
@@ -82,14 +88,19 @@ class Engine:
         parts = build(target, draft, config, recorder)
         self.target, self.drafter, self.draft_length, self.grouping, self.prefill, self.caches, store = parts
         self.pool = Pool(config.slots, store, config.width)
+        self.samplers = SamplerState(config.slots, self.vocabulary, self.device)
         self._fill, self._choose = recorder.wrap(self.target.fill), recorder.wrap(self._choices)
-        self.statistics = EngineStatistics()
+        self.counters = EngineCounters()
         self._finished: list[Completion] = []
         self._ids: set[Hashable] = set()
 
     @property
     def busy(self) -> bool:
         return bool(self.pool.running or self.pool.waiting)
+
+    @property
+    def statistics(self) -> EngineStatistics:
+        return self.counters.value
 
     @property
     def kv_bytes(self) -> int:
@@ -120,9 +131,9 @@ class Engine:
             raise RequestError(f"{name}: a request with this id is already being decoded")
         self._ids.add(request.id)
         sequence = Sequence(request, self.context)
+        sequence.ends = frozenset() if request.ignore_end else self.end_ids | request.end_ids
         if request.min_new_tokens or request.bad_words:
-            ends = frozenset[int]() if request.ignore_end else self.end_ids | request.end_ids
-            sequence.constraint = Barred(self.vocabulary, ends, request.min_new_tokens, request.bad_words)
+            sequence.constraint = Barred(self.vocabulary, sequence.ends, request.min_new_tokens, request.bad_words)
         self._begin(sequence)
         self.pool.waiting.append(sequence)
 
@@ -131,7 +142,7 @@ class Engine:
         first = takewhile(lambda token: not self._ends(sequence, token), self._foregone(sequence, sequence.budget - 1))
         for token in first:
             self._append(sequence, token, {})
-            sequence.statistics += SequenceStatistics(forced=1)
+            sequence.counters.forced += 1
 
     def take(self) -> list[Completion]:
         """What has finished since the last call, in order of finishing."""
@@ -154,6 +165,10 @@ class Engine:
             self.step()
         return self.take()
 
+    def forget(self) -> None:
+        """Let go of the KV of prompts that no running sequence has."""
+        self.pool.store.forget()
+
     def check(self) -> None:
         """Raise AssertionError where an invariant of pool or KV store does not hold. Call between rounds."""
         self.pool.check()
@@ -170,11 +185,12 @@ class Engine:
             self._fill(slots, ids, starts, attended)
             self.drafter.prefill(slots, ids, starts, attended)
             count = sum(chunk.end - chunk.start for chunk in chunks)
-            self.statistics += EngineStatistics(prefill_tokens=count, prefill_columns=ids.numel())
+            self.counters.add(prefill_tokens=count, prefill_columns=ids.numel())
         self._again([s for s in admitted if s.length > s.prefilled])
-        self.statistics += EngineStatistics(found_tokens=sum(s.found for s in admitted))
-        for sequence in admitted:
-            sequence.started = time.monotonic()
+        self.counters.add(found_tokens=sum(s.found for s in admitted))
+        for s in admitted:
+            self.samplers.admit(s.slot, s.request.sampling, s.request.prompt, s.committed)
+            s.started = time.monotonic()
 
     def _again(self, sequences: list[Sequence]) -> None:
         """Cache again the tokens that rounds had cached before their sequences were taken back: in the shape of a
@@ -217,11 +233,15 @@ class Engine:
             sequence.waited = 0
         rows, attended = self.config.round_shape(len(sequences), max(s.length for s in sequences) + 1)
         drafts = self.config.drafted
-        return Group.of(sequences, rows, self.pool.slots, attended, drafts, self.device, self._guide)
+        return Group.of(sequences, rows, self.pool.slots, attended, drafts, self.device, self._guide, self.samplers)
 
     def _guide(self, sequences: list[Sequence | None]) -> Guide | None:
         constrained = any(s is not None and s.constraint is not None for s in sequences)
-        return Guide(sequences, self.vocabulary, self._ends) if constrained else None
+        return Guide(sequences, self._masks, self._ends) if constrained else None
+
+    @cached_property
+    def _masks(self) -> Masks:
+        return Masks(self.config.width, self.config.batch_size, self.vocabulary, self.device)
 
     @phase
     def _draft(self, group: Group) -> Draft:
@@ -236,7 +256,7 @@ class Engine:
         width = self.config.width if self.config.fixed_shapes else 1 + draft.tokens.shape[1]
         padded = torch.nn.functional.pad(draft.tokens, (0, width - 1 - draft.tokens.shape[1]))
         tokens = torch.cat([group.pending[:, None], padded], dim=1)
-        masks = group.guide.along(width).to(self.device) if group.guide else None
+        masks = group.guide.along(width) if group.guide else None
         candidates = group.guide.candidates(width) if group.guide else {}
         asked = candidate_ids(candidates, len(group.sequences), width, self.device) if candidates else None
         choices, scores = self._choose(group.slots, tokens, group.starts, group.sampler, group.attended, masks, asked)
@@ -263,9 +283,15 @@ class Engine:
     @phase
     def _wait(self, draft: Draft, choices: Tensor, scores: Tensor | None, candidates: Candidates) -> list[Outcome]:
         """The round's wait for the device: what came of each row."""
-        width = choices.shape[1]
-        rows = torch.cat([choices, draft.lengths[:, None], draft.tokens], dim=1).tolist()
-        outcomes = [Outcome(row[:width], row[width + 1 :][: row[width]], [{}] * width) for row in rows]
+        width, drafts = choices.shape[1], draft.tokens.shape[1]
+        rows = torch.cat([choices, draft.lengths[:, None], draft.tokens], dim=1).cpu().numpy()
+        chosen, lengths, drafted = rows[:, :width], rows[:, width], rows[:, width + 1 :]
+        agreed = (drafted == chosen[:, :drafts]) & (np.arange(drafts) < lengths[:, None])
+        accepted = np.logical_and.accumulate(agreed, axis=1).sum(axis=1)
+        outcomes = [
+            Outcome(tokens[: kept + 1], length, width, {})
+            for tokens, kept, length in zip(chosen.tolist(), accepted.tolist(), lengths.tolist(), strict=True)
+        ]
         logits = scores.cpu().double() if scores is not None else None
         for (r, q), tokens in candidates.items():
             assert logits is not None
@@ -281,53 +307,57 @@ class Engine:
         if group.guide:
             group.guide.back()
         kept = 0
+        new: dict[int, list[int]] = {}
         for row, sequence, outcome in live:
-            pairs = zip(outcome.draft, outcome.choices, strict=False)
-            accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-            self.draft_length.learn(sequence, len(outcome.draft), accepted)
+            accepted = len(outcome.tokens) - 1
+            self.draft_length.learn(sequence, outcome.drafted, accepted)
             before = len(sequence.tokens)
-            ending, committed = self._extend(sequence, outcome, accepted)
-            drafted = min(len(outcome.draft), committed) if ending else len(outcome.draft)
-            sequence.statistics += SequenceStatistics(
-                grouped_rounds=int(grouped),
-                ragged_rounds=int(not grouped),
-                # Drafts past an end are as if they had never been drafted.
-                drafted_by_position=(1,) * drafted,
-                accepted_by_position=(1,) * min(accepted, committed),
-                forced=group.guide.forced(row, committed) if group.guide else 0,
-            )
+            ending = self._extend(sequence, outcome)
+            committed = len(sequence.tokens) - before
+            # Drafts past an end are as if they had never been drafted.
+            drafted = min(outcome.drafted, committed) if ending else outcome.drafted
+            sequence.counters.round(grouped, drafted, min(accepted, committed))
+            if group.guide:
+                sequence.counters.forced += group.guide.forced(row, committed)
             ending = ending or self._finish(sequence)
             kept += len(sequence.tokens) - before
             if ending:
                 self._finished.append(self.pool.end(sequence, *ending))
-        busy, columns = len(live), sum(len(o.choices) for o in outcomes)
-        self.statistics += EngineStatistics(
+            else:
+                new[sequence.slot] = sequence.tokens[before:]
+        self.samplers.committed(new)
+        columns = sum(outcome.columns for outcome in outcomes)
+        self.counters.add(
             rounds=1,
             rows=self.config.batch_size,
-            busy_rows=busy,
+            busy_rows=len(live),
             grouped_rounds=int(grouped),
             ragged_rounds=int(not grouped),
             columns=columns,
-            dead_columns=columns - busy - sum(len(outcome.draft) for _, _, outcome in live),
+            dead_columns=columns - len(live) - sum(outcome.drafted for _, _, outcome in live),
             tokens=kept,
         )
 
-    def _extend(self, sequence: Sequence, outcome: Outcome, accepted: int) -> tuple[Ending | None, int]:
-        """Append committed tokens up to the first that ends the sequence; returns that ending and how many they are."""
-        ending, kept = None, 0
-        while ending is None and kept <= accepted:
-            ending = self._append(sequence, outcome.choices[kept], outcome.scores[kept])
-            kept += 1
-        return ending, kept
+    def _extend(self, sequence: Sequence, outcome: Outcome) -> Ending | None:
+        """Append committed tokens up to the first that ends the sequence; returns that ending."""
+        if sequence.unwatched and sequence.ends.isdisjoint(outcome.tokens):
+            sequence.tokens += outcome.tokens[: sequence.budget]
+            return ("length", None) if sequence.budget == 0 else None
+        for place, token in enumerate(outcome.tokens):
+            if ending := self._append(sequence, token, outcome.scores.get(place, {})):
+                return ending
+        return None
 
     def _finish(self, sequence: Sequence) -> Ending | None:
         """Where a constraint leaves one way to the end, go it: those tokens need no round."""
+        if sequence.constraint is None:
+            return None
         rest = self._foregone(sequence, sequence.budget)
         if not any(self._ends(sequence, token) for token in rest):
             return None
         ending = None
         while ending is None:
-            sequence.statistics += SequenceStatistics(forced=1)
+            sequence.counters.forced += 1
             ending = self._append(sequence, rest.pop(0), {})
         return ending
 
@@ -335,7 +365,7 @@ class Engine:
         sequence.tokens.append(token)
         if sequence.request.scored:
             sequence.scores.append(scores)
-        ending = self._ending(sequence)
+        ending = self._ending(sequence, token)
         if ending is None and sequence.constraint:
             sequence.constraint.advance(token)
         return ending
@@ -345,17 +375,16 @@ class Engine:
         return forced(sequence.constraint, most) if sequence.constraint else []
 
     def _ends(self, sequence: Sequence, token: int) -> bool:
-        request = sequence.request
-        return not request.ignore_end and (token in self.end_ids or token in request.end_ids)
+        return token in sequence.ends
 
-    def _ending(self, sequence: Sequence) -> Ending | None:
+    def _ending(self, sequence: Sequence, last: int) -> Ending | None:
         """Why the sequence ends with its last token, if it does."""
-        last, request = sequence.tokens[-1], sequence.request
-        if self._ends(sequence, last):
+        if last in sequence.ends:
             return "stop", last
-        written = sequence.committed
-        if request.stop and len(written) >= request.min_new_tokens and (found := request.stop(written)) is not None:
-            return "stop", found
+        if sequence.stop:
+            found, least = sequence.stop(last), sequence.request.min_new_tokens
+            if found is not None and len(sequence.tokens) - len(sequence.request.prompt) >= least:
+                return "stop", found
         return ("length", None) if sequence.budget == 0 else None
 
 

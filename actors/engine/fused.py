@@ -11,14 +11,14 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from operator import getitem
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from exspec.actors.engine.attention import cache_folder
@@ -89,21 +89,30 @@ def trace(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> fx
     return fx.GraphModule(graph, fx_graph_cse(graph.graph))
 
 
+class Cache(Protocol):
+    """What a layer is handed as its cache. write: [R * Q], where in the stores a forward writes."""
+
+    write: Tensor
+
+    def stores(self, layer: int) -> tuple[Tensor, Tensor]: ...
+
+    def ends_in(self, layer: int) -> bool: ...
+
+
 class Region:
     """A layer's forward, compiled for each shape that it meets. `place` is the layer's number."""
 
-    def __init__(self, layer: nn.Module, place: int) -> None:
-        self.layer, self.place, self.eager = layer, place, layer.forward
+    def __init__(self, layer: nn.Module, place: int, cache: Cache) -> None:
+        self.layer, self.place, self.cache, self.eager = layer, place, cache, layer.forward
         self.weights: dict[str, Tensor] = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
         self.made: dict[Hashable, tuple[Run, Sequence[Tensor], Any]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.pop("past_key_values")
-        if cache.ends_in(self.place):
-            return self.eager(*args, past_key_values=cache, **kwargs)
+        if self.cache.ends_in(self.place):
+            return self.eager(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         key = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves)
-        stores = *cache.stores(self.place), cache.write
+        stores = *self.cache.stores(self.place), self.cache.write
         if key not in self.made:
             self.made[key] = self._make(stores, leaves, spec)
         run, weights, out = self.made[key]
@@ -116,11 +125,12 @@ class Region:
             weights = dict(zip(self.weights, inputs, strict=False))
             keys, values, write, *given = inputs[len(weights) :]
             rest = iter(given)
-            args, kwargs = pytree.tree_unflatten([next(rest) if isinstance(x, Tensor) else x for x in leaves], spec)
-            kwargs["past_key_values"] = Traced(keys, values, write)
+            seen = Traced(keys, values, write)
+            filled = [next(rest) if isinstance(x, Tensor) else seen if x is self.cache else x for x in leaves]
+            args, kwargs = pytree.tree_unflatten(filled, spec)
             flat, found = pytree.tree_flatten(functional_call(self.layer, weights, args, kwargs))
             out.append(found)
-            return flat  # type: ignore[no-any-return]
+            return flat
 
         others = [*stores, *(x for x in leaves if isinstance(x, Tensor))]
         self.layer.forward = self.eager
@@ -149,11 +159,12 @@ def put(store: Tensor, new: Tensor, write: Tensor) -> Tensor:
     return store
 
 
-def fuse(model: nn.Module) -> None:
-    """Compile the layers of a model: the longest list of modules of one type in it."""
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
-    for place, layer in enumerate(max(lists, key=len)):
-        layer.forward = Region(layer, place)  # type: ignore[method-assign]
+def fuse(model: nn.Module, cache: Cache) -> None:
+    """Compile the layers of a model, which are the longest list of modules in it."""
+    lists: list[list[nn.Module]] = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList)]
+    longest: list[nn.Module] = max(lists, key=len)
+    for place, layer in enumerate(longest):
+        layer.forward = Region(layer, place, cache)
 
 
 def merge_products(graph: fx.GraphModule, weights: list[Tensor]) -> list[Tensor]:
@@ -215,4 +226,6 @@ def _one(weights: list[Tensor]) -> Tensor:
 
 def describe() -> str:
     """What compiling has taken in this process, in words."""
-    return f"compiled {len(CODE.kept)} pieces in {CODE.seconds:.1f} s, kept in {os.environ.get('TORCHINDUCTOR_CACHE_DIR')}"
+    return (
+        f"compiled {len(CODE.kept)} pieces in {CODE.seconds:.1f} s, kept in {os.environ.get('TORCHINDUCTOR_CACHE_DIR')}"
+    )

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from exspec.actors.engine.guide import Guide
 from exspec.actors.engine.pool import Sequence
-from exspec.actors.engine.request import Sampling
-from exspec.actors.engine.sampling import Sampler
+from exspec.actors.engine.sampling import Sampler, SamplerState
 
 
 @dataclass(frozen=True)
@@ -47,10 +46,12 @@ class Group:
         drafts: int,
         device: torch.device,
         guide: Callable[[list[Sequence | None]], Guide | None],
+        samplers: SamplerState,
     ) -> "Group":
         """Rows for the sequences, filled up with dead ones to `rows`; `slots` is W and `drafts` is K.
 
-        Dead rows come last, and point to slot W, which nobody owns. guide: makes the guide of the rows.
+        Dead rows come last, and point to slot W, which nobody owns. guide: makes the guide of the rows. samplers: what
+        is kept of the slots' sequences.
         """
         placed = [*sequences, *[None] * (rows - len(sequences))]
         numbers, previous, pending, starts = torch.tensor(
@@ -64,12 +65,7 @@ class Group:
             starts=starts,
             attended=attended,
             useful=[0 if s is None else min(drafts, attended - s.length - 1, s.budget - 1) for s in placed],
-            sampler=Sampler(
-                [Sampling() if s is None else s.request.sampling for s in placed],
-                [[0] if s is None else s.tokens for s in placed],
-                device,
-                [1 if s is None else len(s.request.prompt) for s in placed],
-            ),
+            sampler=samplers.rows(numbers, [s.slot for s in sequences]),
             guide=guide(placed),
         )
 

@@ -2,10 +2,10 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import chain
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 BIN = 0  # the page that dead columns write to and that no sequence has
 
@@ -29,6 +29,10 @@ class Store(Protocol):
         """Take back what a slot has."""
         ...
 
+    def forget(self) -> None:
+        """Let go of all that no slot has."""
+        ...
+
     def check(self, lengths: dict[int, int]) -> None:
         """Raise AssertionError unless each slot has what its length needs, and nothing is had twice or lost."""
         ...
@@ -44,6 +48,9 @@ class Boundless:
         return True
 
     def end(self, slot: int) -> None:
+        pass
+
+    def forget(self) -> None:
         pass
 
     def check(self, lengths: dict[int, int]) -> None:
@@ -129,9 +136,13 @@ class Pages:
         self.table[slot] = BIN
         self._changed(slot)
 
+    def forget(self) -> None:
+        while self.idle:
+            self._evict()
+
     def check(self, lengths: dict[int, int]) -> None:
         prefixes = list(_below(self.root))
-        had = [*self.free, *sum(self.own, []), *(page for p in prefixes for page in p.pages)]
+        had = [*self.free, *chain(*self.own), *(page for p in prefixes for page in p.pages)]
         assert sorted(had) == list(range(1, self.pages + 1)), f"pages lost or given twice: {sorted(had)}"
         users = dict.fromkeys(prefixes, 0)
         for slot, prefix in enumerate(self.standing):
@@ -158,15 +169,19 @@ class Pages:
         if count > len(self.free) + self.unused:
             return None
         while count > len(self.free):
-            prefix, _ = self.idle.popitem(last=False)
-            parent = prefix.parent
-            assert parent is not None
-            del parent.children[prefix.chunk]
-            self.free += reversed(prefix.pages)
-            self.unused -= len(prefix.pages)
-            if parent.users == 0 and not parent.children and parent is not self.root:
-                self.idle[parent] = None
+            self._evict()
         return [self.free.pop() for _ in range(count)]
+
+    def _evict(self) -> None:
+        """Free the pages of the prefix that is unused for longest."""
+        prefix, _ = self.idle.popitem(last=False)
+        parent = prefix.parent
+        assert parent is not None
+        del parent.children[prefix.chunk]
+        self.free += reversed(prefix.pages)
+        self.unused -= len(prefix.pages)
+        if parent.users == 0 and not parent.children and parent is not self.root:
+            self.idle[parent] = None
 
     def _use(self, prefix: Prefix) -> None:
         for p in _above(prefix):

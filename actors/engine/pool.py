@@ -2,11 +2,12 @@
 
 import time
 from collections import deque
+from collections.abc import Set
 
 from exspec.actors.engine.constraint import Constraint
 from exspec.actors.engine.pages import Store
 from exspec.actors.engine.request import Completion, FinishReason, Request, Scores
-from exspec.actors.engine.statistics import SequenceStatistics
+from exspec.actors.engine.statistics import SequenceCounters, SequenceStatistics
 
 
 class Sequence:
@@ -27,8 +28,20 @@ class Sequence:
         self.prefilled, self.found = -1, 0
         self.waited = 0  # rounds since the last one that it was part of
         self.accepted = self.decided = 0  # drafts that the target agreed with, and those that it came to judge
-        self.statistics = SequenceStatistics(prompt_tokens=len(self.tokens))
+        self.counters = SequenceCounters(len(self.tokens))
+        self.stop = request.stop() if request.stop else None
+        self.ends: Set[int] = request.end_ids
         self.submitted = self.admitted = self.started = time.monotonic()
+
+    @property
+    def statistics(self) -> SequenceStatistics:
+        """Of the rounds so far."""
+        return self.counters.value
+
+    @property
+    def unwatched(self) -> bool:
+        """Whether nothing but its end tokens is to be looked at in what it commits."""
+        return self.constraint is None and self.stop is None and not self.request.scored
 
     @property
     def length(self) -> int:
@@ -99,14 +112,15 @@ class Pool:
     def end(self, sequence: Sequence, reason: FinishReason, stopped_by: int | str | None) -> Completion:
         """Take the sequence out and free its slot."""
         self._leave(sequence)
+        committed = sequence.committed
         timing = SequenceStatistics(
-            completion_tokens=len(sequence.committed),
+            completion_tokens=len(committed),
             seconds_queued=sequence.admitted - sequence.submitted,
             seconds_prefill=sequence.started - sequence.admitted,
             seconds_decode=time.monotonic() - sequence.started,
         )
         counted = sequence.statistics + timing
-        return Completion(sequence.request.id, sequence.committed, reason, stopped_by, counted, sequence.scores)
+        return Completion(sequence.request.id, committed, reason, stopped_by, counted, sequence.scores)
 
     def check(self) -> None:
         """Raise AssertionError where the invariants do not hold."""

@@ -9,8 +9,9 @@ from exspec.actors.engine.constraint import MakeConstraint
 from exspec.actors.engine.statistics import SequenceStatistics
 
 FinishReason = Literal["stop", "length"]
-# Looks at the completion after each of its tokens and returns what ended it, or None to go on.
-StopCheck = Callable[[Sequence[int]], str | None]
+# Takes the completion's tokens one by one and returns what ended it, or None to go on. It may keep what it has seen.
+StopCheck = Callable[[int], str | None]
+MakeStop = Callable[[], StopCheck]
 Scores = dict[int, float]
 # A logit divided or multiplied by a number between these stays a finite float32.
 SMALLEST, LARGEST = 1e-6, 1e6
@@ -78,7 +79,8 @@ class Request:
     id: the caller's own; the completion comes back under it.
     prompt: token ids, at least one.
     end_ids: token ids that end the sequence beside the model's own.
-    stop: a check on the completion's tokens, for endings that the engine cannot see, such as stop strings.
+    stop: makes a check on the completion's tokens, for endings that the engine cannot see, such as stop strings. Every
+        decoding of the request has a check of its own.
     min_new_tokens: no end token and no stop comes before so many tokens.
     ignore_end: an end token is a token like others.
     bad_words: sequences of tokens that the completion never has.
@@ -94,7 +96,7 @@ class Request:
     max_new_tokens: int = 64
     sampling: Sampling = field(default_factory=Sampling)
     end_ids: frozenset[int] = frozenset()
-    stop: StopCheck | None = None
+    stop: MakeStop | None = None
     min_new_tokens: int = 0
     ignore_end: bool = False
     bad_words: tuple[tuple[int, ...], ...] = ()

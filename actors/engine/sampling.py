@@ -5,46 +5,115 @@ hash. The token at t is argmax over v of (logits[v] / temperature + g(s, t, v)),
 (Gumbel-max trick). Target and draft use the same noise, so a draft that has the target's distribution proposes the
 target's own token, and what is committed is what plain sampling with that seed gives, whatever was drafted
 (drafter-invariant coupling: Daliri, Musco, Suresh 2024, arXiv:2408.07978).
+
+Over [R, Q, V] there are elementwise operations in 32 bits and reductions alone: no sort, no int64, no double.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from exspec.actors.engine.constraint import unpacked
-from exspec.actors.engine.request import LARGEST_INT, Sampling
+from exspec.actors.engine.request import Sampling
 
-_MASK32 = 0xFFFFFFFF
 TINY = 1e-30  # a smaller top_p would be 0 in float32 and keep no token at all
-SEEN = 256  # the tokens seen are padded to a multiple of this: few shapes
+FEW = 256  # of the largest logits, so many at most are picked out; a larger top_k is searched for
+SHORT = 4  # chunks of fewer tokens save nothing
+STEPS = 8  # of a search that need not be exact
+NEGLIGIBLE = 7.0  # V tokens whose logits are so much and log V below the largest come to e^-7 of its probability
+PADDED = 2**15  # the vocabulary of rows that tell none is a multiple of this: few shapes
+
+_MASK32, _SIGN32 = 2**32 - 1, 2**31
+_FACTORS = 0x7FEB352D, 0x846CA68B - 2**32
+_SALTS = 0, 0x9E3779B9 - 2**32
+_BELOW_ONE = 1 - 2**-24  # the largest float32 that is
+_INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
-def _mix(x: Tensor) -> Tensor:
-    """A bijective hash of 32-bit numbers held in int64 (lowbias32 of C. Wellons' hash prospector)."""
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK32
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK32
-    return x ^ (x >> 16)
+def _int32(x: Tensor) -> Tensor:
+    """The lower 32 bits of int64 numbers."""
+    return (((x & _MASK32) ^ _SIGN32) - _SIGN32).to(torch.int32)
+
+
+def _fold(x: Tensor, bits: int) -> Tensor:
+    """x ^ (x >> bits) of int32 numbers as if they had no sign, in place: the copies of the sign are masked away."""
+    return x.bitwise_xor_((x >> bits).bitwise_and_((1 << 32 - bits) - 1))
+
+
+def _mix(x: Tensor, key: Tensor | None = None) -> Tensor:
+    """A bijective hash of int32 numbers, in place: lowbias32 of C. Wellons' hash prospector, whose products wrap.
+
+    key: added between its two halves.
+    """
+    x = _fold(x, 16).mul_(_FACTORS[0])
+    if key is not None:
+        x.add_(key)
+    return _fold(_fold(x, 15).mul_(_FACTORS[1]), 16)
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
-    """g(s, t, v) as float32 [R, Q, V], from 64-bit seeds [R] and positions [R, Q]."""
-    low, high = (seeds & _MASK32)[:, None], ((seeds >> 32) & _MASK32)[:, None]
-    key = _mix(_mix(_mix(low) ^ high) ^ positions)  # [R, Q]
-    tokens = torch.arange(vocabulary, device=seeds.device)
-    # Twice through the hash with two keys: one pass would give rows whose keys differ in one bit the same set of noise.
-    bits = _mix(_mix(tokens ^ key[..., None]) ^ _mix(key + 0x9E3779B9 & _MASK32)[..., None])
-    uniform = (bits.double() + 0.5) / 2**32  # inside (0, 1): double holds all 33 bits
-    return -(-uniform.log()).log().float()
+    """g(s, t, v) as float32 [R, Q, V], from 64-bit seeds [R] and positions [R, Q].
+
+    -log(-log(1 - u)) for u = (n + 1/2) / 2^32 with a hash n of 32 bits. The largest noise, which decides, comes of the
+    smallest u, and those float32 tells apart to the last bit.
+    """
+    low, high = _int32(seeds)[:, None], _int32(seeds >> 32)[:, None]
+    # Two keys of 32 bits each: rows share their noise where both are equal.
+    first, second = (_mix(_mix(_mix(low ^ salt) ^ high) ^ positions.to(torch.int32)) for salt in _SALTS)  # [R, Q]
+    # Tokens are hashed by themselves first: rows whose keys differ in one bit would else have the same set of noise.
+    tokens = _mix(torch.arange(vocabulary, dtype=torch.int32, device=seeds.device))
+    bits = _mix(tokens ^ first[..., None], second[..., None])
+    uniform = bits.float().mul_(2.0**-32).add_(2.0**-33)  # from -1/2 to 1/2, small where n is small
+    uniform.sub_(uniform.floor()).clamp_(max=_BELOW_ONE)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+class Uses:
+    """What a row's parameters ask for, as bits of a number."""
+
+    SAMPLED = 1
+    REPETITION = 2
+    COUNTED = 4
+    SMALL_K = 8
+    LARGE_K = 16
+    TOP_P = 32
+    WIDE_P = 64  # top_p over more tokens than the few largest
+    MIN_P = 128
+    PENALISED = REPETITION | COUNTED
+    FILTERED = SMALL_K | LARGE_K | TOP_P
+
+
+def _uses(row: Sampling) -> int:
+    asked = Uses.REPETITION * (row.repetition_penalty != 1)
+    asked |= Uses.COUNTED * bool(row.presence_penalty or row.frequency_penalty)
+    if row.temperature > 0:
+        asked |= Uses.SAMPLED | Uses.MIN_P * (row.min_p > 0) | Uses.SMALL_K * (0 < row.top_k <= FEW)
+        asked |= Uses.LARGE_K * (row.top_k > FEW) | Uses.TOP_P * (row.top_p < 1)
+        asked |= Uses.WIDE_P * (row.top_p < 1 and not 0 < row.top_k <= FEW)
+    return asked
 
 
 class Sampler:
     """Chooses tokens for the rows of one group.
 
     rows: the sampling parameters of each row. seen: the tokens of each row so far, which penalties need. prompts: how
-    many of them are the prompt's; all of them unless given.
+    many of them are the prompt's; all of them unless given. Where rows stay for many rounds, `SamplerState` makes
+    their samplers at less cost.
+
+    uses: what any of the rows asks for. numbers: float32 [R, 7]; integers: int64 [R, 2]. held: int32 [R, V], where any
+    row is penalised: twice the times that a token is in the completion, and 1 where it is in the prompt.
     """
+
+    uses: int
+    numbers: Tensor
+    integers: Tensor
+    held: Tensor
 
     def __init__(
         self,
@@ -53,36 +122,16 @@ class Sampler:
         device: torch.device,
         prompts: Sequence[int] | None = None,
     ) -> None:
-        self.greedy = all(row.temperature == 0 for row in rows)
-        self.penalised = any(row.repetition_penalty != 1 for row in rows)
-        self.counted = any(row.presence_penalty or row.frequency_penalty for row in rows)
-        self.filtered = any(row.temperature > 0 and (row.top_k > 0 or row.top_p < 1) for row in rows)
-        self.floored = any(row.temperature > 0 and row.min_p > 0 for row in rows)
-        if self.penalised:
-            width = -(-max(map(len, seen)) // SEEN) * SEEN
-            # A row is padded with its own first token, which it has seen.
-            self.seen = torch.tensor([[*s, *[s[0]] * (width - len(s))] for s in seen], device=device)  # [R, S]
-            self.penalty = _column([row.repetition_penalty for row in rows], device)
-        if self.counted:
-            written = [s[p:] for s, p in zip(seen, prompts or map(len, seen), strict=True)]
-            width = -(-max(map(len, written)) // SEEN) * SEEN
-            # Padded with what no vocabulary has.
-            padded = [[*s, *[LARGEST_INT] * (width - len(s))] for s in written]
-            self.written = torch.tensor(padded, dtype=torch.long, device=device).reshape(len(rows), width)  # [R, S]
-            self.presence = _column([row.presence_penalty for row in rows], device)
-            self.frequency = _column([row.frequency_penalty for row in rows], device)
-        if not self.greedy:
-            # Python's seeds may fill 64 unsigned bits; int64 wraps.
-            self.seeds = torch.tensor([(row.seed + 2**63) % 2**64 - 2**63 for row in rows], device=device)
-            self.sampled = _column([float(row.temperature > 0) for row in rows], device)
-            self.temperature = _column([row.temperature or 1.0 for row in rows], device)
-            self.top_k = torch.tensor([row.top_k or 2**31 for row in rows], device=device)[:, None, None]
-            self.top_p = _column([max(row.top_p, TINY) for row in rows], device)
-            self.min_p = _column([row.min_p for row in rows], device)
+        penalised = any(_uses(row) & Uses.PENALISED for row in rows)
+        vocabulary = -(-(1 + max(map(max, seen))) // PADDED) * PADDED if penalised else 0
+        state = SamplerState(len(rows), vocabulary, device)
+        for slot, (row, tokens, prompt) in enumerate(zip(rows, seen, prompts or map(len, seen), strict=True)):
+            state.admit(slot, row, tokens[:prompt], tokens[prompt:])
+        vars(self).update(state.rows(torch.arange(len(rows), device=device), range(len(rows))).state)
 
     @property
     def state(self) -> dict[str, Any]:
-        """All that it is: its tensors, and the flags that decide what it does with them."""
+        """All that it is: its tensors, and what decides what it does with them."""
         return vars(self)
 
     @classmethod
@@ -91,71 +140,243 @@ class Sampler:
         vars(made).update(state)
         return made
 
+    @property
+    def greedy(self) -> bool:
+        return not self.uses & Uses.SAMPLED
+
+    @property
+    def temperature(self) -> Tensor:
+        """[R, 1, 1], 1 for greedy rows."""
+        return self._number(0)
+
+    def _number(self, index: int) -> Tensor:
+        return self.numbers[:, index, None, None]
+
     def choose(self, logits: Tensor, positions: Tensor, drafts: Tensor, masks: Tensor | None = None) -> Tensor:
         """The token [R, Q] that follows each column of logits [R, Q, V].
 
         positions: [R, Q], the place in the sequence of the token chosen. drafts: [R, N], tokens of this round that
-        lie before the last column, the last one directly before it; a repetition penalty counts them as seen.
+        lie before the last column, the last one directly before it; penalties count them as seen.
         masks: int32 [R, Q, words], the tokens that may be chosen; None: all.
         """
-        if self.penalised:
+        return self._chosen(logits, positions, drafts, masks, exact=True)
+
+    def propose(self, logits: Tensor, positions: Tensor, drafts: Tensor, masks: Tensor | None = None) -> Tensor:
+        """What `choose` gives but for a few of the tokens that top-k and top-p just leave or just drop.
+
+        For drafts, which decide nothing: it takes half the passes over the logits, or fewer.
+        """
+        return self._chosen(logits, positions, drafts, masks, exact=False)
+
+    def _chosen(
+        self, logits: Tensor, positions: Tensor, drafts: Tensor, masks: Tensor | None, *, exact: bool
+    ) -> Tensor:
+        if self.uses & Uses.PENALISED:
             logits = self._penalise(logits.float(), drafts)
-        if self.counted:
-            counts = self._counts(drafts, logits.shape)
-            logits = logits.float() - self.presence * (counts > 0) - self.frequency * counts
         if masks is not None:
             logits = logits.masked_fill(~unpacked(masks, logits.shape[-1]), -torch.inf)
         if self.greedy:
             return logits.argmax(dim=-1)
-        logits = logits.float() / self.temperature
-        if self.filtered:
-            logits = self._filter(logits)
-        if self.floored:
+        scaled = logits.float() / self.temperature
+        noise = gumbel_noise(self.integers[:, 0], positions, logits.shape[-1])
+        scores = noise.mul_(self._number(1)).add_(scaled)
+        if self.uses & Uses.FILTERED:
+            scores.masked_fill_(logits < self._threshold(logits, scaled, exact), -torch.inf)
+        if self.uses & Uses.MIN_P:
             # p < min_p times the largest p, in logits. Greedy rows have their largest, and it is enough.
-            logits = logits.masked_fill(logits < logits.amax(dim=-1, keepdim=True) + self.min_p.log(), -torch.inf)
-        noise = gumbel_noise(self.seeds, positions, logits.shape[-1])
-        return (logits + noise * self.sampled).argmax(dim=-1)
+            floor = scaled.amax(dim=-1, keepdim=True) + self._number(3).log()
+            scores.masked_fill_(scaled < floor, -torch.inf)
+        return scores.argmax(dim=-1)
 
     def _penalise(self, logits: Tensor, drafts: Tensor) -> Tensor:
-        rows, width, vocabulary = logits.shape
-        # One column more than the vocabulary takes the tokens that a smaller vocabulary does not have.
-        seen = torch.zeros(rows, 1, vocabulary + 1, dtype=torch.bool, device=logits.device)
-        known = torch.cat([self.seen, drafts], dim=1).clamp(max=vocabulary)[:, None]
-        before = known.shape[2] - width + 1  # tokens that even the first column has behind it
-        seen = seen.scatter(2, known[..., :before], True).repeat(1, width, 1)  # [R, Q, V + 1]
-        for column in range(1, width):
-            token = known[..., before + column - 1 : before + column]
-            seen[:, column:].scatter_(2, token.expand(-1, width - column, 1), True)
-        penalised = torch.where(logits > 0, logits / self.penalty, logits * self.penalty)
-        return torch.where(seen[..., :vocabulary], penalised, logits)
+        held = self._held(drafts, logits.shape)
+        if self.uses & Uses.REPETITION:
+            penalty = self._number(4)
+            penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
+            logits = torch.where(held > 0, penalised, logits)
+        if self.uses & Uses.COUNTED:
+            counts = held >> 1
+            logits = logits - self._number(5) * (counts > 0) - self._number(6) * counts
+        return logits
 
-    def _counts(self, drafts: Tensor, shape: torch.Size) -> Tensor:
-        """How often the completion has had each token at each place: [R, Q, V]."""
-        rows, width, vocabulary = shape
-        known = torch.cat([self.written, drafts], dim=1).clamp(max=vocabulary)[:, None]
-        before = known.shape[2] - width + 1
-        counts = torch.zeros(rows, 1, vocabulary + 1, device=drafts.device)
-        first = known[..., :before]
-        counts = counts.scatter_add(2, first, torch.ones_like(first, dtype=counts.dtype)).repeat(1, width, 1)
-        for column in range(1, width):
-            token = known[..., before + column - 1 : before + column].expand(-1, width - column, 1)
-            counts[:, column:].scatter_add_(2, token, torch.ones_like(token, dtype=counts.dtype))
-        return counts[..., :vocabulary]
+    def _held(self, drafts: Tensor, shape: torch.Size) -> Tensor:
+        """`held` at each column, with the drafts before it: int32 [R, Q, V]."""
+        _, width, vocabulary = shape
+        held = pad(self.held, (0, vocabulary - self.held.shape[1]))[:, None].repeat(1, width, 1)
+        count = drafts.shape[1]
+        columns, places = (torch.arange(n, device=drafts.device) for n in (width, count))
+        before = places <= columns[:, None] + (count - width)  # [Q, N]
+        # A smaller vocabulary may lack a token.
+        added = before & (drafts < vocabulary)[:, None]  # [R, Q, N]
+        return held.scatter_add_(2, drafts.clamp(max=vocabulary - 1)[:, None].expand_as(added), 2 * added.int())
 
-    def _filter(self, logits: Tensor) -> Tensor:
-        """Top-k, then top-p over what is left, as transformers' logits processors do it. Ties with the k-th stay."""
-        vocabulary = logits.shape[-1]
-        ordered = logits.sort(dim=-1, descending=True).values
-        kth = ordered.gather(2, (self.top_k.clamp(max=vocabulary) - 1).expand(*logits.shape[:2], 1))
-        ordered = ordered.masked_fill(ordered < kth, -torch.inf)
-        probability = ordered.softmax(dim=-1)
+    def _threshold(self, logits: Tensor, scaled: Tensor, exact: bool = True) -> Tensor:
+        """The smallest logit [R, Q, 1] that top-k, and then top-p over what is left, leave: of logits [R, Q, V].
+
+        As transformers' logits processors do it, but that ties with the smallest stay. In rows without top-k and top-p
+        it is -inf. exact: to the bit, or nearly.
+        """
+        high = logits.amax(dim=-1, keepdim=True)
+        lowest = torch.full_like(high, -torch.inf)
+        reach = self.temperature * (math.log(logits.shape[-1]) + NEGLIGIBLE)
+
+        def search(holds: Callable[[Tensor], Tensor], low: Tensor) -> Tensor:
+            return _search(holds, low, high) if exact else _approach(holds, low.maximum(high - reach), high)
+
+        # Each row goes one way, whatever its neighbours ask for: two ways of adding up might part in the last bit.
+        top_k, top_p = self.integers[:, 1, None, None].expand_as(high), self._number(2)
+        few = (top_k > 0) & (top_k <= FEW)
+        kth = nucleus = lowest
+        if self.uses & Uses.LARGE_K:
+            count = top_k.clamp(max=logits.shape[-1])
+            kth = torch.where(top_k > 0, search(lambda t: _count(logits >= t) >= count, lowest), kth)
+        if self.uses & Uses.SMALL_K:
+            top = _top(logits, FEW)
+            picked = top.gather(2, (top_k - 1).clamp(min=0, max=top.shape[-1] - 1))
+            kth = torch.where(few, picked, kth)
+            nucleus = self._nucleus(top, _count(logits == picked), picked)
+        if self.uses & Uses.WIDE_P:
+            weights = (scaled - scaled.amax(dim=-1, keepdim=True)).exp()
+            mass: Callable[[Tensor], Tensor] = lambda t: ((logits >= t) * weights).sum(dim=-1, keepdim=True)  # noqa: E731
+            wanted = top_p * mass(kth)
+            nucleus = torch.where(few, nucleus, search(lambda t: mass(t) >= wanted, kth))
+        return torch.where(top_p < 1, nucleus, kth)
+
+    def _nucleus(self, top: Tensor, ties: Tensor, kth: Tensor) -> Tensor:
+        """The smallest logit [R, Q, 1] that top-p leaves of the `kth` [R, Q, 1] and those before it.
+
+        top: [R, Q, N], the largest logits in order, all above the k-th among them. ties: [R, Q, 1], how many are equal
+        to the k-th.
+        """
+        weights, weight = (((x.float() - top[..., :1].float()) / self.temperature).exp() for x in (top, kth))
+        total = torch.where(top > kth, weights, 0).sum(dim=-1, keepdim=True) + ties * weight
         # A token stays while the likelier ones before it have not reached p; the first always stays.
-        kept = (probability.cumsum(dim=-1) - probability) < self.top_p
-        threshold = ordered.masked_fill(~kept, torch.inf).amin(dim=-1, keepdim=True).maximum(kth)
-        filtered = logits.masked_fill(logits < threshold, -torch.inf)
-        # Greedy rows stay whole: with top_k = 1 and the like they would lose nothing, but -inf must not meet 0 * noise.
-        return torch.where(self.sampled > 0, filtered, logits)
+        kept = weights.cumsum(dim=-1) - weights < self._number(2) * total
+        return top.masked_fill(~kept, torch.inf).amin(dim=-1, keepdim=True).maximum(kth)
 
 
-def _column(values: list[float], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=device)[:, None, None]  # [R, 1, 1]
+class SamplerState:
+    """What choosing tokens needs to know of the sequences in `slots` slots, on the device from admission to the end.
+
+    One more slot, number `slots`, is nobody's: dead rows point to it. Tokens are counted for penalised sequences alone:
+    int32 [slots + 1, V], allocated when the first one comes.
+    """
+
+    def __init__(self, slots: int, vocabulary: int, device: torch.device) -> None:
+        self.vocabulary, self.device = vocabulary, device
+        self._rows = [Sampling()] * (slots + 1)
+        self._uses = [0] * (slots + 1)
+        self._changed: set[int] = set()
+        self._numbers, self._integers = (
+            torch.tensor([values] * (slots + 1), device=device) for values in _parameters(Sampling())
+        )
+        self._held: Tensor | None = None
+
+    def admit(self, slot: int, sampling: Sampling, prompt: Sequence[int], tokens: Sequence[int] = ()) -> None:
+        """A sequence takes the slot, with a prompt and the tokens that its completion has already."""
+        if sampling != self._rows[slot]:
+            self._rows[slot], self._uses[slot] = sampling, _uses(sampling)
+            self._changed.add(slot)
+        if self._uses[slot] & Uses.PENALISED:
+            if self._held is None:
+                size = len(self._rows), self.vocabulary
+                self._held = torch.zeros(size, dtype=torch.int32, device=self.device)
+            self._held[slot] = 0
+            self._held[slot].index_fill_(0, self._on_device(prompt), 1)
+            self.committed({slot: tokens})
+
+    def committed(self, tokens: Mapping[int, Sequence[int]]) -> None:
+        """Tokens that completions have had since, by slot: those of a round in one call."""
+        counted = {slot: row for slot, row in tokens.items() if self._uses[slot] & Uses.PENALISED}
+        places = [slot * self.vocabulary + token for slot, row in counted.items() for token in row]
+        if places and self._held is not None:
+            index = self._on_device(places)
+            self._held.view(-1).scatter_add_(0, index, torch.full_like(index, 2, dtype=torch.int32))
+
+    def rows(self, numbers: Tensor, slots: Iterable[int]) -> Sampler:
+        """The sampler of a round whose rows have the slots `numbers` [R], on the device; `slots` are those of its
+        living rows."""
+        self._refresh()
+        slots = list(slots)
+        uses = reduce(or_, {self._uses[slot] for slot in slots}, 0)
+        state: dict[str, Any] = {"uses": uses}
+        if uses & (Uses.SAMPLED | Uses.PENALISED):
+            state |= {"numbers": self._numbers[numbers], "integers": self._integers[numbers]}
+        if uses & Uses.PENALISED and self._held is not None:
+            state["held"] = self._held[numbers]
+        return Sampler.of_state(state)
+
+    def _refresh(self) -> None:
+        """Bring the parameters of the sequences admitted since the last round to the device."""
+        if self._changed:
+            index = self._on_device(list(self._changed))
+            values = zip(*(_parameters(self._rows[slot]) for slot in self._changed), strict=True)
+            for table, rows in zip((self._numbers, self._integers), values, strict=True):
+                table.index_copy_(0, index, self._on_device(rows, table.dtype))
+            self._changed.clear()
+
+    def _on_device(self, values: Sequence[Any], dtype: torch.dtype = torch.long) -> Tensor:
+        return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)
+
+
+def _parameters(row: Sampling) -> tuple[list[float], list[int]]:
+    """`numbers` and `integers` of a row. A greedy one is left whole."""
+    seed = (row.seed + 2**63) % 2**64 - 2**63  # Python's seeds may fill 64 unsigned bits; int64 wraps.
+    penalties = [row.repetition_penalty, row.presence_penalty, row.frequency_penalty]
+    if row.temperature == 0:
+        return [1.0, 0.0, 1.0, 0.0, *penalties], [seed, 0]
+    return [row.temperature, 1.0, max(row.top_p, TINY), row.min_p, *penalties], [seed, row.top_k]
+
+
+def _count(mask: Tensor) -> Tensor:
+    return mask.sum(dim=-1, keepdim=True, dtype=torch.int32)
+
+
+def _top(logits: Tensor, count: int) -> Tensor:
+    """The `count` largest of logits [R, Q, V] from the largest down: [R, Q, count], or [R, Q, V] where V is less.
+
+    They lie in the `count` chunks with the largest maxima, so one pass over all finds those chunks.
+    """
+    vocabulary = logits.shape[-1]
+    size = math.isqrt(vocabulary // count)
+    if size < SHORT:
+        return logits.topk(min(count, vocabulary)).values
+    whole = logits[..., : vocabulary // size * size].unflatten(-1, (-1, size))  # [R, Q, chunks, size]
+    best = whole.amax(dim=-1).topk(count).indices
+    found = whole.gather(2, best[..., None].expand(-1, -1, -1, size)).flatten(2)
+    return torch.cat([found, logits[..., vocabulary // size * size :]], dim=-1).topk(count).values
+
+
+def _search(holds: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
+    """The largest floats, from `low` to `high`, at which `holds`: as it does at low and, once it fails, does no more.
+
+    Bisects the floats themselves, of which there are 2^16 or 2^32: a fixed number of steps, and the result is exact.
+    """
+    inside, outside = _ordered(low), _ordered(high) + 1
+    for _ in range(8 * low.itemsize):
+        middle = (inside + outside) >> 1
+        held = holds(_float(middle, low.dtype))
+        inside, outside = torch.where(held, middle, inside), torch.where(held, outside, middle)
+    return _float(inside, low.dtype)
+
+
+def _approach(holds: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
+    """What `_search` finds, or less by a 2^STEPS-th of the way between low and high."""
+    for _ in range(STEPS):
+        middle = (low + high) / 2
+        held = holds(middle)
+        low, high = torch.where(held, middle, low), torch.where(held, high, middle)
+    return low
+
+
+def _ordered(values: Tensor) -> Tensor:
+    """Floats as int64 of the same order; both zeros are 0."""
+    kind = _INTEGERS[values.itemsize]
+    bits = values.view(kind).long()
+    return torch.where(bits < 0, torch.iinfo(kind).min - bits, bits)
+
+
+def _float(ordered: Tensor, dtype: torch.dtype) -> Tensor:
+    """The floats that `_ordered` makes these of."""
+    kind = _INTEGERS[dtype.itemsize]
+    return torch.where(ordered < 0, torch.iinfo(kind).min - ordered, ordered).to(kind).view(dtype)

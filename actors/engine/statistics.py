@@ -1,7 +1,11 @@
-"""Statistics as values with `+`: of a sequence, and of an engine. The words are those of jobs/docs/words.md."""
+"""Statistics as values with `+`: of a sequence, and of an engine. The words are those of jobs/docs/words.md.
 
+What changes every round is kept in plain counters, of which a value is made when somebody asks.
+"""
+
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, fields
-from itertools import zip_longest
+from itertools import accumulate, takewhile, zip_longest
 from typing import Any, Self
 
 Counts = tuple[int, ...]
@@ -98,3 +102,66 @@ class EngineStatistics(Addable):
     @property
     def occupancy(self) -> float:
         return ratio(self.busy_rows, self.rows)
+
+
+class SequenceCounters:
+    """What a running sequence counts, round by round."""
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.grouped_rounds = self.ragged_rounds = self.forced = 0
+        self.drafted: list[int] = []  # by number n of drafts: the rounds that had n, and those that n were accepted of
+        self.accepted: list[int] = []
+
+    @property
+    def rounds(self) -> int:
+        return self.grouped_rounds + self.ragged_rounds
+
+    def round(self, grouped: bool, drafted: int, accepted: int) -> None:
+        """Count a round with so many drafts, of which so many were accepted. grouped: of one length bucket."""
+        if grouped:
+            self.grouped_rounds += 1
+        else:
+            self.ragged_rounds += 1
+        if drafted >= len(self.drafted):
+            more = [0] * (drafted + 1 - len(self.drafted))
+            self.drafted += more
+            self.accepted += more
+        self.drafted[drafted] += 1
+        self.accepted[accepted] += 1
+
+    @property
+    def value(self) -> SequenceStatistics:
+        return SequenceStatistics(
+            prompt_tokens=self.prompt_tokens,
+            grouped_rounds=self.grouped_rounds,
+            ragged_rounds=self.ragged_rounds,
+            drafted_by_position=_by_position(self.drafted),
+            accepted_by_position=_by_position(self.accepted),
+            forced=self.forced,
+        )
+
+
+def _by_position(rounds: list[int]) -> Counts:
+    """From the rounds that had n tokens, by n, those that had a token at each place."""
+    reached = list(accumulate(reversed(rounds[1:])))[::-1]
+    return tuple(takewhile(bool, reached))
+
+
+class EngineCounters:
+    """What an engine counts; `add` takes figures of EngineStatistics by name, but seconds."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    def add(self, **figures: int) -> None:
+        for name, more in figures.items():
+            self._counts[name] += more
+
+    def spend(self, phase: str, seconds: float) -> None:
+        self._seconds[phase] += seconds
+
+    @property
+    def value(self) -> EngineStatistics:
+        return EngineStatistics(**self._counts, seconds=dict(self._seconds))

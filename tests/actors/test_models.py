@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,34 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
+    Llama4TextConfig,
     MambaConfig,
     MistralConfig,
+    Phi3Config,
     PreTrainedTokenizerFast,
     Qwen3NextConfig,
     T5Config,
 )
 from transformers.models.auto import AutoModelForSeq2SeqLM
 
-from exspec.actors.engine import Engine, EngineConfig, Request
-from exspec.actors.models import ModelError, StopStrings, check_config, check_forward, load_model, load_pair
+from exspec.actors.engine import Engine, EngineConfig, Request, RequestError, StopCheck
+from exspec.actors.engine.cached_model import context_length
+from exspec.actors.models import (
+    ModelError,
+    StopStrings,
+    Waits,
+    check_config,
+    check_forward,
+    limit_context,
+    load_model,
+    load_pair,
+    settle_positions,
+)
 from tests import tiny
 
 WORDS = [f"w{i}" for i in range(tiny.VOCABULARY)]
@@ -85,21 +102,30 @@ REFUSED: dict[str, tuple[Any, Any]] = {
         AutoModelForSeq2SeqLM,
         T5Config(vocab_size=61, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2),
     ),
-    r"mistral is not plain full attention": (AutoModelForCausalLM, MistralConfig(**TINY | {"sliding_window": 16})),
-    r"gemma3_text is not plain full attention \(sliding_attention\)": (
-        AutoModelForCausalLM,
-        Gemma3TextConfig(**TINY | {"num_hidden_layers": 6, "sliding_window": 16}),
-    ),
-    r"mamba is not plain full attention": (
+    r"the configuration of mamba has no num_attention_heads": (
         AutoModelForCausalLM,
         MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1, state_size=4),
     ),
-    r"qwen3_next is not plain full attention \(linear_attention\)": (
+    r"the cache of qwen3_next does not hold the keys and values of every token \(linear_attention\)": (
         AutoModelForCausalLM,
         Qwen3NextConfig(
             **TINY | {"num_hidden_layers": 4, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8},
             shared_expert_intermediate_size=8, linear_num_value_heads=2, linear_num_key_heads=2,
             linear_key_head_dim=8, linear_value_head_dim=8,
+        ),
+    ),
+    r"the layers of gemma4_text have different shapes": (
+        AutoModelForCausalLM,
+        Gemma4TextConfig(
+            **TINY | {"head_dim": 8, "global_head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]},
+            sliding_window=16, vocab_size_per_layer_input=61, hidden_size_per_layer_input=8,
+        ),
+    ),
+    r"llama4_text does not decode the same by slots as on its own \(its logits differ\)": (
+        AutoModelForCausalLM,
+        Llama4TextConfig(
+            **TINY | {"head_dim": 8, "rope_parameters": None}, intermediate_size_mlp=64, num_local_experts=2,
+            attention_chunk_size=16, layer_types=["chunked_attention", "full_attention"],
         ),
     ),
 }  # fmt: skip
@@ -109,8 +135,103 @@ REFUSED: dict[str, tuple[Any, Any]] = {
 def test_other_caches_are_refused_with_what_would_work(tmp_path: Path, reason: str) -> None:
     auto, config = REFUSED[reason]
     folder = save(tmp_path / "model", auto.from_config(config))
-    with pytest.raises(ModelError, match=f"{reason}.*expected a decoder-only model with plain full attention"):
+    with pytest.raises(ModelError, match=f"{reason}.*expected a decoder-only model that holds keys"):
         load_pair(folder, None)
+
+
+WINDOWS: dict[str, Any] = {
+    "mistral": MistralConfig(**TINY | {"sliding_window": 16}),
+    "gemma2": Gemma2Config(**TINY | {"sliding_window": 16, "head_dim": 8, "query_pre_attn_scalar": 8}),
+    "gemma3": Gemma3TextConfig(**TINY | {"num_hidden_layers": 6, "sliding_window": 16, "head_dim": 8}),
+}
+
+
+def refusal(model: Any) -> str:
+    """Why a model is refused; empty where it is not."""
+    try:
+        check_forward(model, "model")
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("family", WINDOWS)
+def test_windows_and_soft_caps_are_exact_or_refused_by_the_few_tokens_of_the_check(family: str) -> None:
+    """The check's tokens fit the window, and it must find out all the same."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(WINDOWS[family]).eval()
+    before = model.config.sliding_window
+    reason = refusal(model)
+    if reason:
+        assert "its logits differ" in reason or "softcap is not supported" in reason
+    else:
+        rows = tiny.prompts(6)
+        engine = Engine(model, model, EngineConfig(batch_size=4, capacity=96))
+        found = tiny.decode(engine, tiny.requests(rows))
+        assert found == {i: tiny.generate(model, row, 20) for i, row in enumerate(rows)}
+    assert model.config.sliding_window == before == 16, "the model stays as it is"
+
+
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 40,
+    "short_factor": [1.0] * 4, "long_factor": [9.0] * 4,
+}  # fmt: skip
+
+
+def longrope() -> Any:
+    torch.manual_seed(0)
+    config = Phi3Config(
+        **TINY | {"rope_parameters": LONGROPE, "sliding_window": None, "original_max_position_embeddings": 40}
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def test_with_factors_that_depend_on_the_longest_row_the_context_ends_where_they_change(tmp_path: Path) -> None:
+    pair = load_pair(save(tmp_path / "model", longrope()), None)
+    assert context_length(pair.target.config) == 40
+    rows = [row[:30] for row in tiny.prompts(8)]
+    engine = Engine(pair.target, pair.target, EngineConfig(batch_size=4, capacity=40, bucket=40))
+    found = tiny.decode(engine, tiny.requests(rows, 10))
+    assert found == {i: tiny.generate(longrope(), row, 10) for i, row in enumerate(rows)}, "of a model left as it was"
+    with pytest.raises(RequestError, match="leaves no room in the context of 40"):
+        engine.submit(Request(0, [1] * 40))
+
+
+def test_rows_that_depend_on_the_positions_of_others_are_found() -> None:
+    """The same model as transformers has it: a row beside one past the point is computed with other factors."""
+    with pytest.raises(ModelError, match=r"a row's logits depend on the positions of the rows beside it"):
+        check_forward(longrope(), "phi3")
+
+
+def test_settled_positions_wait_for_no_device() -> None:
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    model = tiny.model(rope_parameters=dynamic)
+
+    def waits() -> list[str]:
+        ids, mask = torch.arange(8)[None], torch.zeros(1, 1, 8, 8)
+        with torch.inference_mode(), Waits() as found:
+            model(input_ids=ids, position_ids=ids, attention_mask=mask, use_cache=False)
+        return found.found
+
+    assert waits()
+    expected = tiny.generate(model, list(range(30)), 20)
+    settle_positions(model)
+    assert waits() == []
+    assert tiny.generate(model, list(range(30)), 20) == expected
+
+
+def test_a_wait_is_found_by_its_operation() -> None:
+    x = torch.arange(6)
+    with Waits() as waits:
+        x[:3].sum()
+        x[torch.tensor([0, 1])]
+    assert waits.found == []
+    with Waits() as waits:
+        x[x > 2]
+        bool((x > 2).any())
+        x.nonzero()
+    assert len(waits.found) >= 3
+    assert {"index by a mask", "nonzero"} <= set(waits.found)
 
 
 def test_a_model_that_counts_its_own_positions_is_refused() -> None:
@@ -143,6 +264,7 @@ def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 OWN = """
+from collections.abc import Callable
 from pathlib import Path
 from transformers import LlamaConfig, LlamaForCausalLM
 Path({marker!r}).touch()
@@ -228,8 +350,13 @@ def ids(tokenizer_: Any, pieces: list[str]) -> list[int]:
     return [tokenizer_.convert_tokens_to_ids(piece) for piece in pieces]
 
 
-def first_hit(check: StopStrings, tokens: list[int]) -> int | None:
-    return next((n for n in range(1, len(tokens) + 1) if check(tokens[:n]) is not None), None)
+def hits(stop: Callable[[], StopCheck], tokens: list[int]) -> list[str | None]:
+    check = stop()
+    return [check(token) for token in tokens]
+
+
+def first_hit(stop: StopStrings, tokens: list[int]) -> int | None:
+    return next((n for n, hit in enumerate(hits(stop, tokens), 1) if hit is not None), None)
 
 
 def test_a_stop_string_may_span_tokens_or_lie_inside_one(characters: Any) -> None:
@@ -245,14 +372,14 @@ def test_a_stop_string_is_found_however_far_into_the_completion(characters: Any)
     check = StopStrings(characters, ["STOP", "end"])
     tokens = ids(characters, ["a", "b"] * 500 + ["ST", "OP"])
     assert first_hit(check, tokens) == 1002
-    assert check(tokens) == "STOP"
+    assert hits(check, tokens)[-1] == "STOP"
     assert check.cut(tokens) == "ab" * 500
 
 
 def test_special_tokens_between_do_not_hide_a_stop_string(characters: Any) -> None:
     end = characters.convert_tokens_to_ids("<end>")
     tokens = [*ids(characters, ["a", "ST"]), *[end] * 60, *ids(characters, ["OP"])]
-    assert StopStrings(characters, ["STOP"])(tokens) == "STOP"
+    assert hits(StopStrings(characters, ["STOP"]), tokens)[-1] == "STOP"
 
 
 def test_characters_of_several_bytes(characters: Any) -> None:
@@ -267,7 +394,7 @@ def test_characters_of_several_bytes(characters: Any) -> None:
 def test_the_string_that_begins_first_wins(characters: Any) -> None:
     check = StopStrings(characters, ["b", "ab", "aba"])
     tokens = ids(characters, ["ST", "a", "b"])
-    assert check(tokens) == "ab"
+    assert hits(check, tokens)[-1] == "ab"
     assert check.cut(tokens) == "ST"
 
 
@@ -304,3 +431,14 @@ def test_the_engine_stops_at_a_string() -> None:
     assert string not in words.decode(done.tokens[:-1])
     assert check.cut(done.tokens) == text[: text.index(string)]
     assert done.statistics.completion_tokens == len(done.tokens) < 20
+
+
+def test_the_limited_context_is_known_before_weights_are_loaded(tmp_path: Path) -> None:
+    """A job plans with it, from the configuration alone."""
+    save(tmp_path / "model", longrope())
+    config = AutoConfig.from_pretrained(tmp_path / "model")
+    limit_context(config)
+    assert context_length(config) == 40
+    other = tiny.model().config
+    limit_context(other)
+    assert context_length(other) == tiny.CONTEXT

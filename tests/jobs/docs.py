@@ -95,7 +95,8 @@ def settings_reference() -> str:
         if key in options:
             rows.append(_row(name, options[key]))
         else:
-            rows.append(f"| `{key}`, in the job file alone | mapping |  | {_cell(str(field.description))} |")
+            kind = "list of lists" if isinstance(field.default, list) else "mapping"
+            rows.append(f"| `{key}`, in the job file alone | {kind} |  | {_cell(str(field.description))} |")
     lines = []
     for group, rows in groups.items():
         alone = " (of `exspec label` alone)" if not any(_group(f) == group for f in Job.model_fields.values()) else ""

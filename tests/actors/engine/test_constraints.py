@@ -4,14 +4,33 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from llguidance import LLMatcher
+from llguidance.hf import from_tokenizer
+from llguidance.numpy import fill_next_token_bitmask
+from transformers import AutoTokenizer
 
+from exspec.actors.answers import Grammar, Json
 from exspec.actors.engine import Engine, EngineConfig, Request, RequestError, Sampling
-from exspec.actors.engine.constraint import Automaton, Node, chain, choice, forced, mask_of, only, tokens_of, unpacked
+from exspec.actors.engine.constraint import (
+    Automaton,
+    Barred,
+    Few,
+    Node,
+    chain,
+    choice,
+    forced,
+    mask_of,
+    tokens_of,
+    unpacked,
+)
+from exspec.actors.engine.guide import Masks
 from exspec.actors.engine.sampling import gumbel_noise
+from exspec.jobs.demo import TARGET
 from tests import tiny
 
 END = tiny.ENDS[0]
@@ -166,14 +185,14 @@ def test_budget_and_stop() -> None:
         assert len(completion.tokens) <= int(completion.id)  # type: ignore[call-overload]
         assert (completion.finish_reason == "length") == (completion.tokens[-1] != END)
     with pytest.raises(RequestError, match="stop and constraint"):
-        engine.submit(Request("x", [1], 5, constraint=labels, stop=lambda _: None))
+        engine.submit(Request("x", [1], 5, constraint=labels, stop=lambda: lambda _: None))
 
 
 @given(st.sets(st.integers(0, 200), max_size=40))
 def test_masks_hold_what_they_were_made_of(tokens: set[int]) -> None:
     mask = mask_of(tokens)
     assert tokens_of(mask) == sorted(tokens)
-    assert only(mask) == (min(tokens) if len(tokens) == 1 else None)
+    assert Few.of(tokens).only == (min(tokens) if len(tokens) == 1 else None)
     padded = torch.nn.functional.pad(mask, (0, 7 - len(mask)))
     assert unpacked(padded, 201).nonzero()[:, 0].tolist() == sorted(tokens)
 
@@ -188,3 +207,67 @@ def test_an_option_that_begins_another_needs_another_way_on() -> None:
     walk.advance(11)
     walk.rollback(2)
     assert tokens_of(walk.allowed()) == [10]
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "kind": {"enum": ["red", "green"]}, "count": {"type": "integer"}},
+    "required": ["name", "kind", "count"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("padding", [0, 5, -1], ids=["as the tokenizer", "padded", "smaller"])
+def test_the_masks_of_a_schema_are_those_of_the_library_however_one_came_there(padding: int) -> None:
+    """Walks back and forth, many at once, against a matcher that walks to the same place for the first time."""
+    tokenizer, rng = AutoTokenizer.from_pretrained(TARGET), random.Random(0)
+    answers = Json(tokenizer, SCHEMA, {})
+    library = from_tokenizer(tokenizer, eos_token=tokenizer.eos_token_id)
+    words = -(-library.vocab_size // 32)
+    walks = [answers.constraint() for _ in range(3)]
+    ways: list[list[int]] = [[] for _ in walks]
+    masks = np.full((5, words + padding), 7, dtype=np.int32)
+    longest = 0
+    for _ in range(80):
+        asked = [(walk, 2 * row) for row, walk in enumerate(walks) if walk.kept() is None]
+        if asked:
+            Grammar.compute(asked, masks)
+        for walk, way in zip(walks, ways, strict=True):
+            fresh = LLMatcher(library, answers.grammar)
+            assert fresh.consume_tokens(way)
+            expected = np.zeros((1, words), dtype=np.int32)
+            fill_next_token_bitmask(fresh, expected)
+            must = fresh.compute_ff_tokens()[:1]
+            allowed = must or tokens_of(torch.from_numpy(expected[0]))
+            assert tokens_of(walk.allowed()) == allowed
+            place = 2 * walks.index(walk)
+            if (walk, place) in asked:
+                both = min(words, words + padding)
+                assert (masks[place, :both] == expected[0, :both]).all()
+                assert not masks[place, both:].any()
+            if allowed == [tokenizer.eos_token_id] or (way and rng.random() < 0.2):
+                back = min(rng.choice([1, 2, 6]), len(way))
+                walk.rollback(back)
+                del way[len(way) - back :]
+            else:
+                way.append(rng.choice(allowed))
+                walk.advance(way[-1])
+            longest = max(longest, len(way))
+    assert longest > 20
+
+
+def test_a_row_is_free_again_when_another_sequence_has_it() -> None:
+    """Masks stay from round to round; what they held of an earlier sequence binds nobody."""
+    masks = Masks(2, 3, 70, torch.device("cpu"))
+    few, wide = Automaton(chain([3], Node())), Barred(70, {69}, 1, ())
+    masks.write(0, {0: few, 1: wide})
+    masks.write(1, {0: wide})
+    assert [tokens_of(masks.device[0, row]) for row in range(2)] == [[3], list(range(69))]
+    assert tokens_of(masks.device[1, 0]) == list(range(69))
+    masks.write(0, {0: Automaton(chain([66], Node())), 1: few})
+    assert [tokens_of(masks.device[0, row]) for row in range(2)] == [[66], [3]]
+    masks.free([0, 2])
+    assert (masks.device[:, 0] == -1).all()
+    assert tokens_of(masks.device[0, 1]) == [3]
+    masks.write(0, {0: Automaton(chain([66], Node()))})
+    assert tokens_of(masks.device[0, 0]) == [66]

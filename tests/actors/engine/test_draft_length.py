@@ -85,11 +85,11 @@ def test_history_tries_again_after_a_bad_time() -> None:
         limit = rule._limit(sequence)
         rule.learn(sequence, limit, 0)
         limits.append(limit)
-        sequence.statistics += SequenceStatistics(grouped_rounds=1)
+        sequence.counters.grouped_rounds += 1
     assert limits[0] >= 1
     assert sum(limits[8:]) in (1, 2), "only the probes are left"
     for _ in range(400):
         limit = rule._limit(sequence)
         rule.learn(sequence, limit, limit)
-        sequence.statistics += SequenceStatistics(grouped_rounds=1)
+        sequence.counters.grouped_rounds += 1
     assert rule._limit(sequence) >= 3

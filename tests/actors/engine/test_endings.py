@@ -104,14 +104,14 @@ def test_a_stop_check_sees_the_completion_after_each_of_its_tokens() -> None:
     longer = {0: ArithmeticModel.continuation([3, 1], 40, ends=())}
     engine = arithmetic_engine(longer, draft_tokens=7)
     engine.end_ids = frozenset()
-    seen = []
+    seen: list[int] = []
 
-    def stop(tokens: Sequence[int]) -> str | None:
-        seen.append(list(tokens))
-        return "enough" if len(tokens) == 11 else None
+    def check(token: int) -> str | None:
+        seen.append(token)
+        return "enough" if len(seen) == 11 else None
 
-    done = run(engine, [Request(0, [3, 1], max_new_tokens=30, stop=stop)])
-    assert seen == [longer[0][: i + 1] for i in range(11)]
+    done = run(engine, [Request(0, [3, 1], max_new_tokens=30, stop=lambda: check)])
+    assert seen == longer[0][:11]
     assert (done[0].tokens, done[0].finish_reason, done[0].stopped_by) == (longer[0][:11], "stop", "enough")
     assert done[0].statistics.completion_tokens == 11
 

@@ -98,9 +98,7 @@ def test_rounds_move_no_kv() -> None:
     for request in tiny.requests(tiny.prompts(8), 20):
         engine.submit(request)
     engine.step()
-    before = {
-        s.request.id: (s.slot, s.length, cached(s.slot, s.length)) for s in engine.pool.running
-    }
+    before = {s.request.id: (s.slot, s.length, cached(s.slot, s.length)) for s in engine.pool.running}
     engine.step()
     engine.step()
     for sequence in engine.pool.running:

@@ -1,6 +1,10 @@
 """Statistics are values with `+`, and the figures derived from them are those of the sum."""
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from exspec.actors.engine import EngineStatistics, SequenceStatistics
+from exspec.actors.engine.statistics import EngineCounters, SequenceCounters
 
 
 def test_sequences_add_up_by_position() -> None:
@@ -24,3 +28,31 @@ def test_engines_add_up_by_phase() -> None:
 def test_nothing_divides_by_zero() -> None:
     assert SequenceStatistics().acceptance_rate == SequenceStatistics().mean_accepted_length == 0
     assert EngineStatistics().occupancy == 0
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 7), st.integers(0, 7)), max_size=30))
+def test_counters_are_the_sum_of_their_rounds(rounds: list[tuple[bool, int, int]]) -> None:
+    counters, total = SequenceCounters(9), SequenceStatistics(prompt_tokens=9)
+    for grouped, drafted, most in rounds:
+        accepted = min(drafted, most)
+        counters.round(grouped, drafted, accepted)
+        total += SequenceStatistics(
+            grouped_rounds=int(grouped),
+            ragged_rounds=int(not grouped),
+            drafted_by_position=(1,) * drafted,
+            accepted_by_position=(1,) * accepted,
+        )
+    assert counters.value == total
+    assert counters.rounds == total.rounds == len(rounds)
+
+
+def test_a_value_does_not_change_with_its_counters() -> None:
+    """Another thread reports the value while the engine goes on."""
+    counters = EngineCounters()
+    counters.add(rounds=1, tokens=5)
+    counters.spend("draft", 0.5)
+    before = counters.value
+    counters.add(rounds=1, tokens=2)
+    counters.spend("draft", 0.25)
+    assert before == EngineStatistics(rounds=1, tokens=5, seconds={"draft": 0.5})
+    assert counters.value == EngineStatistics(rounds=2, tokens=7, seconds={"draft": 0.75})

@@ -1,0 +1,239 @@
+"""The page of model families: `python -m exspec.jobs.families` tries every causal language model of transformers.
+
+Of each it builds a tiny one with random weights, loads it as a job would, and where it is not refused compares the
+engine's tokens with those of `generate`, one prompt at a time.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging
+
+from exspec.actors.engine import Engine, EngineConfig, Request
+from exspec.actors.models import ModelError, check_config, check_forward, forget_sampling, settle_positions
+
+PAGE = Path(__file__).parent / "docs" / "families.md"
+VOCABULARY, CONTEXT, END = 96, 96, 5
+LENGTHS, NEW = (1, 3, 30, 17, 40), 12  # tokens of the prompts, and of each completion at most
+LARGEST = 20_000_000  # parameters of what is still small
+MADE = "Every family for which transformers has a causal language model, as `python -m exspec.jobs.families` found it"
+BUILD = "could not be built small"
+# Sizes of a tiny model, by the names that configurations have for them.
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embedding_size", "word_embed_proj_dim"), 32),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "d_ff", "decoder_ffn_dim", "encoder_ffn_dim"), 64),
+    **dict.fromkeys(("ffn_hidden_size", "dense_intermediate_size", "intermediate_size_mlp"), 64),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "encoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("encoder_attention_heads",), 4),
+    **dict.fromkeys(("num_key_value_heads", "n_head_kv", "num_kv_heads"), 2),
+    **dict.fromkeys(("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "qk_head_dim"), 8),
+    **dict.fromkeys(("global_head_dim", "rotary_dim", "kv_channels"), 8),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length"), CONTEXT),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 16),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"), 1),
+    **dict.fromkeys(("sliding_window", "attention_chunk_size"), 16),
+    "vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "initializer_range": 0.3, "is_decoder": True,
+    "bos_token_id": 1, "eos_token_id": END, "pad_token_id": 0,
+}  # fmt: skip
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 32,
+            "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 3.0, "original_max_position_embeddings": 32}
+# What a family's configuration can do besides what it does unless told, by the family.
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "llama": {"dynamic NTK": {"rope_parameters": DYNAMIC}, "YaRN": {"rope_parameters": YARN}},
+    "mistral": {"no window": {"sliding_window": None}},
+    "phi3": {"longrope": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 48}},
+    "qwen2": {"windows": {"use_sliding_window": True, "max_window_layers": 1}},
+}
+
+
+# What a family's sizes have to be besides, to be built at all.
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+NEEDS: dict[str, dict[str, Any]] = {
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 16, "num_experts_per_tok": 2},
+    "dots3_note_text": {"num_key_value_heads": 4},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 16},
+    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8},
+    "hunyuan_v1_dense": {"head_dim": 8, "rope_parameters": PLAIN},
+    "hunyuan_v1_moe": {"head_dim": 8, "rope_parameters": PLAIN},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "ministral": {"head_dim": 8, "rope_parameters": PLAIN},
+    "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
+    "reformer": {"axial_pos_embds_dim": (16, 16), "axial_pos_shape": (8, 12)},
+    "zaya": {"num_experts_per_tok": 1},
+}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of a family. result: works, refused, differs, or could not be built small. narrow: in bfloat16."""
+
+    family: str
+    result: str
+    reason: str = ""
+    narrow: str = ""
+
+
+def configurations() -> Iterator[tuple[str, Callable[[], PretrainedConfig]]]:
+    """Every family by its name, and what makes its small configuration; variants behind it."""
+    for kind in sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING.keys()), key=lambda kind: kind.model_type):
+        yield kind.model_type, lambda kind=kind: small(kind)  # type: ignore[misc]
+        for name, changes in VARIANTS.get(kind.model_type, {}).items():
+            yield f"{kind.model_type}, {name}", lambda kind=kind, changes=changes: small(kind, changes)  # type: ignore[misc]
+
+
+def small(kind: type[PretrainedConfig], changes: dict[str, Any] | None = None) -> PretrainedConfig:
+    """A configuration with small sizes, whose layers are one of each kind that its default has, and two at least."""
+    default = kind()
+    parts = {name: getattr(default, name, None) for name in getattr(kind, "sub_configs", {})}
+    nested = {name: _sizes(part) for name, part in parts.items() if isinstance(part, PretrainedConfig)}
+    return kind(**_sizes(default) | nested | NEEDS.get(kind.model_type, {}) | (changes or {}))
+
+
+def _sizes(default: PretrainedConfig) -> dict[str, Any]:
+    known = default.to_dict()
+    found = {name: size for name, size in SIZES.items() if known.get(name) is not None or name.endswith("_token_id")}
+    if types := known.get("layer_types"):
+        kinds = list(dict.fromkeys(types))
+        layers = kinds if len(kinds) > 1 else kinds * 2
+        found |= {"layer_types": layers}
+        found |= {name: len(layers) for name in ("num_hidden_layers", "n_layer", "num_layers") if name in found}
+    return found
+
+
+def build(config: PretrainedConfig) -> PreTrainedModel:
+    """A model with random weights. Raises ValueError where it is not small."""
+    with torch.device("meta"):
+        count = AutoModelForCausalLM.from_config(config).num_parameters()
+    if count > LARGEST:
+        raise ValueError(f"{count / 1e6:.0f} million parameters with the sizes that are known")
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval()  # type: ignore[no-any-return]
+
+
+def trial(family: str, make: Callable[[], PretrainedConfig]) -> Trial:
+    """Build, check, compare. What transformers may raise while it builds is told, whatever it is."""
+    try:
+        config = make()
+        check_config(config, family)
+        model = build(config)
+    except ModelError as error:
+        return Trial(family, "refused", _reason(error))
+    except Exception as error:
+        return Trial(family, BUILD, f"{type(error).__name__}: {' '.join(str(error).split())}")
+    forget_sampling(model)
+    try:
+        settle_positions(model)
+        check_forward(model, family)
+    except ModelError as error:
+        return Trial(family, "refused", _reason(error))
+    wrong = compare(model)
+    if wrong:
+        return Trial(family, "differs", wrong)
+    try:
+        check_forward(model.to(torch.bfloat16), family)  # type: ignore[arg-type]
+    except ModelError as error:
+        return Trial(family, "works", narrow=_reason(error))
+    return Trial(family, "works")
+
+
+def compare(model: PreTrainedModel) -> str:
+    """How completions by speculation in batches differ from those of `generate`; empty where they do not.
+
+    The model is its own draft, and its context is what limits prompts.
+    """
+    context = min(CONTEXT, model.config.get_text_config().max_position_embeddings)
+    generator = torch.Generator().manual_seed(1)
+    lengths = [min(length, context - NEW) for length in LENGTHS]
+    prompts = [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+    engine = Engine(model, model, EngineConfig(batch_size=4, draft_tokens=3, capacity=context))
+    for number, prompt in enumerate(prompts):
+        engine.submit(Request(number, prompt, NEW))
+    found = {completion.id: completion.tokens for completion in engine.run()}
+    wrong = [n for n, prompt in enumerate(prompts) if found[n] != _generate(model, prompt)]
+    return f"{len(wrong)} of {len(prompts)} completions are not those of generate" if wrong else ""
+
+
+def _generate(model: PreTrainedModel, prompt: list[int]) -> list[int]:
+    ids = torch.tensor([prompt])
+    output = model.generate(  # type: ignore[operator]
+        input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, pad_token_id=0
+    )
+    return output[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+
+
+def _reason(error: ModelError) -> str:
+    """Why it was refused, without the family's name before and what would work behind."""
+    return str(error).partition(": ")[2].rpartition("; expected ")[0]
+
+
+def page(trials: list[Trial]) -> str:
+    """The page, as Markdown."""
+    works = [t for t in trials if t.result == "works"]
+    lines = [
+        "# Model families",
+        "",
+        f"{MADE} with transformers {transformers.__version__}.",
+        "A model is refused or accepted by running it, not by its name: a job checks it with its own weights when it",
+        "loads it.",
+        "",
+        "**How tried.** A tiny model with random weights, one layer of each kind that the family's configuration has",
+        "unless told otherwise, is loaded as a job loads one. Where it is not refused, prompts of",
+        f"{', '.join(map(str, LENGTHS))} tokens are decoded in batches of 4 in float32, with the model as its own",
+        f"draft, and {NEW} tokens of each are compared with those of `generate` for that prompt alone. Models of a",
+        "refused family may work, and the other way round, where their configuration is another.",
+        "",
+        f"{len(works)} of {len(trials)} work.",
+        "",
+        "## Works",
+        "",
+        f"All {len(LENGTHS)} completions are those of `generate`.",
+        "",
+        ", ".join(f"`{t.family}`" for t in works if not t.narrow),
+    ]
+    if narrow := [t for t in works if t.narrow]:
+        lines += ["", "In float32, and refused in bfloat16:", "", "| family | why not in bfloat16 |", "|---|---|"]
+        lines += [f"| `{t.family}` | {_cell(t.narrow)} |" for t in narrow]
+    for result, title in (("differs", "Accepted, and differs"), ("refused", "Refused"), (BUILD, "Not tried: " + BUILD)):
+        rows = [t for t in trials if t.result == result]
+        if rows:
+            lines += ["", f"## {title}", "", "| family | why |", "|---|---|"]
+            lines += [f"| `{t.family}` | {_cell(t.reason)} |" for t in rows]
+    return "\n".join([*lines, ""])
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")[:200]
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    only = set(sys.argv[1:])
+    trials = []
+    for family, make in configurations():
+        if only and family not in only:
+            continue
+        trials.append(trial(family, make))
+        print(f"{family}: {trials[-1].result} {trials[-1].reason} {trials[-1].narrow}".rstrip(), flush=True)
+    if not only:
+        PAGE.write_text(page(trials), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""The page of model families: what is tried, and that a family that is not exact is found."""
+
+from typing import Any
+
+import pytest
+import transformers
+
+from exspec.jobs import families
+from exspec.jobs.families import Trial
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, Any]:
+    return dict(families.configurations())
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "llama, dynamic NTK", "phi3, longrope", "granitemoe"])
+def test_a_family_that_works_works_in_both_dtypes(known: dict[str, Any], family: str) -> None:
+    assert families.trial(family, known[family]) == Trial(family, "works")
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("bart", "an encoder-decoder model (bart)"),
+        ("jamba", "the cache of jamba does not hold the keys and values of every token (linear_attention)"),
+        ("moshi", "moshi does not decode the same by slots as on its own (its logits differ)"),
+    ],
+)
+def test_a_family_that_is_refused_is_told_why(known: dict[str, Any], family: str, reason: str) -> None:
+    assert families.trial(family, known[family]) == Trial(family, "refused", reason)
+
+
+def test_what_cannot_be_built_is_told_and_not_counted() -> None:
+    def fails() -> Any:
+        raise KeyError("size")
+
+    made = families.trial("odd", fails)
+    assert made == Trial("odd", families.BUILD, "KeyError: 'size'")
+    page = families.page([made, Trial("good", "works")])
+    assert "1 of 2 work." in page
+    assert "| `odd` | KeyError: 'size' |" in page
+
+
+def test_a_model_that_gets_past_the_check_and_differs_is_found(
+    known: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparison itself: without the check, a model whose cache forgets is not counted among those that work."""
+    monkeypatch.setattr(families, "check_forward", lambda *_: None)
+    made = families.trial("moshi", known["moshi"])
+    assert made.result == "differs"
+    assert "completions are not those of generate" in made.reason
+
+
+def test_the_page_has_every_family(known: dict[str, Any]) -> None:
+    page = families.PAGE.read_text(encoding="utf-8")
+    if f"transformers {transformers.__version__}." not in page:
+        pytest.skip("made with another version of transformers")
+    assert [name for name in known if f"`{name}`" not in page] == []

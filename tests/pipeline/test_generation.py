@@ -1,0 +1,160 @@
+"""What a model's generation config asks for: used where the job says so, told where it is not."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+from typer.testing import CliRunner
+
+from exspec.jobs import cli
+from exspec.pipeline.errors import JobError
+from exspec.pipeline.generation import OwnSettings, note, own_settings, with_own
+from exspec.pipeline.job import Job, differences, fingerprint
+from exspec.pipeline.prepare import prepare
+from exspec.pipeline.run import execute
+from tests import tiny
+from tests.pipeline import jobs
+
+Pair = tuple[str, str]
+ASKS = {"repetition_penalty": 1.4, "suppress_tokens": [7, 8, 9, 11], "min_new_tokens": 1}
+BASE: dict[str, Any] = {"target": "t", "draft": "d", "input": "in", "output": "out"}
+
+
+@pytest.fixture(scope="module")
+def asking(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A pair whose target ships settings that change greedy tokens."""
+    pair = jobs.save_pair(tmp_path_factory.mktemp("asking"))
+    write(pair, **ASKS)
+    return pair
+
+
+def write(pair: Pair, **settings: Any) -> None:
+    GenerationConfig(eos_token_id=list(tiny.ENDS), pad_token_id=0, **settings).save_pretrained(pair[0])
+
+
+def completions(job: Job) -> list[str]:
+    assert execute(prepare(job)) == 0
+    rows = jobs.read_output(Path(job.output))
+    return [rows[str(n)]["completion"] for n in range(30)]
+
+
+def generated(folder: str, **settings: Any) -> list[str]:
+    target, words = AutoModelForCausalLM.from_pretrained(folder), jobs.tokenizer()
+    texts = []
+    for n in range(30):
+        ids = torch.tensor([jobs.prompt(n)])
+        mask = torch.ones_like(ids)
+        output = target.generate(input_ids=ids, attention_mask=mask, max_new_tokens=jobs.budget(n), **settings)
+        tokens = output[0, ids.shape[1] :].tolist()
+        texts.append(words.decode(tokens[:-1] if tokens[-1] in tiny.ENDS else tokens))
+    return texts
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_with_the_models_own_settings_a_job_gives_what_its_generate_gives(
+    asking: Pair, source: Path, tmp_path: Path, capsys: Any
+) -> None:
+    own = completions(jobs.job(asking, source, tmp_path / "own", limit=30, model_sampling=True))
+    assert own == generated(asking[0])
+    assert "the model's own" not in capsys.readouterr().out
+    plain = completions(jobs.job(asking, source, tmp_path / "plain", limit=30))
+    assert plain != own, "the settings change something"
+    told = capsys.readouterr().out
+    assert "note: the model's own generation settings are not used: bad_words_ids [[7], [8], [9], [11]]" in told
+    assert "min_new_tokens 1, repetition_penalty 1.4; --model-sampling uses them" in told
+    with pytest.raises(JobError, match=r"with other settings: bad_words_ids was .*repetition_penalty was 1"):
+        prepare(jobs.job(asking, source, tmp_path / "plain", limit=30, model_sampling=True))
+    assert prepare(jobs.job(asking, source, tmp_path / "own", limit=30, model_sampling=True)).job.bad_words_ids
+    stored = json.loads((tmp_path / "own" / "_job.json").read_text())
+    assert stored["fingerprint"]["repetition_penalty"] == 1.4, "what was resolved is stored"
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_an_audit_of_a_job_without_them_compares_without_them(asking: Pair, source: Path, tmp_path: Path) -> None:
+    assert execute(prepare(jobs.job(asking, source, tmp_path / "out", limit=20))) == 0
+    result = CliRunner().invoke(cli.app, ["audit", str(tmp_path / "out"), "--share", "1"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    comparisons = json.loads((tmp_path / "out" / "_audit.json").read_text())["comparisons"]
+    assert [(c["rows"], c["equal"]) for c in comparisons] == [(20, 20), (20, 20)]
+
+
+def test_plan_says_in_one_line_what_is_not_used(asking: Pair, source: Path, tmp_path: Path) -> None:
+    options = ["plan", "--input", str(source), "--output", str(tmp_path / "out"), "--target", asking[0]]
+    line = "note: the model's own generation settings are not used: "
+    told = CliRunner().invoke(cli.app, options, env={"COLUMNS": "300"}).stdout
+    assert f"{line}bad_words_ids [[7], [8], [9], [11]], min_new_tokens 1, repetition_penalty 1.4; --model" in told
+    some = CliRunner().invoke(cli.app, [*options, "--repetition-penalty", "1"], env={"COLUMNS": "300"}).stdout
+    assert f"{line}bad_words_ids [[7], [8], [9], [11]], min_new_tokens 1; --model-sampling uses them" in some
+    assert line not in CliRunner().invoke(cli.app, [*options, "--model-sampling"], env={"COLUMNS": "300"}).stdout
+
+
+def test_what_is_resolved_is_the_fingerprint_and_not_the_way_it_was_asked_for() -> None:
+    own = own_settings(GenerationConfig(repetition_penalty=1.1, do_sample=True, temperature=0.6))
+    resolved = with_own(Job(**BASE, model_sampling=True), own)
+    plain, models = fingerprint(Job(**BASE), {}), dict[str, str]()
+    assert len(differences(plain, fingerprint(resolved, models))) == 3
+    same = Job(**BASE, repetition_penalty=1.1, temperature=0.6, top_k=50)
+    assert differences(fingerprint(same, models), fingerprint(resolved, models)) == []
+
+
+def test_the_jobs_own_settings_go_before_the_models() -> None:
+    own = own_settings(GenerationConfig(repetition_penalty=1.1, do_sample=True, temperature=0.6, top_p=0.9))
+    job = with_own(Job(**BASE, model_sampling=True, temperature=0.0, top_p=0.5), own)
+    assert (job.temperature, job.top_p, job.top_k, job.repetition_penalty) == (0.0, 0.5, 50, 1.1)
+    assert with_own(Job(**BASE), own) == Job(**BASE), "asked for nothing"
+
+
+def test_a_config_that_does_not_sample_is_greedy_whatever_else_it_says() -> None:
+    config = GenerationConfig(do_sample=False, temperature=0.6, top_k=3, repetition_penalty=1.05)
+    assert own_settings(config) == OwnSettings({"repetition_penalty": 1.05}, {})
+    assert own_settings(GenerationConfig()) == OwnSettings({}, {})
+
+
+def test_words_that_are_barred_are_those_of_transformers() -> None:
+    config = GenerationConfig(bad_words_ids=[[3, 4], [5], [9]], suppress_tokens=[9, 6], eos_token_id=[5, 6])
+    assert own_settings(config).settings == {"bad_words_ids": [[3, 4], [9], [6]]}, "an end token alone is no bad word"
+
+
+def test_what_the_engine_does_not_have_is_named() -> None:
+    own = own_settings(GenerationConfig(no_repeat_ngram_size=3, begin_suppress_tokens=[220], repetition_penalty=1.2))
+    told = note(Job(**BASE), own)
+    assert told == (
+        "the model's own generation settings are not used: repetition_penalty 1.2; --model-sampling uses them; "
+        "exspec does not have begin_suppress_tokens [220], no_repeat_ngram_size 3"
+    )
+    used = with_own(Job(**BASE, model_sampling=True), own)
+    assert note(used, own) == (
+        "the model's own generation settings are not all used: exspec does not have begin_suppress_tokens [220], "
+        "no_repeat_ngram_size 3"
+    )
+    assert own_settings(GenerationConfig(typical_p=0.5)).unknown == {}, "only sampling takes it"
+    assert own_settings(GenerationConfig(typical_p=0.5, do_sample=True)).unknown == {"typical_p": 0.5}
+
+
+def test_a_label_job_leaves_the_limits_out() -> None:
+    own = own_settings(GenerationConfig(min_new_tokens=3, suppress_tokens=[1], repetition_penalty=1.2)).without_limits()
+    assert own == OwnSettings({"repetition_penalty": 1.2}, {"min_new_tokens": 3, "bad_words_ids": [[1]]})
+
+
+@pytest.mark.parametrize(
+    ("asks", "told"),
+    [
+        ({"repetition_penalty": 0.0}, r"generation config of .*target: repetition_penalty: .* 0.000001, not 0.0"),
+        ({"min_new_tokens": 300}, r"generation config of .*: min_new_tokens is 300, above max_new_tokens \(256\)"),
+        ({"suppress_tokens": [99]}, r"bad_words_ids: token 99 is not in the target's vocabulary of 61"),
+        ({"suppress_tokens": [-1]}, r"generation config of .*: bad_words_ids.0.0: .*, not -1"),
+    ],
+)
+def test_what_a_job_cannot_have_is_refused_by_its_key(
+    pair: Pair, source: Path, tmp_path: Path, asks: dict[str, Any], told: str
+) -> None:
+    own = tmp_path / "target"
+    shutil.copytree(pair[0], own)
+    write((str(own), ""), **asks)
+    with pytest.raises(JobError, match=told):
+        prepare(jobs.job((str(own), pair[1]), source, tmp_path / "out", model_sampling=True))
+    assert prepare(jobs.job((str(own), pair[1]), source, tmp_path / "out")).note, "not asked for, it is told alone"
