@@ -15,6 +15,7 @@ import yaml
 from transformers import AutoConfig
 
 from exspec.actors.engine import EngineConfig
+from exspec.actors.engine.calibration import PREFILLS, ROWS
 from exspec.actors.engine.memory import fit, plan_memory
 from exspec.jobs.cli import app
 from exspec.jobs.synthetic import SHAPES
@@ -202,15 +203,23 @@ def table(header: str) -> list[list[str]]:
 def test_the_memory_is_what_the_engine_plans() -> None:
     target, draft = config("Qwen/Qwen3-8B"), config("Qwen/Qwen3-0.6B")
 
-    def largest(free: float, capacity: int) -> EngineConfig:
-        asked = EngineConfig(capacity=capacity, batch_size=64, window=192)
+    def fitted(free: float, asked: EngineConfig) -> EngineConfig:
         return fit(target, draft, asked, torch.bfloat16, int(free * SHARE * 2**30))
 
+    def largest(free: float, capacity: int) -> EngineConfig:
+        rows, columns = max(PREFILLS["cuda"])
+        for batch in sorted(ROWS["cuda"], reverse=True):
+            asked = EngineConfig(capacity=capacity, batch_size=batch, window=batch, bucket=capacity,
+                                 prefill_rows=rows, prefill_columns=columns)  # fmt: skip
+            if (found := fitted(free, asked)).batch_size == batch:
+                return found
+        raise AssertionError(f"nothing fits {free} GiB")
+
+    assert f"tries batches of {min(ROWS['cuda'])} to {max(ROWS['cuda'])}" in SIZING
     for _, free, *cells in table("GPU | free GiB"):
         for capacity, cell in zip((LONGEST, 2048, 1024), cells, strict=True):
             found = largest(float(free), capacity)
-            tokens = found.page_count * found.page_size
-            assert cell == f"{found.batch_size}, {found.window}, {tokens // 1000}"
+            assert cell == f"{found.batch_size}, {found.page_count * found.page_size // 1000}"
     small, big = (plan_memory(target, draft, EngineConfig(capacity=LONGEST, batch_size=b, window=3 * b), torch.bfloat16)
                   for b in (8, 64))  # fmt: skip
     parameters = sum(int(n.replace(",", "")) for n in re.findall(r"[\d,]{9,}", SIZING)[:2])
@@ -221,9 +230,10 @@ def test_the_memory_is_what_the_engine_plans() -> None:
     assert (small.kv - page, LONGEST * 2**18) == (24 * 2**30, 2**30)
     assert [round((p.logits + p.activations) / 2**30 * 2) / 2 for p in (small, big)] == [0.5, 3.5]
     assert f"One row of {LONGEST} tokens takes a GPU with 20 GiB free" in SIZING
-    assert largest(20, LONGEST).page_count * EngineConfig.page >= LONGEST
+    smallest = EngineConfig(capacity=LONGEST, batch_size=1, window=1)
+    assert fitted(20, smallest).page_count * EngineConfig.page >= LONGEST
     with pytest.raises(ValueError, match="too few for one sequence"):
-        largest(19, LONGEST)
+        fitted(19, smallest)
 
 
 def test_the_rows_an_hour_are_what_the_formula_gives() -> None:
@@ -233,7 +243,7 @@ def test_the_rows_an_hour_are_what_the_formula_gives() -> None:
     exec(textwrap.dedent(code[1]), made)
     batches = set()
     for cells in table("GPU | free GiB"):
-        batch, _, thousands = (int(number) for number in cells[-1].split(","))
+        batch, thousands = (int(number) for number in cells[-1].split(","))
         batches.add(min(batch, 1000 * thousands // (400 + 250)))
     for _, bandwidth, flops, rows, *cells in table("GPU | bytes/s"):
         assert int(rows) in batches
