@@ -73,6 +73,7 @@ class PagedModel:
         shape = (pages.pages + 1, pages.size, heads, size)
         self.model, self.pages = twin(model, attention, kernels == "packed"), pages
         self.gathers = attention == GATHERED
+        self.model.get_output_embeddings().register_forward_pre_hook(_contiguous)
         # Zeros, not empty: a masked column is multiplied by zero, and zero times what memory held may be NaN.
         self.keys = [torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(layers)]
         self.values = [torch.zeros_like(k) for k in self.keys]
@@ -151,6 +152,11 @@ def where(
     page = torch.where(dead, BIN, rows.gather(1, inside // size))
     places = torch.cat([starts[:, None], ends[:, None], rows[:, :read]], dim=1).int()
     return inside, places[:, None, None], (page * size + inside % size).flatten()
+
+
+def _contiguous(_: Any, inputs: tuple[Tensor]) -> tuple[Tensor]:
+    """The last columns alone are no matrix as they lie: torch would read the weights once for each row."""
+    return (inputs[0].contiguous(),)
 
 
 class Filled(Exception):

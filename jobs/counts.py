@@ -1,0 +1,153 @@
+"""What a round costs the host: everything but the forwards and the choice of tokens, on models that cost nothing.
+
+The models are tables of logits behind transformers' interface, so that a vocabulary of any size needs no weights. What
+an engine hands to its recorder would run on the device: it is timed there, and the rest of a round is the host's.
+"""
+
+import json
+import random
+import time
+from collections.abc import Callable
+from functools import cache
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from exspec.actors.answers import Json
+from exspec.actors.engine import Engine, EngineConfig, Request, Sampling
+from exspec.actors.models import StopStrings
+
+DRAFTED = 5  # K
+CAPACITY = 1024
+PROMPT = 300  # tokens of the shortest prompt
+WARM, ROUNDS = 2, 9  # rounds before the first that counts, and those that count
+TABLE = 16  # rows of logits that a model has
+LETTERS = 'etaoinshrdlucmfgpbETA\u0120,.":{}0123456789'
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "product": {"type": "string"},
+        "category": {"enum": ["refund", "delivery", "damaged", "other"]},
+        "urgent": {"type": "boolean"},
+        "quantity": {"type": "integer"},
+        "summary": {"type": "string"},
+    },
+    "required": ["product", "category", "urgent", "quantity", "summary"],
+    "additionalProperties": False,
+}
+
+
+class Table:
+    """A causal model whose logits are rows of a table, by token and position.
+
+    wrong: the row that this one confuses with the next; None: none.
+    """
+
+    device, dtype = torch.device("cpu"), torch.float32
+    generation_config = None
+
+    def __init__(self, logits: Tensor, wrong: int | None) -> None:
+        self.logits, self.wrong = logits, wrong
+        text = SimpleNamespace(num_attention_heads=1, head_dim=2, hidden_size=2, num_hidden_layers=1)
+        text.vocab_size, text.max_position_embeddings, text.eos_token_id = logits.shape[1], CAPACITY, None
+        self.config = SimpleNamespace(get_text_config=lambda: text)
+
+    def __deepcopy__(self, _: Any) -> "Table":
+        return self
+
+    def parameters(self) -> list[Tensor]:
+        return []
+
+    buffers = modules = parameters
+
+    def __call__(self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: int = 0, **_: Any) -> Any:
+        kept = slice(-logits_to_keep, None) if logits_to_keep else slice(None)
+        rows = (31 * input_ids[:, kept] + 17 * position_ids[:, kept]) % len(self.logits)
+        if self.wrong is not None:
+            rows = torch.where(rows == self.wrong, (rows + 1) % len(self.logits), rows)
+        return SimpleNamespace(logits=self.logits[rows])
+
+
+class Stopwatch:
+    """Records nothing, and adds up the seconds of what would be recorded."""
+
+    records = False
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._inside = False
+
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            if self._inside:
+                return function(*arguments)
+            self._inside, start = True, time.perf_counter()
+            result = function(*arguments)
+            self._inside = False
+            self.seconds += time.perf_counter() - start
+            return result
+
+        return timed
+
+
+@cache
+def synthetic_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of `vocabulary` tokens, at least 512, made by random merges."""
+    rng, alphabet = random.Random(0), sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens, merges, short = {token: i for i, token in enumerate(alphabet)}, [], list(LETTERS)
+    while len(tokens) < vocabulary - 1:
+        pair = rng.choice(short), rng.choice(short)
+        if (token := "".join(pair)) not in tokens:
+            tokens[token] = len(tokens)
+            merges.append(pair)
+            if len(token) <= 4:
+                short.append(token)
+    made = Tokenizer(models.BPE(vocab=tokens, merges=merges))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
+
+
+def host_milliseconds(batch_size: int = 64, vocabulary: int = 152_000) -> dict[str, float]:
+    """Milliseconds of host work in a round of B rows, the median over rounds, by what the requests ask for.
+
+    greedy: nothing. penalty: a repetition penalty. stop: two stop strings. json: JSON of a schema.
+    """
+    tokenizer = synthetic_tokenizer(vocabulary)
+    stop = StopStrings(tokenizer, ["\n\nUser:", "</answer>"])
+    answers = Json(tokenizer, SCHEMA, {})
+    cases: dict[str, dict[str, Any]] = {
+        "greedy": {},
+        "penalty": {"sampling": Sampling(repetition_penalty=1.1)},
+        "stop": {"stop": stop},
+        "json": {"constraint": answers.constraint, "end_ids": answers.end_ids},
+    }
+    return {name: round(_milliseconds(batch_size, vocabulary, case), 3) for name, case in cases.items()}
+
+
+def _milliseconds(batch_size: int, vocabulary: int, case: dict[str, Any]) -> float:
+    logits = torch.randn(TABLE, vocabulary, generator=torch.Generator().manual_seed(0))
+    watch = Stopwatch()
+    config = EngineConfig(
+        batch_size=batch_size, window=batch_size, draft_tokens=DRAFTED, capacity=CAPACITY, bucket=CAPACITY
+    )
+    engine = Engine(Table(logits, None), Table(logits, 0), config, recorder=watch)  # type: ignore[arg-type]
+    rng = random.Random(0)
+    for i in range(2 * batch_size):
+        prompt = [rng.randrange(vocabulary) for _ in range(PROMPT + rng.randrange(PROMPT))]
+        engine.submit(Request(i, prompt, CAPACITY - 2 * PROMPT, **case))
+    host = []
+    for _ in range(WARM + ROUNDS):
+        before, start = watch.seconds, time.perf_counter()
+        engine.step()
+        host.append(time.perf_counter() - start - (watch.seconds - before))
+    return 1000 * median(host[WARM:])
+
+
+if __name__ == "__main__":
+    print(json.dumps(host_milliseconds()))
