@@ -62,7 +62,7 @@ class Tally(TorchDispatchMode):
     """Counts kernels. calls: of attention, each of which is a kernel of its own here."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.kernels: Counter[str] = Counter()
         self.bytes = self.calls = 0
         self.counting = True
@@ -119,7 +119,7 @@ def kernels_of(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> list[Kernel]:
         raise Planned
 
     # On a GPU parts that are joined are computed where they are used; for a CPU that is off.
-    options = {"cpu_backend": "triton", "force_pointwise_cat": True, "_post_fusion_custom_pass": plan}
+    options: Any = {"cpu_backend": "triton", "force_pointwise_cat": True, "_post_fusion_custom_pass": plan}
     with compiler.patch(fx_graph_cache=False, **options):
         try:
             torch._inductor.compile(graph, list(inputs))
@@ -204,7 +204,7 @@ def attention_kernels(model: PretrainedConfig, config: EngineConfig, width: int)
         store = torch.empty(config.page_count, config.page_size, kv_heads, size, dtype=torch.bfloat16)
         places = torch.empty(config.batch_size, 1, 1, 2 + config.fewest_pages, dtype=torch.int32)
         attend_varlen(query, store, store, places, 1.0, 0)
-    return tally.kernels.total()
+    return int(tally.kernels.total())
 
 
 def settled(rows: int, window: int, capacity: int, drafted: int, kernels: Any) -> EngineConfig:
@@ -342,26 +342,32 @@ def _engine(target: CachedModel) -> Any:
     return SimpleNamespace(target=target, device=torch.device("cpu"))
 
 
-def bytes_ratio(pair: Pair, config: EngineConfig, lengths: list[int]) -> float:
-    """Bytes that a round moves, over those that it cannot do without, with rows of these lengths.
+def bytes_ratio(pair: Pair, config: EngineConfig, costs: tuple[Cost, Cost], lengths: list[int]) -> float:
+    """Bytes that a round moves, over those that it cannot do without, with rows of these lengths; costs: of its
+    forwards.
 
     Moved is what every kernel reads and writes: weights, activations, logits, and the KV columns that the rows' places
     name. Needed are, for each forward, its model's weights once and the KV of the rows' lengths.
     """
-    verify, draft = pair.forwards(config)
     moved = needed = 0
     columns = columns_read(config, lengths)
-    for model, cost, read, forwards in zip(pair.models, (verify, draft), columns, (1, config.drafted), strict=True):
+    for model, cost, read, forwards in zip(pair.models, costs, columns, (1, config.drafted), strict=True):
         moved += cost.bytes + read * kv_bytes(model)
         needed += forwards * (model_bytes(model) + sum(lengths) * kv_bytes(model))
     return moved / needed
+
+
+def random_lengths(rows: int, longest: int, drafted: int) -> list[int]:
+    """Tokens that rows have cached, with room for a round more."""
+    rng = random.Random(rows)
+    return [rng.randint(1, longest - drafted - 1) for _ in range(rows)]
 
 
 class Watch(TorchDispatchMode):
     """Counts operations whose result Python waits for."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.waits = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -388,7 +394,7 @@ def waits(target: PreTrainedModel, draft: PreTrainedModel, rows: int = 4, drafte
     for i in range(rows):
         engine.submit(Request(i, list(range(1, 9 + i)), max_new_tokens=(ROUNDS + 2) * (drafted + 1)))
     engine.step()
-    found = []
+    found: list[int] = []
     for _ in range(ROUNDS):
         with Watch() as watch, Calls(watch):
             engine.step()
@@ -427,14 +433,11 @@ def count(settings: Settings) -> dict[str, Any]:
     beside = attention_kernels(pair.models[0].config, shape(rows, rows, longest, kernels="eager"), 1) - 1
     ratios: dict[str, dict[str, float]] = {}
     for rows, longest in settings.batches:
-        rng = random.Random(rows)
-        lengths = [rng.randint(1, longest - settings.draft_tokens - 1) for _ in range(rows)]
-        ratios[str(rows)] = {
-            str(times * rows): round(
-                bytes_ratio(pair, shape(rows, times * rows, longest, kernels="compiled"), lengths), 4
-            )
-            for times in WINDOWS
-        }
+        lengths = random_lengths(rows, longest, settings.draft_tokens)
+        ratios[str(rows)] = {}
+        for window in (times * rows for times in WINDOWS):
+            config = shape(rows, window, longest, kernels="compiled")
+            ratios[str(rows)][str(window)] = round(bytes_ratio(pair, config, pair.forwards(config), lengths), 4)
     return {
         "verify_kernels": verify.kernels,
         "draft_kernels": drafted.kernels,
