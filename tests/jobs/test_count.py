@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from typer.testing import CliRunner
 
-from exspec.actors.engine import Engine, cached_model, fused, sampling
+from exspec.actors.engine import Engine, cached_model, sampling
 from exspec.jobs import cli, count, counts
 from exspec.jobs.synthetic import build, kv_bytes, model_bytes
 
@@ -78,22 +77,6 @@ def test_a_round_of_a_large_pair_is_within_its_limits_with_all_of_attention(
 
 def test_layers_are_counted_as_if_all_of_them_ran(pair: count.Pair) -> None:
     assert pair.forwards(TINY()) == pair._of_layers(TINY(), 2), "tiny has two"
-
-
-def test_a_kernel_more_in_a_layer_is_found(
-    pair: count.Pair, costs: tuple[count.Cost, count.Cost], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that the compiler cannot fuse, in each of two layers and five forwards."""
-    put = fused.put
-
-    def mixed(store: Tensor, new: Tensor, write: Tensor) -> Tensor:
-        flat = new.reshape(-1, new.shape[-1])
-        return put(store, (flat @ flat.T @ flat).reshape(new.shape), write)
-
-    monkeypatch.setattr(fused, "put", mixed)
-    verify, draft = pair.forwards(TINY())
-    assert verify.kernels >= costs[0].kernels + 2 * 2
-    assert draft.kernels >= costs[1].kernels + 3 * 2 * 2
 
 
 def test_a_kernel_more_in_choosing_tokens_is_found(
