@@ -324,6 +324,7 @@ def _numbers(option: str, text: str, kind: type[Number]) -> tuple[Number, ...]:
     "exspec bench --limit 16 --repeats 1",
     "exspec bench --methods plain,exspec:3,exspec:8 --batch-size 4",
     "exspec bench --synthetic Qwen/Qwen3-8B:Qwen/Qwen3-0.6B --device cuda",
+    "exspec bench --count Qwen/Qwen3-8B:Qwen/Qwen3-0.6B",
 )
 def bench(
     target: Annotated[str | None, typer.Option(help="Hub id or folder. Default: the demo pair.")] = None,
@@ -362,8 +363,16 @@ def bench(
         str, typer.Option(help="With --synthetic: chances of a right draft.")
     ] = "0.2,0.4,0.6,0.8,0.9",
     output: Annotated[Path | None, typer.Option(help="With --synthetic: file for the JSON report.")] = None,
+    count: Annotated[
+        str | None, typer.Option(help="TARGET:DRAFT, shapes of which a round on a GPU is counted, without one.")
+    ] = None,
 ) -> None:
     """Time the methods against each other and compare their tokens. The last line is one JSON object."""
+    if count is not None:
+        from exspec.jobs import count as counting
+
+        counting.run(counting.Settings(count, draft_tokens))
+        return
     if synthetic is not None:
         from exspec.jobs import synthetic as shapes
 

@@ -211,6 +211,9 @@ class ArithmeticModel:
     def __deepcopy__(self, _: Any) -> "ArithmeticModel":
         return self
 
+    def get_output_embeddings(self) -> None:
+        return None
+
     def parameters(self) -> list[Tensor]:
         return []
 

@@ -73,6 +73,8 @@ class PagedModel:
         shape = (pages.pages + 1, pages.size, heads, size)
         self.model, self.pages = twin(model, attention, kernels == "packed"), pages
         self.gathers = attention == GATHERED
+        if (head := self.model.get_output_embeddings()) is not None:
+            head.register_forward_pre_hook(_contiguous)
         # Zeros, not empty: a masked column is multiplied by zero, and zero times what memory held may be NaN.
         self.is_initialized = False  # what transformers would take for a cache of another model
         self.keys = [torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(layers)]
@@ -157,6 +159,11 @@ def where(
     page = torch.where(dead, BIN, rows.gather(1, inside // size))
     places = torch.cat([starts[:, None], ends[:, None], rows[:, :read]], dim=1).int()
     return inside, places[:, None, None], (page * size + inside % size).flatten()
+
+
+def _contiguous(_: Any, inputs: tuple[Tensor]) -> tuple[Tensor]:
+    """The last columns alone are no matrix as they lie: torch would read the weights once for each row."""
+    return (inputs[0].contiguous(),)
 
 
 class Filled(Exception):  # noqa: N818 -- it is none

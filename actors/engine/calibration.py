@@ -122,7 +122,8 @@ def calibrate(
     longest = max(p + n for p, n in sample.lengths)
     device = "cuda" if target.device.type == "cuda" else "cpu"
     if "kernels" in free:
-        config = fastest_kernels(target, draft, sample.requests, longest, config, PREDICTED[device], clock)
+        holds = [name for name in PREDICTED[device] if _holds(target, draft, replace(config, kernels=name), budget)]
+        config = fastest_kernels(target, draft, sample.requests, longest, config, holds or ["eager"], clock)
     if "prefill" in free:
         config = fastest_prefill(target, draft, sample.requests, longest, config, clock)
     costs = Costs(target, draft, sample.requests, longest, config, clock)
@@ -380,6 +381,19 @@ def _candidates(config: EngineConfig, free: Sequence[str], drafts: bool, device:
 def _fitted(target: PreTrainedModel, draft: PreTrainedModel | None, shape: EngineConfig, budget: int) -> EngineConfig:
     """The shape with a window and a batch that fit. Raises ValueError with the smallest budget that would do."""
     return fit(target.config, draft.config if draft is not None else None, shape, target.dtype, budget)
+
+
+def _holds(
+    target: PreTrainedModel, draft: PreTrainedModel | None, shape: EngineConfig, budget: int | None
+) -> bool:
+    """Whether the budget holds as large a batch of the shape as where its linear layers are held once."""
+    if budget is None:
+        return True
+    try:
+        once = _fitted(target, draft, replace(shape, kernels="eager"), budget)
+        return _fitted(target, draft, shape, budget).batch_size == once.batch_size
+    except ValueError:
+        return False
 
 
 def _together(target: PreTrainedModel, draft: PreTrainedModel | None, candidates: list[Candidate]) -> int:

@@ -8,7 +8,8 @@ of models it is of.
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from operator import getitem
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx, nn
 from torch._functorch.compile_utils import fx_graph_cse
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -45,6 +47,17 @@ class Code:
 
 
 CODE = Code()  # of this process: engines of one shape share it
+
+
+@contextmanager
+def compiled_by(code: Code) -> Iterator[None]:
+    """Whatever is met within is compiled by `code`."""
+    global CODE
+    before, CODE = CODE, code
+    try:
+        yield
+    finally:
+        CODE = before
 
 
 @lru_cache
@@ -80,7 +93,7 @@ def compiled(function: Callable[..., Sequence[Tensor]]) -> Run:
 def trace(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> fx.GraphModule:
     """The function as a graph for inputs of these shapes. Raises ValueError where it holds tensors that are no inputs:
     their values would be taken for those of all layers."""
-    mode = FakeTensorMode(allow_non_fake_inputs=False)
+    mode = detect_fake_mode(inputs) or FakeTensorMode(allow_non_fake_inputs=False)
     fake = [mode.from_tensor(t, static_shapes=True) for t in inputs]
     with mode:
         graph = make_fx(function)(*fake)
@@ -209,11 +222,13 @@ def _split(graph: fx.Graph, products: list[fx.Node], sizes: list[int]) -> None:
 def _one(weights: list[Tensor]) -> Tensor:
     """The weights [N_i, D] as one [sum N_i, D]; without a copy where they are parts of one already."""
     first, rows = weights[0], sum(w.shape[0] for w in weights)
-    end = first.data_ptr()
+    end = first.storage_offset()
     for w in weights:
-        if w.data_ptr() != end or not w.is_contiguous():
+        if w.untyped_storage()._cdata != first.untyped_storage()._cdata or w.storage_offset() != end:
             break
-        end += w.nbytes
+        if not w.is_contiguous():
+            break
+        end += w.numel()
     else:
         return torch.as_strided(first.detach(), (rows, first.shape[1]), (first.shape[1], 1))
     joined = torch.cat([w.detach() for w in weights])
