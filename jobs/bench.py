@@ -283,7 +283,17 @@ def run(settings: Settings) -> None:
     for table in bench_tables(rows, title):
         console.print(table)
     shown = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(settings).items()}
-    print(json.dumps({"settings": shown, "hardware": hardware, "kernels": bench.runner.kernels, "prompts": len(fitting), "methods": rows}))
+    print(
+        json.dumps(
+            {
+                "settings": shown,
+                "hardware": hardware,
+                "kernels": bench.runner.kernels,
+                "prompts": len(fitting),
+                "methods": rows,
+            }
+        )
+    )
 
 
 def compare(bench: Bench, turns: list[dict[str, Outcome]]) -> list[dict[str, Any]]:

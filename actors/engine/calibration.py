@@ -312,20 +312,6 @@ def _compiled(target: PreTrainedModel, draft: PreTrainedModel | None, candidates
     return [m for m, c in zip(made, candidates, strict=True) if works[0] and c.config.kernels != "compiled"]
 
 
-def _fastest(
-    shapes: list[EngineConfig], costs: Callable[[EngineConfig], Costs], seconds: Callable[[Costs], float]
-) -> EngineConfig:
-    """Of shapes that work here, the one that takes the fewest seconds."""
-    found: list[tuple[float, EngineConfig]] = []
-    for shape in shapes:
-        timed = costs(shape)
-        if settle(timed.target, timed.draft, shape).kernels == shape.kernels:
-            with suppress(torch.OutOfMemoryError):
-                found.append((seconds(timed), shape))
-        timed.forget()
-    return min(found, key=lambda pair: pair[0])[1] if found else shapes[0]
-
-
 def _attended(config: EngineConfig, lengths: list[int]) -> int:
     """KV columns that a round of rows of these lengths attends, a row."""
     if config.attention == "in_place":
@@ -383,9 +369,7 @@ def _fitted(target: PreTrainedModel, draft: PreTrainedModel | None, shape: Engin
     return fit(target.config, draft.config if draft is not None else None, shape, target.dtype, budget)
 
 
-def _holds(
-    target: PreTrainedModel, draft: PreTrainedModel | None, shape: EngineConfig, budget: int | None
-) -> bool:
+def _holds(target: PreTrainedModel, draft: PreTrainedModel | None, shape: EngineConfig, budget: int | None) -> bool:
     """Whether the budget holds as large a batch of the shape as where its linear layers are held once."""
     if budget is None:
         return True
