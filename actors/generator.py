@@ -85,7 +85,7 @@ class Generator:
         attempts: int,
         answers: Callable[[Any], Answers],
     ) -> None:
-        window = ledger.window()
+        self.window = window = ledger.window()
         try:
             engine, self.tokenizer = load(window)
         except torch.OutOfMemoryError:
@@ -141,10 +141,15 @@ class Generator:
         except Exception as error:
             logging.getLogger(__name__).exception("%s: attempt %d failed", task, attempt.number)
             self.ledger.note(task.key, f"({type(error).__name__}: {error})")
-            if isinstance(error, torch.OutOfMemoryError) and self.shape.slots > self.shape.batch_size:
-                self.ledger.shrink(self.shape.slots // 2)
+            if isinstance(error, torch.OutOfMemoryError) and self._can_shrink:
+                self.ledger.shrink((self.window or self.shape.window) // 2)
                 self.ledger.mark(task.key, [])  # the window is to blame before any row is
             os._exit(1)
+
+    @property
+    def _can_shrink(self) -> bool:
+        """Whether an actor with a smaller window would hold less KV."""
+        return self.shape.method != "eqspec" and self.shape.page_count > self.shape.fewest_pages
 
     def _generate(self, task: Any, rows: list[dict[str, Any]], attempt: Attempt) -> list[RowResult | None]:
         """The results of all rows. A repeated chunk runs in groups that the ledger knows of, the suspects first:

@@ -27,13 +27,14 @@ from collections.abc import Callable
 from functools import lru_cache
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
+T = TypeVar("T")
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, float, int, float], Tensor]
 
 SOURCE = Path(__file__).with_name("attention.cpp")
@@ -51,7 +52,7 @@ def attend_gathered(
     rows, heads, width, size = query.shape
     fold = heads // keys.shape[2]
     key, value = _side_by_side(keys, places), _side_by_side(values, places)  # [R, H, S, D]
-    mask = MASKS.of(places, (width, key.shape[2], fold, window, query.dtype))
+    mask = FORWARD.of(places, _mask, width, key.shape[2], fold, window, query.dtype)
     folded = query.reshape(rows, -1, fold * width, size)  # [R, H, G * Q, D]
     if softcap:
         mixed = _capped_attention(folded, key, value, mask, scale, softcap)
@@ -60,24 +61,25 @@ def attend_gathered(
     return mixed.reshape(rows, heads, width, size).transpose(1, 2).contiguous()
 
 
-class Masks(threading.local):
-    """Masks of the forward at hand, which its layers share. A forward's `places` are a tensor of its own that nobody
-    writes to; it is held here, so that no other can be taken for it."""
+class Forward(threading.local):
+    """What the layers of the forward at hand share. A forward's `places` are a tensor of its own that nobody writes to;
+    it is held here, so that no other can be taken for it."""
 
     def __init__(self) -> None:
         self.places: Tensor | None = None
-        self.made: dict[Any, Tensor] = {}
+        self.made: dict[Any, Any] = {}
 
-    def of(self, places: Tensor, shape: tuple[int, int, int, int, torch.dtype]) -> Tensor:
-        """What is added to the scores [R, 1, G * Q, S], of (Q, S, G, window, dtype): 0, or as little as can be."""
+    def of(self, places: Tensor, make: Callable[..., T], *shape: Any) -> T:
+        """make(places, *shape), made once a forward."""
         if places is not self.places:
             self.places, self.made = places, {}
-        if shape not in self.made:
-            self.made[shape] = _mask(places, *shape)
-        return self.made[shape]
+        if (make, shape) not in self.made:
+            self.made[make, shape] = make(places, *shape)
+        return self.made[make, shape]  # type: ignore[no-any-return]
 
 
 def _mask(places: Tensor, width: int, columns: int, fold: int, window: int, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores [R, 1, G * Q, S]: 0, or as little as can be."""
     positions = places[:, 0, 0, :1] + torch.arange(width, dtype=torch.int32, device=places.device)  # [R, Q]
     numbers = torch.arange(columns, dtype=torch.int32, device=places.device)
     hidden = numbers > positions[..., None]  # [R, Q, S]
@@ -88,7 +90,7 @@ def _mask(places: Tensor, width: int, columns: int, fold: int, window: int, dtyp
     return mask.masked_fill_(hidden, torch.finfo(dtype).min).repeat(1, fold, 1)[:, None]
 
 
-MASKS = Masks()  # of this thread
+FORWARD = Forward()  # of this thread
 
 
 def _side_by_side(store: Tensor, places: Tensor) -> Tensor:
@@ -113,15 +115,12 @@ def attend_varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     rows, heads, width, size = query.shape
-    start, end = places[:, 0, 0, 0], places[:, 0, 0, 1]
-    # A query is aligned with the end of its keys. Dead columns may reach past the table: page 0 is there for them.
-    used = torch.where(end > 0, start + width, 0).clamp_(min=0)
-    table = pad(places[:, 0, 0, 2:], (0, -(-width // keys.shape[1])))
+    used, table, firsts = FORWARD.of(places, _ragged, width, keys.shape[1])
     mixed: Any = varlen_attn(
         query.transpose(1, 2).reshape(rows * width, heads, size),
         keys,
         values,
-        torch.arange(0, (rows + 1) * width, width, dtype=torch.int32, device=query.device),
+        firsts,
         None,
         width,
         table.shape[1] * keys.shape[1],
@@ -134,6 +133,15 @@ def attend_varlen(
     )
     result: Tensor = mixed.view(rows, width, heads, size)
     return result
+
+
+def _ragged(places: Tensor, width: int, page: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys of each row [R], pages of each row [R, n], and where each row's queries begin [R + 1]."""
+    start, end = places[:, 0, 0, 0], places[:, 0, 0, 1]
+    # A query is aligned with the end of its keys. Dead columns may reach past the table: page 0 is there for them.
+    used = torch.where(end > 0, start + width, 0).clamp_(min=0)
+    table = pad(places[:, 0, 0, 2:], (0, -(-width // page)))
+    return used, table, torch.arange(0, (len(places) + 1) * width, width, dtype=torch.int32, device=places.device)
 
 
 def _shaped(
