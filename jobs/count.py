@@ -397,7 +397,7 @@ class Calls(TorchFunctionMode):
         self.watch = watch
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.watch.waits += function in (Tensor.tolist, Tensor.cpu, Tensor.numpy)
+        self.watch.waits += function in (Tensor.tolist, Tensor.cpu)
         return function(*args, **(kwargs or {}))
 
 

@@ -80,8 +80,9 @@ def test_layers_are_counted_as_if_all_of_them_ran(pair: count.Pair) -> None:
 def test_a_kernel_more_in_choosing_tokens_is_found(
     pair: count.Pair, costs: tuple[count.Cost, count.Cost], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choose = sampling.Sampler.choose
-    monkeypatch.setattr(sampling.Sampler, "choose", lambda self, logits, *rest: choose(self, logits + 1, *rest))
+    chosen = sampling.Sampler._chosen
+    more: Any = lambda self, logits, *rest, exact: chosen(self, logits + 1, *rest, exact=exact)  # noqa: E731
+    monkeypatch.setattr(sampling.Sampler, "_chosen", more)
     verify, draft = pair.forwards(TINY())
     assert verify.kernels == costs[0].kernels + 1
     assert draft.kernels == costs[1].kernels + 3
