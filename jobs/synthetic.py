@@ -24,13 +24,13 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import product, zip_longest
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
@@ -398,7 +398,8 @@ class Plan:
     tells most comes first, should the time not do for all.
 
     shapes: (B, K) of row places and exactness. drafts: every K that is timed. seconds: for everything, of which each
-    stage has its share of what the stages before it left. outside: every B of transformers' own methods. prefills:
+    stage has its share of what the stages before it left. outside: every B of transformers' own methods, which are
+    the rivals: the first of them after the first K, the others when all else is done. prefills:
     rows and columns of prefill forwards, the first of which the engines use.
     """
 
@@ -411,6 +412,7 @@ class Plan:
     drafts: tuple[int, ...] = (5, 3, 8)
     acceptances: tuple[float, ...] = (0.8, 0.6)
     outside: tuple[int, ...] = (8, 64)
+    rivals: tuple[str, ...] = ("generate", "continuous batching")
     prefills: tuple[tuple[int, int], ...] = ((4, 128), (1, 128), (16, 128), (4, 32), (1, 512))
     kernels: tuple[KernelsName, ...] = ("eager", "compiled")
     prompts: int = 512
@@ -529,13 +531,15 @@ class Measurement:
             result = run()
             self.bench.wait()
         events = profiler.key_averages()
-        kind = DeviceType.CUDA if on_device else DeviceType.CPU
-        kernels = [(e.key, e.count, _own(e, on_device)) for e in events if e.device_type == kind and _own(e, on_device)]
+        kind = "CUDA" if on_device else "CPU"
+        kernels = [
+            (e.key, e.count, _own(e, on_device)) for e in events if e.device_type.name == kind and _own(e, on_device)
+        ]
         kernels.sort(key=lambda kernel: -kernel[2])
         return result, {
             "kernels": sum(count for _, count, _ in kernels),
             "kernels_ms": round(sum(spent for *_, spent in kernels) / 1e3, 3),
-            "launches": {e.key: e.count for e in events if "Launch" in e.key and e.device_type == DeviceType.CPU},
+            "launches": {e.key: e.count for e in events if "Launch" in e.key and e.device_type.name == "CPU"},
             "top": [{"name": name[:120], "count": n, "ms": round(us / 1e3, 3)} for name, n, us in kernels[:15]],
         }
 
@@ -582,8 +586,8 @@ class Measurement:
                     yield {"rows": rows, "draft_tokens": drafted, "error": "out of memory"}
                 self.forget()
             if place == 0:
-                yield from self._outside("generate", deadline)
-        yield from self._outside("continuous batching", deadline)
+                yield from self._outside(self.plan.rivals[:1], deadline)
+        yield from self._outside(self.plan.rivals[1:], deadline)
 
     def _waves(self, rows: int) -> int:
         """Prompts that B rows decode."""
@@ -640,13 +644,13 @@ class Measurement:
                    "tokens_per_second": round(rows * columns / seconds, 1)}  # fmt: skip
             self.forget()
 
-    def _outside(self, method: str, deadline: float) -> Iterator[Piece]:
-        run = {"generate": self.bench.generate, "continuous batching": self.bench.continuous}[method]
-        for rows in self.plan.outside:
-            prompts = self._waves(rows)
+    def _outside(self, rivals: Sequence[str], deadline: float) -> Iterator[Piece]:
+        known = {"generate": self.bench.generate, "continuous batching": self.bench.continuous}
+        for method, rows in product(rivals, self.plan.outside):
+            run, prompts = known[method], self._waves(rows)
             for _ in ("warm", "timed"):
                 within(deadline)
-                found = self.bench.outside(lambda rows, n=prompts: run(rows, n), rows)  # type: ignore[misc]
+                found = self.bench.outside(lambda b, f=run, n=prompts: f(b, n), rows)  # type: ignore[misc]
             yield {"method": method, "rows": rows, "prompts": prompts, **found}
             self.forget()
 
@@ -667,14 +671,14 @@ def _own(event: Any, on_device: bool) -> float:
 
 
 def differences(expected: dict[tuple[int, ...], list[int]], found: dict[tuple[int, ...], list[int]]) -> Piece:
-    """The share of completions that are equal, and where the first that is not goes another way."""
+    """The share of completions that are equal, and where the first that is not differs: None is past its end."""
     equal = [tokens == found[prompt] for prompt, tokens in expected.items()]
     pairs = ((tokens, found[prompt]) for prompt, tokens in expected.items())
     first = next(
         (
             {"prompt": number, "place": place, "expected": expected_one, "found": found_one}
             for number, (theirs, ours) in enumerate(pairs)
-            for place, (expected_one, found_one) in enumerate(zip(theirs, ours, strict=False))
+            for place, (expected_one, found_one) in enumerate(zip_longest(theirs, ours))
             if expected_one != found_one
         ),
         None,
@@ -906,7 +910,7 @@ def _follow(plan: Plan, names: Sequence[str], end: float, report: Report, apart:
     current, deadline = "setup", end
     try:
         while ours.poll(max(deadline + GRACE - time.monotonic(), 0.0)):
-            message = ours.recv()
+            message: Message = ours.recv()
             report.take(message)
             current, deadline = message.stage, message.deadline or deadline
             if message.ending.get("error"):
