@@ -1,17 +1,40 @@
 """`exspec bench --synthetic`: acceptance is a dial, tokens are plain decoding's, and little is needed to run it."""
 
 import json
+import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from exspec.jobs import cli
-from exspec.jobs.synthetic import SHAPES, Settings, model_bytes
+from exspec.actors.engine import Engine
+from exspec.actors.engine.graphs import Recordings
+from exspec.jobs import cli, synthetic
+from exspec.jobs.synthetic import (
+    GRACE,
+    SHAPES,
+    STAGES,
+    Measurement,
+    Message,
+    Places,
+    Plan,
+    Settings,
+    differences,
+    measure,
+    model_bytes,
+    parse,
+    work,
+)
 
 
 @pytest.mark.slow
@@ -66,6 +89,189 @@ def test_engine_and_benchmark_need_torch_and_transformers_alone() -> None:
         "jinja2",
         "matplotlib",
         "tenacity",
+        "llguidance",
+        "jsonschema",
+        "psutil",
     ]
     code = f"import sys; sys.modules.update(dict.fromkeys({others})); import exspec.jobs.synthetic, exspec.jobs.bench"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+TINY = Plan(
+    "tiny:tiny", device="cpu", seconds=300, shapes=((2, 2), (4, 2)), batch_sizes=(2,), drafts=(2, 1), prompts=4,
+    acceptances=(0.6,), outside=(2,), rivals=("generate",), prefills=((4, 32), (1, 64)), kernels=("eager",),
+    prompt_tokens=24, max_new_tokens=20,
+)  # fmt: skip
+
+
+def stages(plan: Plan, *names: str) -> dict[str, dict[str, Any]]:
+    """What the stages tell, run here; of all that were asked for, each must end."""
+    found: dict[str, dict[str, Any]] = {}
+
+    def take(message: Message) -> None:
+        stage = found.setdefault(message.stage, {"results": []})
+        stage["results"] += [message.piece] if message.piece else []
+        stage.update(message.ending)
+        assert not stage.get("error"), stage["error"]
+
+    work(plan, names, time.monotonic() + plan.seconds, take)
+    assert set(found) == {"setup", *names}
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_stage_of_a_measurement_gives_its_figures(dtype: str) -> None:
+    found = stages(replace(TINY, dtype=dtype), *STAGES)
+    (setup,) = found["setup"]["results"]
+    assert {"hardware", "bandwidth_gb_per_s", "attention", "not_in_place", "kernels", "not_compiled"} == set(setup)
+    for name in STAGES:
+        assert not found[name]["cut_short"]
+        assert found[name]["seconds"] <= found[name]["budget_seconds"]
+
+    places = found["places"]["results"]
+    shapes = {(p["rows"], p["columns"], p["attention"]) for p in places}
+    assert shapes >= {(2, 3, "gathered"), (4, 3, "gathered"), (2, 3, setup["attention"])}
+    for place in places:
+        changed = place["changed"]
+        assert set(changed) == {"again", "recorded", "permuted", "reversed", "others_changed", "others_dead",
+                                "later_tokens_changed", "column"}  # fmt: skip
+        for name in ("again", "recorded", "permuted", "reversed", "others_changed", "others_dead"):
+            assert (name, changed[name]["equal"]) == (name, place["rows"])
+        assert place["equal"] or place["attention"] == "gathered"
+
+    (profiled,) = found["profile"]["results"]
+    assert list(profiled["phases"]) == ["draft", "verify", "commit"]
+    for phase in profiled["phases"].values():
+        assert set(phase) == {"ms", "kernels", "kernels_ms", "launches", "top"}
+        assert 0 < len(phase["top"]) <= 15
+    assert profiled["phases"]["verify"]["kernels"] > 10
+
+    runs = found["exact"]["results"]
+    assert {(r["rows"], r["sampled"], r["right"]) for r in runs} == set(product((2, 4), (False, True), (0, 0.6, 1)))
+    for run in runs:
+        assert run["exact"] == 1.0, run
+        assert run["acceptance_rate"] == (run["right"] if run["right"] in (0, 1) else pytest.approx(0.5, abs=0.4))
+
+    timed = found["speed"]["results"]
+    assert {(t["rows"], t["draft_tokens"]) for t in timed if t.get("method") == "exspec"} == {(2, 1), (2, 2)}
+    assert all(t["exact"] == 1.0 and t["ratio_to_plain"] > 0 for t in timed if t.get("method") == "exspec")
+    methods = {"plain", "plain in this shape", "exspec", "prefill", "generate"}
+    assert {t["method"] for t in timed if "method" in t} == methods
+    assert [t["phases_of"] for t in timed if "phases_of" in t] == [2]
+    assert all(t["tokens_per_second"] for t in timed if t.get("method") in ("plain", "prefill", "generate"))
+
+
+def test_a_clock_that_runs_out_cuts_a_stage_short_and_an_error_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: Any) -> Iterator[dict[str, Any]]:
+        yield {"before": 1}
+        raise RuntimeError("misaligned address")
+
+    monkeypatch.setitem(synthetic.STAGES, "profile", (broken, 1.0))
+    told: list[Message] = []
+    work(replace(TINY, dtype="float32"), ["exact", "profile", "speed"], time.monotonic(), told.append)
+    ends = {m.stage: m.ending for m in told if m.ending}
+    assert ends["exact"]["cut_short"]
+    assert ends["profile"]["error"].startswith("RuntimeError: misaligned address (")
+    assert "speed" not in ends
+    assert [m.piece for m in told if m.stage == "profile" and m.piece] == [{"before": 1}]
+
+
+def test_a_row_that_depends_on_its_place_or_its_neighbours_is_seen() -> None:
+    bench = Measurement(replace(TINY, dtype="float32"))
+    (config,) = bench.variants(4, 2)
+    compared = Places(bench.target, config)
+    forward = compared.forward
+    compared.forward = lambda slots, *rest: forward(slots, *rest) + torch.arange(len(slots))[:, None, None] * 1e-3
+    changed = compared.compare()["changed"]
+    assert changed["again"]["equal"] == 4
+    assert changed["reversed"]["equal"] == 0
+    assert changed["reversed"]["first_row"] == 0
+    compared.forward = lambda slots, *rest: forward(slots, *rest) + slots.sum() * 1e-3
+    changed = compared.compare()["changed"]
+    assert changed["permuted"]["equal"] == 4
+    assert changed["others_changed"]["equal"] == changed["others_dead"]["equal"] == 0
+    assert not compared.compare()["equal"]
+
+
+def test_the_first_token_that_differs_is_named() -> None:
+    expected: dict[tuple[int, ...], list[int]] = {(1,): [5, 6], (2,): [5, 6, 7], (3,): [4]}
+    assert differences(expected, expected) == {"exact": 1.0, "first_difference": None}
+    found = differences(expected, {**expected, (2,): [5, 9, 7]})
+    assert found == {"exact": 0.6667, "first_difference": {"prompt": 1, "place": 1, "expected": 6, "found": 9}}
+    found = differences(expected, {**expected, (3,): []})
+    assert found["first_difference"] == {"prompt": 2, "place": 0, "expected": 4, "found": None}
+
+
+def test_warming_meets_every_shape_that_rounds_can_have() -> None:
+    """What is recorded inside a clock would be measured with it."""
+
+    class Counted(Recordings):
+        def __init__(self) -> None:
+            super().__init__(self.record)
+            self.made = 0
+
+        def record(self, run: Callable[[], Any]) -> Callable[[], Any]:
+            self.made += 1
+            return run
+
+    bench = Measurement(replace(TINY, dtype="float32", max_new_tokens=11)).bench
+    for sampled in (False, True):
+        recorder = Counted()
+        config = bench.shaped(batch_size=2, draft_tokens=4)
+        engine = Engine(bench.target, bench.draft, config, recorder=recorder)
+        bench.warm(engine, sampled)
+        before = recorder.made
+        bench.decode(engine, sampled=sampled)
+        assert recorder.made == before > 4
+
+
+def failing(_: Plan, names: Sequence[str], end: float, to: Connection) -> None:
+    """Stands in for a process: its first stage fails in the way of its name."""
+    to.send(Message("setup", {"names": list(names)}, end, {"seconds": 0}))
+    for name in names:
+        to.send(Message(name, deadline=time.monotonic() - GRACE if name == "profile" else end))
+        to.send(Message(name, {"piece": name}))
+        if name == "places":
+            os._exit(7)
+        if name == "profile":
+            time.sleep(600)
+        to.send(Message(name, ending={"error": "RuntimeError: no" if name == "exact" else None}))
+        if name == "exact":
+            return
+
+
+@pytest.mark.slow
+def test_a_stage_that_crashes_hangs_or_fails_leaves_the_next_ones_alone(tmp_path: Path) -> None:
+    report = measure(replace(TINY, seconds=300), tmp_path / "made" / "out.json", failing)
+    assert json.loads((tmp_path / "made" / "out.json").read_text()) == json.loads(json.dumps(report))
+    found = report["stages"]
+    assert [len(p["names"]) for p in found["setup"]["results"]] == [4, 3, 2, 1]
+    assert [found[name]["results"] for name in STAGES] == [[{"piece": name}] for name in STAGES]
+    assert found["places"]["error"] == "its process ended with exit code 7"
+    assert found["profile"]["error"].startswith("it hung, and was ended")
+    assert found["exact"]["error"] == "RuntimeError: no"
+    assert found["speed"]["error"] is None
+
+
+@pytest.mark.slow
+def test_the_command_gives_a_report_of_all_stages_whatever_time_there_is(tmp_path: Path) -> None:
+    options = ["tiny:tiny", str(tmp_path / "out.json"), "--device", "cpu", "--dtype", "float32", "--seconds", "40"]
+    done = subprocess.run(
+        [sys.executable, "-m", "exspec.jobs.synthetic", *options], check=True, capture_output=True, text=True
+    )
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert set(report["stages"]) == {"setup", *STAGES}
+    printed = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert {name: stage for line in printed for name, stage in line.items()} == report["stages"]
+    assert all({"seconds", "error"} & set(stage) for stage in report["stages"].values())
+
+
+def test_an_unknown_device_or_shape_is_told_by_the_setup(tmp_path: Path) -> None:
+    told: list[Message] = []
+    work(replace(TINY, device="nonsense"), list(STAGES), time.monotonic(), told.append)
+    assert [m.stage for m in told] == ["setup", "setup"]
+    assert "nonsense" in told[-1].ending["error"]
+    plan, output = parse(["tiny:tiny", str(tmp_path), "--seconds", "7"])
+    assert (plan, output) == (Plan("tiny:tiny", seconds=7.0), tmp_path)
