@@ -1,0 +1,73 @@
+"""Random engines against a loop that decodes one sequence at a time, without a cache. A dozen of them; with
+EXSPEC_FUZZ=1000 in the environment a thousand, and others than those with EXSPEC_FUZZ_FROM=12."""
+
+import os
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from exspec.actors.engine import Request, Sampling
+from exspec.actors.engine.attention import trial
+from tests import tiny
+
+COUNT, FIRST = int(os.environ.get("EXSPEC_FUZZ", "12")), int(os.environ.get("EXSPEC_FUZZ_FROM", "0"))
+IN_PLACE = trial(torch.device("cpu"), torch.float32, 4, 2, 8, 8) is None
+
+
+def shape(rng: random.Random) -> dict[str, Any]:
+    page = rng.choice([1, 3, 5, 7, 8, 16])
+    rows = rng.randint(1, 7)
+    made: dict[str, Any] = {
+        "method": rng.choice(["plain", "exspec", "exspec", "exspec"]),
+        "batch_size": rows,
+        "window": rows + rng.randint(0, 6),
+        "draft_tokens": rng.randint(1, 12),
+        "bucket": rng.choice([13, 16, 32, 96]),
+        "prefill_rows": rng.randint(1, 4),
+        "prefill_columns": page * rng.randint(1, 3),
+        "page": page,
+        "attention": rng.choice(["gathered", "in_place"] if IN_PLACE else ["gathered"]),
+        "draft_length": rng.choice(["fixed", "explicit", "implicit", "both"]),
+        "exact": rng.random() < 0.8,
+        "kernels": rng.choice(["eager", "packed"]),
+    }
+    if rng.random() < 0.5:  # so few that sequences are taken back
+        made["pages"] = -(-tiny.CONTEXT // page) + rng.randint(0, 12)
+    return made
+
+
+def sampling(rng: random.Random) -> Sampling:
+    if rng.random() < 0.4:
+        return Sampling(repetition_penalty=rng.choice([1.0, 1.0, 1.3]), presence_penalty=rng.choice([0.0, 0.2]))
+    return Sampling(
+        temperature=rng.choice([0.5, 1.0, 1.6]),
+        top_k=rng.choice([0, 0, 3, 20]),
+        top_p=rng.choice([1.0, 0.9, 0.6]),
+        min_p=rng.choice([0.0, 0.0, 0.05]),
+        seed=rng.randrange(2**63),
+        repetition_penalty=rng.choice([1.0, 1.0, 1.2]),
+        frequency_penalty=rng.choice([0.0, 0.0, 0.1]),
+    )
+
+
+def prompt(rng: random.Random, trunk: list[int]) -> list[int]:
+    """One of any length, which may begin as others do."""
+    own = [rng.randrange(tiny.VOCABULARY) for _ in range(rng.choice([1, 2, 5, 17, 40]))]
+    return [*trunk[: rng.choice([0, 0, 7, 16, 33])], *own]
+
+
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + COUNT))
+def test_a_random_engine_decodes_as_a_slow_loop(seed: int) -> None:
+    rng = random.Random(seed)
+    family, settings = rng.choice(sorted(tiny.FAMILIES)), shape(rng)
+    target = tiny.model(family, seed)
+    trunk = [rng.randrange(tiny.VOCABULARY) for _ in range(33)]
+    made = tiny.engine(target, draft=tiny.model(family, seed + rng.randint(0, 1)), **settings)
+    rows = [Request(i, prompt(rng, trunk), rng.randint(1, 20), sampling(rng)) for i in range(rng.randint(1, 9))]
+    expected = {
+        r.id: tiny.slow_decode(target, r.prompt, r.sampling, min(r.max_new_tokens, tiny.CONTEXT - len(r.prompt)))
+        for r in rows
+    }
+    assert tiny.decode(made, rows, shuffle=seed) == expected, (family, settings)
