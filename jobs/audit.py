@@ -33,6 +33,7 @@ from exspec.actors.engine import (
 from exspec.actors.engine.cached_model import context_length
 from exspec.actors.engine.constraint import tokens_of
 from exspec.actors.engine.engine import model_end_ids
+from exspec.actors.engine.memory import MEBIBYTE, fit
 from exspec.actors.generator import KILLER
 from exspec.actors.models import Pair, StopStrings, completion_text, forget_sampling
 from exspec.pipeline.errors import JobError
@@ -47,7 +48,7 @@ from exspec.pipeline.output.owner import AUDIT, Output, read_output, settings
 from exspec.pipeline.output.report import rewrite
 from exspec.pipeline.progress import Progress
 from exspec.pipeline.secrets import anonymous
-from exspec.pipeline.shape import pair_of
+from exspec.pipeline.shape import memory_budget, pair_of
 from exspec.pipeline.storage import Folder
 
 
@@ -121,7 +122,7 @@ def audit(
         print(f"{len(gone)} of {len(plan.shards)} shards are no longer in the input and are left out: {min(gone)}, ...")
     rows = list(_read(job, done, pair, choose(done, count, share, seed, gone)))
     progress.stage(f"decoding {len(rows)} rows again")
-    shaped = EngineConfig(**description["shape"]).plain()
+    shaped = _fitted(EngineConfig(**description["shape"]).plain(), pair, memory_budget(job, torch.device(device)))
     answers = job.answers(pair.tokenizer)
     found = [compare("plain decoding in the job's shape", rows, decode(pair.target, shaped, rows), pair, answers)]
     if generate:
@@ -149,6 +150,19 @@ class Sample:
     file: str
     start: int
     numbers: list[int]
+
+
+def _fitted(shape: EngineConfig, pair: Pair, budget: int) -> EngineConfig:
+    """The job's shape with the pages that this machine has memory for. Raises JobError where it holds no such batch."""
+    try:
+        found = fit(pair.target.config, None, shape, pair.target.dtype, budget)
+    except ValueError as error:
+        raise JobError(str(error)) from error
+    if found.batch_size < shape.batch_size:
+        raise JobError(
+            f"memory: {budget / MEBIBYTE:.0f} MiB are too few for the batch of {shape.batch_size} that the job ran in"
+        )
+    return found
 
 
 def choose(

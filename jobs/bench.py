@@ -25,20 +25,14 @@ from exspec.actors.engine.cached_model import context_length
 from exspec.actors.engine.calibration import Calibration, calibrate, fastest_kernels, fastest_prefill
 from exspec.actors.engine.config import KERNELS
 from exspec.actors.engine.engine import model_end_ids
+from exspec.actors.engine.methods import settle
 from exspec.actors.engine.statistics import EngineCounters
 from exspec.actors.models import Pair, forget_sampling, load_model, load_pair
 from exspec.jobs.demo import DRAFT, TARGET
 from exspec.jobs.demo.messages import examples
 
 RIVALS = ("generate", "assisted")
-CHOSEN_BY_AUTO = (
-    "method",
-    "window",
-    "draft_tokens",
-    "bucket",
-    "kernels",
-    "prefill",
-)  # B is the bench's own, for all methods
+CHOSEN_BY_AUTO = ("method", "window", "draft_tokens", "bucket", "prefill")  # B is the bench's own, for all methods
 VARIANT = re.compile(r"(eqspec|exspec)(?:\+(explicit|implicit|both))?(?::(\d+))?")
 DEMO_SEED = 5  # messages that neither training nor its evaluation saw
 
@@ -144,7 +138,10 @@ class Bench:
         """Find what runs the layers fastest here, and how prompts are prefilled fastest, for all methods alike."""
         requests = [Request(i, p, max_new_tokens=self.settings.max_new_tokens) for i, p in enumerate(self.prompts)]
         options = self.pair.target, self.pair.draft, requests, self.capacity
-        if self.settings.kernels == "auto":
+        asked = self.settings.kernels
+        if asked not in ("auto", settle(self.pair.target, self.pair.draft, self.config("plain")).kernels):
+            raise ValueError(f"--kernels: {asked} does not work here; expected auto, or eager")
+        if asked == "auto":
             self.runner = fastest_kernels(*options, self.config("exspec" if self.pair.draft else "plain"))
         self.runner = fastest_prefill(*options, self.config("exspec" if self.pair.draft else "plain"))
 
@@ -152,7 +149,8 @@ class Bench:
         """Choose the shape of `auto` on the bench's own prompts."""
         requests = [Request(i, p, max_new_tokens=self.settings.max_new_tokens) for i, p in enumerate(self.prompts)]
         config, seconds = self.config("exspec"), self.settings.tune_seconds
-        self.calibration = calibrate(self.pair.target, self.pair.draft, requests, config, CHOSEN_BY_AUTO, seconds)
+        free = (*CHOSEN_BY_AUTO, "kernels") if self.settings.kernels == "auto" else CHOSEN_BY_AUTO
+        self.calibration = calibrate(self.pair.target, self.pair.draft, requests, config, free, seconds)
         return self.calibration
 
     def plain_in_shape_of(self, config: EngineConfig) -> list[list[int]]:

@@ -150,7 +150,8 @@ class Bench:
         self.prompts = [[rng.randrange(1, low) for _ in range(n)] for n in lengths]
         capacity = -(-(max(lengths) + s.max_new_tokens) // 64) * 64
         self.unlike = [rng.randrange(1, low) for _ in range(s.prompt_tokens // 2)]
-        self.shape = EngineConfig(draft_tokens=s.draft_tokens, capacity=capacity, bucket=capacity)
+        kernels: KernelsName = "compiled" if s.device.startswith("cuda") else "eager"
+        self.shape = EngineConfig(draft_tokens=s.draft_tokens, capacity=capacity, bucket=capacity, kernels=kernels)
         self.device = torch.device(s.device)
 
     def requests(self, prompts: int | None = None, sampled: bool = False) -> list[Request]:

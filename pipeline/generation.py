@@ -2,6 +2,7 @@
 
 import reprlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -64,7 +65,9 @@ def load_generation_config(
     as transformers itself does it. Raises ModelError where it is wrong in itself."""
     try:
         return GenerationConfig.from_pretrained(place, revision=revision or "main", trust_remote_code=trust_remote_code)
-    except OSError:  # transformers has no other name for a file that is not there
+    except OSError as error:  # transformers has no other name for a file that is not there
+        if (Path(place) / "generation_config.json").exists():
+            raise ModelError(f"{place}: generation config: {str(error).splitlines()[0]}") from error
         return GenerationConfig.from_model_config(config)
     except (TypeError, ValueError) as error:
         raise ModelError(f"{place}: generation config: {error}") from error

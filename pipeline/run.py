@@ -179,7 +179,7 @@ class _Run:
     def _settle(self, shape: Shape) -> Settled:
         """The shape to decode in, which a device has to tell where it is to be measured or memory may be short."""
         job = self.job
-        if not shape.free and job.memory_gib is None and job.device == "cpu":
+        if not shape.free and not shape.stored and job.memory_gib is None and job.device == "cpu":
             return Settled(shape.config, [])
         prompts = self.prepared.prompts.within(self.prepared.room(shape.config))
         requests = sample(job, self.plan, prompts) if shape.free else []

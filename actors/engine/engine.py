@@ -184,10 +184,10 @@ class Engine:
             slots, ids, starts, attended = self._rows(chunks, self.config.prefill_rows)
             self._fill(slots, ids, starts, attended)
             self.drafter.prefill(slots, ids, starts, attended)
-            count = sum(chunk.end - chunk.start for chunk in chunks)
+            count = sum(chunk.end - chunk.start for chunk in chunks if not chunk.sequence.returned)
             self.counters.add(prefill_tokens=count, prefill_columns=ids.numel())
         self._again([s for s in admitted if s.length > s.prefilled])
-        self.counters.add(found_tokens=sum(s.found for s in admitted))
+        self.counters.add(found_tokens=sum(s.found for s in admitted if not s.returned))
         for s in admitted:
             self.samplers.admit(s.slot, s.request.sampling, s.request.prompt, s.committed)
             s.started = time.monotonic()

@@ -26,6 +26,7 @@ class Sequence:
         self.limit = min(len(self.tokens) + request.max_new_tokens, longest)  # tokens at most, prompt included
         self.slot = -1
         self.prefilled, self.found = -1, 0
+        self.returned = False  # to the queue, once at least
         self.waited = 0  # rounds since the last one that it was part of
         self.accepted = self.decided = 0  # drafts that the target agreed with, and those that it came to judge
         self.counters = SequenceCounters(len(self.tokens))
@@ -101,6 +102,7 @@ class Pool:
 
     def _take_back(self, sequence: Sequence) -> None:
         self._leave(sequence)
+        sequence.returned = True
         self.waiting.appendleft(sequence)
 
     def _leave(self, sequence: Sequence) -> None:

@@ -80,7 +80,8 @@ class EngineStatistics(Addable):
     """Of an engine since it was made, or of the sum of several.
 
     rows: B for every round; busy_rows: those of them that held a sequence.
-    prefill_tokens: prompt tokens that were computed; found_tokens: those that another sequence had cached.
+    prefill_tokens: prompt tokens that were computed; found_tokens: those that another sequence had cached. What a
+        sequence that went back to the queue needs once more is not counted again.
     columns: token positions of all verify forwards; dead_columns: those that could not have become a token: dead rows,
         and columns past a row's drafts.
     seconds: by phase of the round.
