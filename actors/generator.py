@@ -89,7 +89,7 @@ class Generator:
         try:
             engine, self.tokenizer = load(window)
         except torch.OutOfMemoryError:
-            ledger.shrink((window or WIDEST) // 2)
+            ledger.shrink(max((window or WIDEST) // 2, 1))
             raise
         self.shape, self.answers = engine.config, answers(self.tokenizer)
         self.engine = EngineThread(engine)
@@ -142,7 +142,7 @@ class Generator:
             logging.getLogger(__name__).exception("%s: attempt %d failed", task, attempt.number)
             self.ledger.note(task.key, f"({type(error).__name__}: {error})")
             if isinstance(error, torch.OutOfMemoryError) and self._can_shrink:
-                self.ledger.shrink((self.window or self.shape.window) // 2)
+                self.ledger.shrink(max((self.window or self.shape.window) // 2, 1))
                 self.ledger.mark(task.key, [])  # the window is to blame before any row is
             os._exit(1)
 

@@ -22,7 +22,7 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from exspec.actors.engine import METHODS, Engine, EngineConfig, EngineStatistics, Request, SequenceStatistics
 from exspec.actors.engine.cached_model import context_length
-from exspec.actors.engine.calibration import Calibration, calibrate, fastest_kernels, fastest_prefill
+from exspec.actors.engine.calibration import Calibration, calibrate, fastest_kernels, fastest_prefill, prefill_shapes
 from exspec.actors.engine.config import KERNELS
 from exspec.actors.engine.engine import model_end_ids
 from exspec.actors.engine.methods import settle
@@ -143,7 +143,8 @@ class Bench:
             raise ValueError(f"--kernels: {asked} does not work here; expected auto, or eager")
         if asked == "auto":
             self.runner = fastest_kernels(*options, self.config("exspec" if self.pair.draft else "plain"))
-        self.runner = fastest_prefill(*options, self.config("exspec" if self.pair.draft else "plain"))
+        shapes = prefill_shapes(self.config("exspec" if self.pair.draft else "plain"), self.pair.target.device.type)
+        self.runner = fastest_prefill(*options, shapes)
 
     def tune(self) -> Calibration:
         """Choose the shape of `auto` on the bench's own prompts."""

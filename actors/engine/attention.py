@@ -184,6 +184,8 @@ def trial(
             found = torch.ops.exspec.attend_in_place.default(*example, head_size**-0.5, window)
             if problem := _difference(found, expected, example[-1]):
                 return problem
+    except torch.OutOfMemoryError:
+        raise
     except Exception as fault:  # a compiler, a driver and a kernel fail in many ways, and each is an answer
         return next(iter(str(fault).splitlines()), type(fault).__name__)
     return None

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle
 from statistics import mean, median
 from typing import Any
@@ -42,6 +43,7 @@ LENGTHS = (1, 2, 3, 4, 5, 6, 8)  # K that are tried
 LOOKED_AT = 5  # K of the first run, beyond which survival is extrapolated
 ROUNDS = 100  # of a dry run
 FINALISTS = 3
+COMPILE_FROM = 10.0  # seconds of measuring: who gives less does not want to wait for a compiler
 MARGIN = 1.02  # speculation must be this much faster than plain decoding to be taken
 
 
@@ -121,11 +123,14 @@ def calibrate(
     gc.collect()  # engines refer to themselves, and their KV must not pile up
     longest = max(p + n for p, n in sample.lengths)
     device = "cuda" if target.device.type == "cuda" else "cpu"
+    held = partial(_held, target, draft, budget=budget)
     if "kernels" in free:
-        holds = [name for name in PREDICTED[device] if _holds(target, draft, replace(config, kernels=name), budget)]
-        config = fastest_kernels(target, draft, sample.requests, longest, config, holds or ["eager"], clock)
+        least = held(replace(config, kernels="eager"))
+        kernels = [name for name in PREDICTED[device] if held(replace(config, kernels=name)) >= least]
+        config = fastest_kernels(target, draft, sample.requests, longest, config, kernels, clock)
     if "prefill" in free:
-        config = fastest_prefill(target, draft, sample.requests, longest, config, clock)
+        fitting = [shape for shape in prefill_shapes(config, device) if held(shape) >= held(config)]
+        config = fastest_prefill(target, draft, sample.requests, longest, fitting or [config], clock)
     costs = Costs(target, draft, sample.requests, longest, config, clock)
     made: list[Candidate] = []
     tried: set[bool] = set()
@@ -152,7 +157,7 @@ def calibrate(
         raise ValueError("calibration: no shape of those that may be chosen fits the memory")
     made.sort(key=lambda c: -c.predicted)
     finalists = [c for c in made if c.config.drafts][: FINALISTS - 1] + [c for c in made if not c.config.drafts][:1]
-    if "kernels" in free:
+    if "kernels" in free and seconds >= COMPILE_FROM:
         finalists += _compiled(target, draft, finalists)
         made += [c for c in finalists if c not in made]
     costs.forget()
@@ -266,18 +271,25 @@ def fastest_kernels(
     return _fastest(target, draft, requests, longest, shapes, clock, lambda c: c.round(c.config, longest // 2 + 1))
 
 
+def prefill_shapes(config: EngineConfig, device: str) -> list[EngineConfig]:
+    """The config with each of the prefill shapes that are tried on a kind of device, and that its pages allow."""
+    shapes = []
+    for rows, columns in PREFILLS[device]:
+        with suppress(ValueError):
+            shapes.append(replace(config, prefill_rows=rows, prefill_columns=columns))
+    return shapes
+
+
 def fastest_prefill(
     target: PreTrainedModel,
     draft: PreTrainedModel | None,
     requests: Sequence[Request],
     longest: int,
-    config: EngineConfig,
+    shapes: list[EngineConfig],
     clock: Clock | None = None,
 ) -> EngineConfig:
-    """The config with the prefill shape that takes in the prompts of the requests in the fewest seconds."""
+    """The one of the shapes that takes in the prompts of the requests in the fewest seconds."""
     lengths = [len(r.prompt) for r in requests]
-    sizes = PREFILLS["cuda" if target.device.type == "cuda" else "cpu"]
-    shapes = [replace(config, prefill_rows=r, prefill_columns=c, page=min(config.page, c)) for r, c in sizes]
 
     def seconds(costs: Costs) -> float:
         return sum(costs.prefill(costs.config, length) for length in lengths)
@@ -369,15 +381,14 @@ def _fitted(target: PreTrainedModel, draft: PreTrainedModel | None, shape: Engin
     return fit(target.config, draft.config if draft is not None else None, shape, target.dtype, budget)
 
 
-def _holds(target: PreTrainedModel, draft: PreTrainedModel | None, shape: EngineConfig, budget: int | None) -> bool:
-    """Whether the budget holds as large a batch of the shape as where its linear layers are held once."""
+def _held(target: PreTrainedModel, draft: PreTrainedModel | None, shape: EngineConfig, budget: int | None) -> int:
+    """Rows of the largest batch of the shape, at most its own, that the budget holds."""
     if budget is None:
-        return True
+        return shape.batch_size
     try:
-        once = _fitted(target, draft, replace(shape, kernels="eager"), budget)
-        return _fitted(target, draft, shape, budget).batch_size == once.batch_size
+        return _fitted(target, draft, shape, budget).batch_size
     except ValueError:
-        return False
+        return 0
 
 
 def _together(target: PreTrainedModel, draft: PreTrainedModel | None, candidates: list[Candidate]) -> int:

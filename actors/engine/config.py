@@ -28,8 +28,9 @@ class EngineConfig:
     bucket: a row attends its length rounded up to a multiple of this many KV columns; rows of one bucket form a group.
         Where attention reads KV in place, a row attends what it has, and one bucket is for all lengths.
     capacity: longest request in tokens, prompt and completion together.
-    page: tokens of a page of KV; at most a prefill chunk. pages: how many there are; default: as many as fill every
-        slot. Fewer hold as many sequences as they have room for.
+    page: tokens of a page of KV; at most a prefill chunk. pages: how many there are; default: as many as fill W slots,
+        which in place, for B sequences, leaves room for what prompts have in common. Fewer hold as many sequences as
+        they have room for.
     attention: `in_place` reads the pages where they lie; `gathered` copies a row's pages together first, and runs
         everywhere; `auto` is in place where a trial on the device shows that it works.
     draft_length: how long a draft gets. `fixed`: K. Shorter where the chance that all of it will be accepted would fall

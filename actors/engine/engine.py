@@ -190,7 +190,8 @@ class Engine:
         self.counters.add(found_tokens=sum(s.found for s in admitted if not s.returned))
         for s in admitted:
             self.samplers.admit(s.slot, s.request.sampling, s.request.prompt, s.committed)
-            s.started = time.monotonic()
+            if not s.returned:
+                s.started = time.monotonic()
 
     def _again(self, sequences: list[Sequence]) -> None:
         """Cache again the tokens that rounds had cached before their sequences were taken back: in the shape of a

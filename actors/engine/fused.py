@@ -5,12 +5,13 @@ share an input become one. What is compiled of a trace serves every layer whose 
 of models it is of.
 """
 
+import logging
 import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache, lru_cache
 from operator import getitem
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ from torch.utils import _pytree as pytree
 from exspec.actors.engine.attention import cache_folder
 
 Run = Callable[..., Any]
+Piece = tuple[Run, Sequence[Tensor], Any]  # what runs, the weights that it takes, and the structure of what it gives
 aten = torch.ops.aten
 
 
@@ -60,12 +62,20 @@ def compiled_by(code: Code) -> Iterator[None]:
         CODE = before
 
 
+@cache
+def tell(line: str) -> None:
+    """Say once in a process what falls back."""
+    logging.getLogger(__name__).warning(line)
+
+
 @lru_cache
 def compiler_trial(device: torch.device) -> str | None:
     """Why nothing can be compiled for the device, in one line; None where it can."""
     x = torch.ones(4, device=device)
     try:
         found = compiled(lambda x: (x * 2 + 1,))(x)[0]
+    except torch.OutOfMemoryError:
+        raise
     except Exception as fault:  # a compiler fails in many ways, and each is an answer
         return next(iter(str(fault).splitlines()), type(fault).__name__)
     return None if found.equal(torch.full_like(x, 3)) else "what was compiled gives wrong numbers"
@@ -77,7 +87,7 @@ def compiled(function: Callable[..., Sequence[Tensor]]) -> Run:
 
     def run(*arguments: Any) -> Any:
         tensors = [a for a in arguments if isinstance(a, Tensor)]
-        key = tuple((a.shape, a.dtype) if isinstance(a, Tensor) else a for a in arguments)
+        key = tuple((a.shape, a.stride(), a.dtype) if isinstance(a, Tensor) else a for a in arguments)
         if key not in made:
 
             def traced(*inputs: Tensor) -> list[Tensor]:
@@ -118,20 +128,34 @@ class Region:
     def __init__(self, layer: nn.Module, place: int, cache: Cache) -> None:
         self.layer, self.place, self.cache, self.eager = layer, place, cache, layer.forward
         self.weights: dict[str, Tensor] = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
-        self.made: dict[Hashable, tuple[Run, Sequence[Tensor], Any]] = {}
+        self.made: dict[Hashable, Piece | None] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.cache.ends_in(self.place):
             return self.eager(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        key = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves)
+        key = tuple((x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in leaves)
         stores = *self.cache.stores(self.place), self.cache.write
         if key not in self.made:
-            self.made[key] = self._make(stores, leaves, spec)
-        run, weights, out = self.made[key]
+            self.made[key] = self._made(stores, leaves, spec)
+        made = self.made[key]
+        if made is None:
+            return self.eager(*args, **kwargs)
+        run, weights, out = made
         return pytree.tree_unflatten(run(*weights, *stores, *(x for x in leaves if isinstance(x, Tensor))), out)
 
-    def _make(self, stores: tuple[Tensor, ...], leaves: list[Any], spec: Any) -> tuple[Run, Sequence[Tensor], Any]:
+    def _made(self, stores: tuple[Tensor, ...], leaves: list[Any], spec: Any) -> Piece | None:
+        """None where this family's layer is none that can be traced or compiled: it runs as it is then."""
+        try:
+            return self._make(stores, leaves, spec)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as fault:  # tracing and compiling fail in many ways
+            reason = next(iter(str(fault).splitlines()), type(fault).__name__)
+            tell(f"{type(self.layer).__name__} runs as it is, not compiled: {reason}")
+            return None
+
+    def _make(self, stores: tuple[Tensor, ...], leaves: list[Any], spec: Any) -> Piece:
         out: list[Any] = []
 
         def run(*inputs: Tensor) -> list[Tensor]:
@@ -173,29 +197,51 @@ def put(store: Tensor, new: Tensor, write: Tensor) -> Tensor:
 
 
 def fuse(model: nn.Module, cache: Cache) -> None:
-    """Compile the layers of a model, which are the longest list of modules in it."""
+    """Compile the layers of a model, which are the longest list of modules in it.
+
+    Linear layers side by side lie in one piece of memory from now on, of which their weights, the caller's, are parts.
+    """
     lists: list[list[nn.Module]] = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList)]
     longest: list[nn.Module] = max(lists, key=len)
     for place, layer in enumerate(longest):
+        for module in layer.modules():
+            join([child for child in module.children() if type(child) is nn.Linear])
         layer.forward = Region(layer, place, cache)
 
 
-def merge_products(graph: fx.GraphModule, weights: list[Tensor]) -> list[Tensor]:
-    """Make one product of those x @ w.T that share x. Returns the weights as the graph takes them then.
+@torch.no_grad()
+def join(linears: list[nn.Linear]) -> None:
+    """Lay the weights of linear layers with inputs of one size in one piece of memory, unless they lie so already.
 
-    Weights that are merged lie in one piece of memory from then on, of which the caller's are parts.
+    It is done before anything is recorded: a recording keeps the places of the weights that it reads.
     """
+    by_input: dict[int, list[nn.Linear]] = defaultdict(list)
+    for linear in linears:
+        by_input[linear.in_features].append(linear)
+    for alike in by_input.values():
+        weights = [linear.weight for linear in alike]
+        if len(alike) > 1 and _in_a_row(weights) is None:
+            joined, start = torch.cat([w.detach() for w in weights]), 0
+            for weight in weights:
+                weight.data = joined[start : start + len(weight)]
+                start += len(weight)
+
+
+def merge_products(graph: fx.GraphModule, weights: list[Tensor]) -> list[Tensor]:
+    """Make one product of those x @ w.T that share x and whose weights lie in a row. Returns the weights as the graph
+    takes them then."""
     places = {node: i for i, node in enumerate(n for n in graph.graph.nodes if n.op == "placeholder")}
     products: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in graph.graph.nodes:
-        if node.target is aten.mm.default and _weight(node) in places and places[_weight(node)] < len(weights):
+        if node.target is aten.mm.default and places.get(_weight(node), len(weights)) < len(weights):
             products[node.args[0]].append(node)
     taken = list(weights)
     for alike in products.values():
-        if len(alike) > 1:
-            numbers = [places[_weight(node)] for node in alike]
-            taken[numbers[0]] = _one([weights[i] for i in numbers])
-            _split(graph.graph, alike, [weights[i].shape[0] for i in numbers])
+        numbers = sorted((places[_weight(node)] for node in alike), key=lambda i: weights[i].storage_offset())
+        if len(alike) > 1 and (whole := _in_a_row([weights[i] for i in numbers])) is not None:
+            taken[places[_weight(alike[0])]] = whole
+            order = [next(n for n in alike if places[_weight(n)] == i) for i in numbers]
+            _split(graph.graph, alike[0], order, [weights[i].shape[0] for i in numbers])
     graph.recompile()
     return taken
 
@@ -206,9 +252,8 @@ def _weight(product: fx.Node) -> Any:
     return right.args[0] if isinstance(right, fx.Node) and right.target is aten.t.default else None
 
 
-def _split(graph: fx.Graph, products: list[fx.Node], sizes: list[int]) -> None:
-    """Let the first product be of all weights, and the results be parts of its own."""
-    first = products[0]
+def _split(graph: fx.Graph, first: fx.Node, products: list[fx.Node], sizes: list[int]) -> None:
+    """Let the first product be of all weights, and the results of all be parts of its own."""
     with graph.inserting_after(first):
         parts = graph.call_function(aten.split_with_sizes.default, (first, sizes, 1))
     for i, product in reversed(list(enumerate(products))):
@@ -219,24 +264,16 @@ def _split(graph: fx.Graph, products: list[fx.Node], sizes: list[int]) -> None:
             graph.erase_node(product)
 
 
-def _one(weights: list[Tensor]) -> Tensor:
-    """The weights [N_i, D] as one [sum N_i, D]; without a copy where they are parts of one already."""
-    first, rows = weights[0], sum(w.shape[0] for w in weights)
-    end = first.storage_offset()
+def _in_a_row(weights: list[Tensor]) -> Tensor | None:
+    """Weights [N_i, D] as one [sum N_i, D] where they follow each other in memory; None where they do not."""
+    first, end = weights[0], weights[0].storage_offset()
     for w in weights:
-        if w.untyped_storage()._cdata != first.untyped_storage()._cdata or w.storage_offset() != end:
-            break
-        if not w.is_contiguous():
-            break
+        alike = w.shape[1:] == first.shape[1:] and w.untyped_storage()._cdata == first.untyped_storage()._cdata
+        if not alike or w.storage_offset() != end or not w.is_contiguous():
+            return None
         end += w.numel()
-    else:
-        return torch.as_strided(first.detach(), (rows, first.shape[1]), (first.shape[1], 1))
-    joined = torch.cat([w.detach() for w in weights])
-    start = 0
-    for w in weights:
-        w.data = joined[start : start + w.shape[0]]
-        start += w.shape[0]
-    return joined
+    rows = sum(len(w) for w in weights)
+    return torch.as_strided(first.detach(), (rows, first.shape[1]), (first.shape[1], 1), first.storage_offset())
 
 
 def describe() -> str:

@@ -1,8 +1,6 @@
 """The methods: which KV store, drafter, grouping and prefill the one loop works with."""
 
-import logging
 from dataclasses import replace
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -21,7 +19,7 @@ from exspec.actors.engine.cached_model import (
 from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.draft_length import Confidence, DraftLength, Fixed, History, Product, Unasked
 from exspec.actors.engine.drafting import Drafter, DraftModel, NoDraft
-from exspec.actors.engine.fused import compiler_trial
+from exspec.actors.engine.fused import compiler_trial, tell
 from exspec.actors.engine.graphs import CudaGraphs, Eager, Recorder
 from exspec.actors.engine.grouping import FixedBatch, Grouping, LengthBuckets
 from exspec.actors.engine.pages import Boundless, Pages, Store
@@ -56,7 +54,7 @@ def settle(target: PreTrainedModel, draft: PreTrainedModel | None, config: Engin
     if config.kernels == "compiled":
         told = "attention is not in place" if config.attention != "in_place" else compiler_trial(target.device)
         if told is not None:
-            _tell(f"layers run as they are, not compiled: {told}")
+            tell(f"layers run as they are, not compiled: {told}")
             return replace(config, kernels="eager")
     return config
 
@@ -71,19 +69,16 @@ def _attending(target: PreTrainedModel, draft: PreTrainedModel | None, config: E
         raise ValueError(f"attention: in_place does not work here: {reason}; expected auto or gathered")
     if reason is not None:
         if config.attention == "auto":
-            _tell(f"attention copies the KV that it reads: {reason}")
+            tell(f"attention copies the KV that it reads: {reason}")
         return replace(config, attention="gathered")
     return replace(config, attention="in_place", pages=config.page_count, bucket=config.capacity)
 
 
 def _trial(model: PreTrainedModel, page: int) -> str | None:
     _, kv_heads, size = kv_shape(model.config)
+    if model.device.type == "cuda" and getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+        return "attention with a soft-cap is not in place on CUDA"
     return trial(model.device, model.dtype, model.config.get_text_config().num_attention_heads, kv_heads, size, page)
-
-
-@cache
-def _tell(line: str) -> None:
-    logging.getLogger(__name__).warning(line)
 
 
 def build(target: PreTrainedModel, draft: PreTrainedModel | None, config: EngineConfig, recorder: Recorder) -> Parts:

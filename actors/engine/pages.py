@@ -219,4 +219,7 @@ def _above(prefix: Prefix) -> list[Prefix]:
 
 def _below(prefix: Prefix) -> list[Prefix]:
     """All prefixes that go on from this one."""
-    return [p for child in prefix.children.values() for p in (child, *_below(child))]
+    found = [*prefix.children.values()]
+    for p in found:
+        found += p.children.values()
+    return found

@@ -82,7 +82,9 @@ class Pool:
             found = self.store.begin(slot, sequence.tokens, sequence.prefilled, self._reach(sequence))
             if found is None:
                 break
-            sequence.slot, sequence.found, sequence.admitted = slot, found, time.monotonic()
+            sequence.slot, sequence.found = slot, found
+            if not sequence.returned:
+                sequence.admitted = time.monotonic()
             self.free.pop(0)
             self.running.append(self.waiting.popleft())
             admitted.append(sequence)

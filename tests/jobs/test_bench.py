@@ -18,6 +18,8 @@ from exspec.jobs.tables import bench_tables
 
 SPEC_BENCH = Path(__file__).parents[3] / "shared" / "data" / "spec_bench.jsonl"
 SMALL = [
+    "--kernels",
+    "eager",
     "--limit",
     "6",
     "--repeats",
