@@ -47,7 +47,8 @@ class RowResult:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a chunk's results come from: actor and hardware, when the attempt began, and which one it was."""
+    """Where a chunk's results come from: actor, hardware and what ran on it, when the attempt began, and which one it
+    was."""
 
     actor: str
     hardware: dict[str, str]
@@ -95,7 +96,8 @@ class Generator:
         self.engine = EngineThread(engine)
         self.sampling, self.sink, self.ledger, self.meter, self.attempts = sampling, sink, ledger, meter, attempts
         self.name = f"{os.uname().nodename}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
-        self.hardware = hardware(getattr(engine, "device", torch.device("cpu")))
+        ran = {"attention": self.shape.attention, "kernels": self.shape.kernels}
+        self.hardware = hardware(getattr(engine, "device", torch.device("cpu"))) | ran
         self.turns = Turns()
         threading.Thread(target=self._sign, daemon=True).start()
 

@@ -418,7 +418,7 @@ def test_another_kind_of_device_is_another_job(pair: Pair, source: Path, tmp_pat
         prepare(jobs.job(pair, source, tmp_path / "out", device="cuda"))
     (part, *_) = (tmp_path / "out").glob("part-*")
     (told,) = json.loads(pq.read_metadata(part).metadata[b"exspec"])["chunks"]
-    assert set(told["hardware"]) == {"device", "torch"}
+    assert set(told["hardware"]) == {"device", "torch", "attention", "kernels"}
 
 
 @pytest.mark.slow
