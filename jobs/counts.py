@@ -60,6 +60,9 @@ class Table:
     def __deepcopy__(self, _: Any) -> "Table":
         return self
 
+    def get_output_embeddings(self) -> None:
+        return None
+
     def parameters(self) -> list[Tensor]:
         return []
 
