@@ -106,16 +106,20 @@ def test_a_small_job_takes_defaults_and_a_job_without_a_draft_is_plain(
     small = prepare(jobs.job(pair, source, tmp_path / "out", **auto)).shape
     assert (small.free, small.config.method, small.config.batch_size) == ((), "exspec", 8)
     alone = prepare(jobs.job((pair[0], None), source, tmp_path / "out", tune_from=1, **auto)).shape  # type: ignore[arg-type]
-    assert (alone.config.method, alone.free) == ("plain", ("batch_size", "window", "bucket"))
+    assert (alone.config.method, alone.free) == ("plain", ("batch_size", "window", "bucket", "kernels", "prefill"))
 
 
-def test_a_budget_narrows_the_window_and_too_small_a_one_is_refused(pair: Pair, source: Path, tmp_path: Path) -> None:
+def test_a_budget_leaves_fewer_pages_and_too_small_a_one_is_refused(
+    pair: Pair, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     settings = {"bucket": 16, "window": 40}
     job = jobs.job(pair, source, tmp_path / "out", memory_gib=0.0015, **settings)
     assert execute(prepare(job)) == 0
     shape = json.loads((tmp_path / "out" / "_job.json").read_text())["shape"]
     assert shape["batch_size"] == 4
-    assert 4 <= shape["window"] < 40
+    assert shape["window"] == 40, "slots cost nothing by themselves"
+    told = "".join(capsys.readouterr())
+    assert 64 <= int(re.search(r"KV of (\d+) tokens", told)[1]) < 40 * 64  # type: ignore[index]
     with pytest.raises(JobError, match=r"memory: 0.1 MiB are too few for one sequence of 64 tokens; expected at least"):
         execute(prepare(jobs.job(pair, source, tmp_path / "small", memory_gib=0.0001, **settings)))
 
