@@ -1,14 +1,12 @@
 """`exspec bench --synthetic`: acceptance is a dial, tokens are plain decoding's, and little is needed to run it."""
 
 import json
-import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from exspec.actors.engine import Engine
 from exspec.actors.engine.graphs import Recordings
 from exspec.jobs import cli, synthetic
 from exspec.jobs.synthetic import (
-    GRACE,
     SHAPES,
     STAGES,
     Measurement,
@@ -35,6 +32,7 @@ from exspec.jobs.synthetic import (
     parse,
     work,
 )
+from tests.jobs.stages import failing
 
 
 @pytest.mark.slow
@@ -225,21 +223,6 @@ def test_warming_meets_every_shape_that_rounds_can_have() -> None:
         before = recorder.made
         bench.decode(engine, sampled=sampled)
         assert recorder.made == before > 4
-
-
-def failing(_: Plan, names: Sequence[str], end: float, to: Connection) -> None:
-    """Stands in for a process: its first stage fails in the way of its name."""
-    to.send(Message("setup", {"names": list(names)}, end, {"seconds": 0}))
-    for name in names:
-        to.send(Message(name, deadline=time.monotonic() - GRACE if name == "profile" else end))
-        to.send(Message(name, {"piece": name}))
-        if name == "places":
-            os._exit(7)
-        if name == "profile":
-            time.sleep(600)
-        to.send(Message(name, ending={"error": "RuntimeError: no" if name == "exact" else None}))
-        if name == "exact":
-            return
 
 
 @pytest.mark.slow
