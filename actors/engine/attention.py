@@ -187,8 +187,13 @@ def trial(
     except torch.OutOfMemoryError:
         raise
     except Exception as fault:  # a compiler, a driver and a kernel fail in many ways, and each is an answer
-        return next(iter(str(fault).splitlines()), type(fault).__name__)
+        return first_line(fault)
     return None
+
+
+def first_line(fault: Exception) -> str:
+    """What a fault says, or its name where it says nothing."""
+    return next(iter(str(fault).splitlines()), type(fault).__name__)
 
 
 def _prepare(device: torch.device) -> None:

@@ -45,7 +45,7 @@ class CachedModel(Protocol):
 
 
 def kv_shape(config: PretrainedConfig) -> tuple[int, int, int]:
-    """(layers, KV heads, head size) of a model with plain full attention."""
+    """(layers, KV heads, head size) of a model that holds keys and values of every token."""
     text = config.get_text_config()
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads

@@ -144,7 +144,7 @@ def calibrate(
             if fitted.batch_size == shape.batch_size:
                 made.append(Candidate(fitted, predict(fitted, costs, sample)))
 
-    shapes = list(_candidates(config, free, draft is not None, target.device.type))
+    shapes = list(_candidates(config, free, draft is not None, device))
     widths = sorted({s.bucket for s in shapes})
     coarse = [s for s in shapes if s.bucket == widths[len(widths) // 2] and s.drafted in (0, LOOKED_AT)]
     for shape in coarse:
@@ -351,7 +351,7 @@ def _candidates(config: EngineConfig, free: Sequence[str], drafts: bool, device:
     def options(name: str, values: Sequence[Any]) -> Sequence[Any]:
         return values if name in free else (getattr(config, name),)
 
-    sizes = options("batch_size", ROWS["cuda" if device == "cuda" else "cpu"])
+    sizes = options("batch_size", ROWS[device])
     methods = options("method", ("plain", "exspec") if drafts else ("plain",))
     widths = (128, 256, 512, 1024, config.capacity) if config.attention == "gathered" else (config.capacity,)
     buckets = options("bucket", sorted({min(b, config.capacity) for b in widths}))

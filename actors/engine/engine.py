@@ -61,7 +61,7 @@ def phase(method: "Callable[Concatenate[Engine, P], T]") -> "Callable[Concatenat
 class Engine:
     """Decodes token sequences in batches with a target and, unless the method is plain, a draft model.
 
-    target, draft: causal language models of transformers with plain full attention and one vocabulary
+    target, draft: causal language models of transformers that hold keys and values of every token, of one vocabulary
         (`exspec.actors.models.load_pair` checks that), on one device.
     end_ids: token ids that end a sequence; default: those of the target's generation config.
     recorder: records forwards of fixed shapes; default: CUDA graphs on a GPU, nothing elsewhere.

@@ -7,7 +7,6 @@ of models it is of.
 
 import logging
 import os
-import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from exspec.actors.engine.attention import cache_folder
+from exspec.actors.engine.attention import cache_folder, first_line
 
 Run = Callable[..., Any]
 Piece = tuple[Run, Sequence[Tensor], Any]  # what runs, the weights that it takes, and the structure of what it gives
@@ -32,19 +31,16 @@ aten = torch.ops.aten
 
 
 class Code:
-    """What was compiled, by what it was compiled of. seconds: what that took."""
+    """What was compiled, by what it was compiled of."""
 
     def __init__(self) -> None:
         self.kept: dict[Hashable, Run] = {}
-        self.seconds = 0.0
 
     def of(self, graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Run:
         key = graph.code, tuple((t.shape, t.stride(), t.dtype, t.device) for t in inputs)
         if key not in self.kept:
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
-            start = time.perf_counter()
             self.kept[key] = torch._inductor.compile(graph, list(inputs))
-            self.seconds += time.perf_counter() - start
         return self.kept[key]
 
 
@@ -77,7 +73,7 @@ def compiler_trial(device: torch.device) -> str | None:
     except torch.OutOfMemoryError:
         raise
     except Exception as fault:  # a compiler fails in many ways, and each is an answer
-        return next(iter(str(fault).splitlines()), type(fault).__name__)
+        return first_line(fault)
     return None if found.equal(torch.full_like(x, 3)) else "what was compiled gives wrong numbers"
 
 
@@ -151,8 +147,7 @@ class Region:
         except torch.OutOfMemoryError:
             raise
         except Exception as fault:  # tracing and compiling fail in many ways
-            reason = next(iter(str(fault).splitlines()), type(fault).__name__)
-            tell(f"{type(self.layer).__name__} runs as it is, not compiled: {reason}")
+            tell(f"{type(self.layer).__name__} runs as it is, not compiled: {first_line(fault)}")
             return None
 
     def _make(self, stores: tuple[Tensor, ...], leaves: list[Any], spec: Any) -> Piece:
@@ -274,10 +269,3 @@ def _in_a_row(weights: list[Tensor]) -> Tensor | None:
         end += w.numel()
     rows = sum(len(w) for w in weights)
     return torch.as_strided(first.detach(), (rows, first.shape[1]), (first.shape[1], 1), first.storage_offset())
-
-
-def describe() -> str:
-    """What compiling has taken in this process, in words."""
-    return (
-        f"compiled {len(CODE.kept)} pieces in {CODE.seconds:.1f} s, kept in {os.environ.get('TORCHINDUCTOR_CACHE_DIR')}"
-    )

@@ -130,7 +130,7 @@ def _kv(model: PretrainedConfig, config: EngineConfig, capacity: int) -> int:
 
 def _logits(model: PretrainedConfig, config: EngineConfig, place: int) -> int:
     """Of verify for the target (the first model), of a draft step of two columns for the draft, 40 bytes each: for a
-    sampled token they are scaled in float32, and their noise is made in int64 and double."""
+    sampled token they are scaled in float32, and their noise is made in 32 bits: more than is held."""
     vocabulary = model.get_text_config().vocab_size
     columns = config.batch_size * (config.width if place == 0 else 2)
     return int(columns * vocabulary * LOGIT)
