@@ -81,6 +81,27 @@ class ArithmeticLoader:
         return engine, tokenizer()
 
 
+class TogetherLoader(ArithmeticLoader):
+    """Nobody makes a step before `actors` of them have loaded; each leaves a file in `folder` when it has."""
+
+    def __init__(self, folder: Path, actors: int) -> None:
+        super().__init__()
+        self.folder, self.actors = folder, actors
+
+    def __call__(self, window: int | None) -> tuple[Engine, Any]:
+        engine, words = super().__call__(window)
+        (self.folder / f"{os.getpid()}").touch()
+        step = engine.step
+
+        def together() -> None:
+            while len(list(self.folder.iterdir())) < self.actors:
+                time.sleep(0.01)
+            step()
+
+        engine.step = together  # type: ignore[method-assign]
+        return engine, words
+
+
 class ForgetfulLoader(ArithmeticLoader):
     """Runs out of memory in its first round if it has more than `most` slots."""
 

@@ -447,7 +447,8 @@ def test_a_device_that_the_cluster_lacks_is_refused(pair: Pair, source: Path, tm
 def test_few_chunks_are_shared_out_among_the_actors(pair: tuple[str, str], tmp_path: Path) -> None:
     """One actor that is there first would have room for all of them."""
     jobs.write_shards(tmp_path / "in", rows=32)
+    (tmp_path / "loaded").mkdir()
     job = jobs.job(pair, tmp_path / "in", tmp_path / "out", actors="2", chunks_in_flight=8)
-    assert execute(prepare(job), load=jobs.ArithmeticLoader(seconds=0.05)) == 0
+    assert execute(prepare(job), load=jobs.TogetherLoader(tmp_path / "loaded", actors=2)) == 0
     jobs.assert_complete(tmp_path / "out", 32)
     assert len(json.loads((tmp_path / "out" / "_report.json").read_text())["rows_by_actor"]) == 2
