@@ -399,6 +399,8 @@ class Grammar(Constraint):
 
     def _here(self) -> LLMatcher:
         """The matcher, brought back to the place."""
+        if self.place == len(self.way):
+            return self.matcher
         count = sum(token != self.end for token in self.way[self.place :])
         if count and not self.matcher.rollback(count):
             raise RuntimeError(f"llguidance: {self.matcher.get_error()}")

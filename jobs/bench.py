@@ -20,7 +20,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from exspec.actors.engine import METHODS, Engine, EngineConfig, EngineStatistics, Request, SequenceStatistics
+from exspec.actors.engine import METHODS, Engine, EngineConfig, EngineStatistics, Request, SequenceStatistics, fused
 from exspec.actors.engine.cached_model import context_length
 from exspec.actors.engine.calibration import Calibration, calibrate, fastest_kernels, fastest_prefill, prefill_shapes
 from exspec.actors.engine.config import KERNELS
@@ -281,6 +281,9 @@ def run(settings: Settings) -> None:
     )
     for table in bench_tables(rows, title):
         console.print(table)
+    compiled = str(fused.CODE) if fused.CODE.kept else None
+    if compiled:
+        console.print(compiled, highlight=False)
     shown = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(settings).items()}
     print(
         json.dumps(
@@ -288,6 +291,7 @@ def run(settings: Settings) -> None:
                 "settings": shown,
                 "hardware": hardware,
                 "kernels": bench.runner.kernels,
+                "compiled": compiled,
                 "prompts": len(fitting),
                 "methods": rows,
             }

@@ -102,18 +102,21 @@ def sample(job: Job, plan: Plan, prompts: Prompts) -> list[Request]:
 
 @dataclass(frozen=True)
 class Settled:
-    """config: what the job decodes with. candidates: shape, predicted and measured tokens/s; empty: not measured."""
+    """config: what the job decodes with. candidates: shape, predicted and measured tokens/s; empty: not measured.
+    compiled: what was compiled to measure them, and where it is kept."""
 
     config: EngineConfig
     candidates: list[dict[str, Any]]
     seconds: float = 0.0
+    compiled: str | None = None
 
     def __str__(self) -> str:
         c = self.config
         shape = f"{c.method}, B={c.batch_size}, slots={c.slots}, K={c.drafted}, bucket={c.bucket}, {c.kernels}"
         if c.method != "eqspec":
             shape += f", KV of {c.page_count * c.page_size} tokens"
-        return f"{shape} (measured in {self.seconds:.0f} s)" if self.candidates else shape
+        told = [f"measured in {self.seconds:.0f} s", *filter(None, [self.compiled])]
+        return f"{shape} ({'; '.join(told)})" if self.candidates else shape
 
 
 def settle(job: Job, shape: Shape, requests: list[Request], device: str) -> Settled:
@@ -136,7 +139,7 @@ def settle(job: Job, shape: Shape, requests: list[Request], device: str) -> Sett
         return Settled(fitted, [])
     found = calibrate(pair.target, pair.draft, requests, shape.config, shape.free, job.tune_seconds, budget)
     config = found.config if job.threshold is None else replace(found.config, threshold=job.threshold)
-    return Settled(config, found.table(), found.seconds)
+    return Settled(config, found.table(), found.seconds, found.compiled)
 
 
 def pair_of(job: Job, device: str, drafts: bool) -> Pair:

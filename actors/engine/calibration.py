@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from exspec.actors.engine import fused
 from exspec.actors.engine.config import KERNELS, EngineConfig, KernelsName
 from exspec.actors.engine.costs import Clock, Costs, OutOfTimeError
 from exspec.actors.engine.engine import Engine
@@ -73,12 +74,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Calibration:
-    """config: the choice. candidates: all that were predicted, the best first. seconds: what it took."""
+    """config: the choice. candidates: all that were predicted, the best first. seconds: what it took. compiled: what
+    of that a compiler took; None where none was asked."""
 
     config: EngineConfig
     candidates: list[Candidate]
     sample: Sample
     seconds: float
+    compiled: str | None = None
 
     def table(self) -> list[dict[str, Any]]:
         """The candidates as plain values, those that were run first. B, W and K as they are used."""
@@ -115,7 +118,7 @@ def calibrate(
 
     Raises ValueError where no request of the sample can be decoded, or no candidate fits the budget.
     """
-    clock = Clock()
+    clock, compiling = Clock(), fused.CODE.seconds
     start, began = clock.now(), time.monotonic()
     config = replace(settle(target, draft, config), pages=config.pages)
     start_from = config if budget is None else _fitted(target, draft, config, budget)
@@ -169,7 +172,8 @@ def calibrate(
     chosen = max(compared, key=lambda c: (c.measured or c.predicted) / (MARGIN if c.config.drafts else 1))
     costs.deadline = math.inf
     best = replace(chosen.config, threshold=_threshold(chosen.config, costs, sample))
-    return Calibration(best, made, sample, time.monotonic() - began)
+    compiled = str(fused.CODE) if fused.CODE.seconds > compiling else None
+    return Calibration(best, made, sample, time.monotonic() - began, compiled)
 
 
 def look(

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -79,7 +80,7 @@ class DraftModel:
         attended = min(needed, self.columns)
         if group.guide is not None:
             return self._guided(group, group.guide, limits, attended)
-        most = torch.tensor(limits, device=group.pending.device)
+        most = torch.from_numpy(np.array(limits)).to(group.pending.device)
         return Draft(
             *self._loop(group.slots, group.previous, group.pending, group.starts, most, group.sampler, count, attended)
         )

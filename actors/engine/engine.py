@@ -10,11 +10,12 @@ from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from exspec.actors.engine.cached_model import context_length
 from exspec.actors.engine.config import EngineConfig
-from exspec.actors.engine.constraint import Barred, forced
+from exspec.actors.engine.constraint import Barred, Constraint, forced
 from exspec.actors.engine.drafting import Draft
 from exspec.actors.engine.graphs import Recorder
 from exspec.actors.engine.group import Group
@@ -88,8 +89,9 @@ class Engine:
         parts = build(target, draft, config, recorder)
         self.target, self.drafter, self.draft_length, self.grouping, self.prefill, self.caches, store = parts
         self.pool = Pool(config.slots, store, config.width)
-        self.samplers = SamplerState(config.slots, self.vocabulary, self.device)
-        self._fill, self._choose = recorder.wrap(self.target.fill), recorder.wrap(self._choices)
+        self.samplers = SamplerState(config.slots, self.vocabulary, self.device, recorder.wrap)
+        self._fill, self._forward = recorder.wrap(self.target.fill), recorder.wrap(self.target.forward)
+        self._choose, self._pick = recorder.wrap(self._choices), recorder.wrap(picked)
         self.counters = EngineCounters()
         self._finished: list[Completion] = []
         self._ids: set[Hashable] = set()
@@ -139,8 +141,8 @@ class Engine:
 
     def _begin(self, sequence: Sequence) -> None:
         """Put the tokens that a constraint begins with behind the prompt: they are prefilled with it, in no round."""
-        first = takewhile(lambda token: not self._ends(sequence, token), self._foregone(sequence, sequence.budget - 1))
-        for token in first:
+        foregone = forced(sequence.constraint, sequence.budget - 1) if sequence.constraint else []
+        for token in takewhile(lambda token: not self._ends(sequence, token), foregone):
             self._append(sequence, token, {})
             sequence.counters.forced += 1
 
@@ -180,6 +182,8 @@ class Engine:
     @phase
     def _admit(self) -> None:
         admitted = self.pool.admit(self.grouping.room(self.pool))
+        if not admitted:
+            return
         for chunks in self.prefill.plan(admitted):
             slots, ids, starts, attended = self._rows(chunks, self.config.prefill_rows)
             self._fill(slots, ids, starts, attended)
@@ -254,32 +258,23 @@ class Engine:
 
         Of scored rows also the logits [R, width, M] of the candidates, the tokens that may stand there.
         """
-        width = self.config.width if self.config.fixed_shapes else 1 + draft.tokens.shape[1]
-        padded = torch.nn.functional.pad(draft.tokens, (0, width - 1 - draft.tokens.shape[1]))
-        tokens = torch.cat([group.pending[:, None], padded], dim=1)
-        masks = group.guide.along(width) if group.guide else None
-        candidates = group.guide.candidates(width) if group.guide else {}
+        tokens = torch.cat([group.pending[:, None], draft.tokens], dim=1)
+        if (dead := self.config.width - tokens.shape[1]) and self.config.fixed_shapes:
+            tokens = pad(tokens, (0, dead))
+        if group.guide is None:
+            choices = self._choose(group.slots, tokens, group.starts, group.sampler, group.attended)
+            return choices, None, {}
+        logits = self._forward(group.slots, tokens, group.starts, group.attended)
+        # The last masks are made while the device computes: nothing asked for them before.
+        width = tokens.shape[1]
+        masks, candidates = group.guide.along(width), group.guide.candidates(width)
         asked = candidate_ids(candidates, len(group.sequences), width, self.device) if candidates else None
-        choices, scores = self._choose(group.slots, tokens, group.starts, group.sampler, group.attended, masks, asked)
+        choices, scores = self._pick(logits, tokens, group.starts, group.sampler, masks, asked)
         return choices, scores, candidates
 
-    def _choices(
-        self,
-        slots: Tensor,
-        tokens: Tensor,
-        starts: Tensor,
-        sampler: Sampler,
-        attended: int,
-        masks: Tensor | None = None,
-        asked: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The tokens [R, Q] that follow tokens [R, Q], and the logits [R, Q, M] of those asked for."""
-        logits = self.target.forward(slots, tokens, starts, attended)
-        positions = starts[:, None] + 1 + torch.arange(tokens.shape[1], device=self.device)
-        choices = sampler.choose(logits, positions, tokens[:, 1:], masks)
-        if asked is None:
-            return choices, None
-        return choices, logits.float().gather(2, asked.clamp(min=0))
+    def _choices(self, slots: Tensor, tokens: Tensor, starts: Tensor, sampler: Sampler, attended: int) -> Tensor:
+        """The tokens [R, Q] that follow tokens [R, Q]."""
+        return picked(self.target.forward(slots, tokens, starts, attended), tokens, starts, sampler)[0]
 
     @phase
     def _wait(self, draft: Draft, choices: Tensor, scores: Tensor | None, candidates: Candidates) -> list[Outcome]:
@@ -318,9 +313,9 @@ class Engine:
             # Drafts past an end are as if they had never been drafted.
             drafted = min(outcome.drafted, committed) if ending else outcome.drafted
             sequence.counters.round(grouped, drafted, min(accepted, committed))
-            if group.guide:
+            if group.guide and sequence.constraint:
                 sequence.counters.forced += group.guide.forced(row, committed)
-            ending = ending or self._finish(sequence)
+                ending = ending or self._finish(sequence, sequence.constraint)
             kept += len(sequence.tokens) - before
             if ending:
                 self._finished.append(self.pool.end(sequence, *ending))
@@ -349,11 +344,9 @@ class Engine:
                 return ending
         return None
 
-    def _finish(self, sequence: Sequence) -> Ending | None:
+    def _finish(self, sequence: Sequence, constraint: Constraint) -> Ending | None:
         """Where a constraint leaves one way to the end, go it: those tokens need no round."""
-        if sequence.constraint is None:
-            return None
-        rest = self._foregone(sequence, sequence.budget)
+        rest = forced(constraint, sequence.budget)
         if not any(self._ends(sequence, token) for token in rest):
             return None
         ending = None
@@ -371,10 +364,6 @@ class Engine:
             sequence.constraint.advance(token)
         return ending
 
-    def _foregone(self, sequence: Sequence, most: int) -> list[int]:
-        """Tokens that must come next."""
-        return forced(sequence.constraint, most) if sequence.constraint else []
-
     def _ends(self, sequence: Sequence, token: int) -> bool:
         return token in sequence.ends
 
@@ -387,6 +376,20 @@ class Engine:
             if found is not None and len(sequence.tokens) - len(sequence.request.prompt) >= least:
                 return "stop", found
         return ("length", None) if sequence.budget == 0 else None
+
+
+def picked(
+    logits: Tensor,
+    tokens: Tensor,
+    starts: Tensor,
+    sampler: Sampler,
+    masks: Tensor | None = None,
+    asked: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The tokens [R, Q] that follow tokens [R, Q], by logits [R, Q, V]; and the logits [R, Q, M] of those asked for."""
+    positions = starts[:, None] + 1 + torch.arange(tokens.shape[1], device=tokens.device)
+    choices = sampler.choose(logits, positions, tokens[:, 1:], masks)
+    return choices, None if asked is None else logits.float().gather(2, asked.clamp(min=0))
 
 
 def model_end_ids(model: PreTrainedModel) -> frozenset[int]:

@@ -7,11 +7,13 @@ of models it is of.
 
 import logging
 import os
+import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from operator import getitem
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -31,16 +33,27 @@ aten = torch.ops.aten
 
 
 class Code:
-    """What was compiled, by what it was compiled of."""
+    """What was compiled, by what it was compiled of, and the seconds that it took."""
 
     def __init__(self) -> None:
         self.kept: dict[Hashable, Run] = {}
+        self.seconds = 0.0
+
+    @property
+    def folder(self) -> Path:
+        """Where the compiler keeps what it makes, for the next process."""
+        return Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled")))
+
+    def __str__(self) -> str:
+        return f"{len(self.kept)} pieces compiled in {self.seconds:.0f} s, kept in {self.folder}"
 
     def of(self, graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Run:
         key = graph.code, tuple((t.shape, t.stride(), t.dtype, t.device) for t in inputs)
         if key not in self.kept:
-            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
+            self.folder.mkdir(parents=True, exist_ok=True)
+            start = time.perf_counter()
             self.kept[key] = torch._inductor.compile(graph, list(inputs))
+            self.seconds += time.perf_counter() - start
         return self.kept[key]
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ class Group:
     slots: [R].
     previous, pending: [R], the last two committed tokens. starts: [R], the place of the pending one.
     attended: KV columns that the target attends; nothing is committed past them.
+    longest: tokens of the longest row, the pending one among them.
     useful: drafts that row r can take at most, for its bucket and its budget; dead rows take none.
     guide: where any of the rows is constrained. Whoever drafts moves it along.
     """
@@ -28,13 +30,10 @@ class Group:
     pending: Tensor
     starts: Tensor
     attended: int
+    longest: int
     useful: list[int]
     sampler: Sampler
     guide: Guide | None = None
-
-    @property
-    def longest(self) -> int:
-        return max(s.length for s in self.sequences if s) + 1
 
     @classmethod
     def of(
@@ -53,10 +52,16 @@ class Group:
         Dead rows come last, and point to slot W, which nobody owns. guide: makes the guide of the rows. samplers: what
         is kept of the slots' sequences.
         """
-        placed = [*sequences, *[None] * (rows - len(sequences))]
-        numbers, previous, pending, starts = torch.tensor(
-            [_row(s, slots) for s in placed], device=device
-        ).T.contiguous()
+        dead = rows - len(sequences)
+        placed = [*sequences, *[None] * dead]
+        held = [s.slot for s in sequences]
+        lengths = [s.length for s in sequences]
+        values = np.zeros((4, rows), dtype=np.int64)  # of lists of lists numpy makes a tensor sooner than torch does
+        values[0] = [*held, *[slots] * dead]
+        # A prompt of one token has no token before the pending one.
+        values[1:, : len(sequences)] = [s.tokens[-2:][0] for s in sequences], [s.tokens[-1] for s in sequences], lengths
+        numbers, previous, pending, starts = torch.from_numpy(values).to(device)
+        useful = [min(drafts, attended - n - 1, s.budget - 1) for s, n in zip(sequences, lengths, strict=True)]
         return cls(
             sequences=placed,
             slots=numbers,
@@ -64,14 +69,8 @@ class Group:
             pending=pending,
             starts=starts,
             attended=attended,
-            useful=[0 if s is None else min(drafts, attended - s.length - 1, s.budget - 1) for s in placed],
-            sampler=samplers.rows(numbers, [s.slot for s in sequences]),
+            longest=max(lengths) + 1,
+            useful=[*useful, *[0] * dead],
+            sampler=samplers.rows(numbers, held),
             guide=guide(placed),
         )
-
-
-def _row(sequence: Sequence | None, dead_slot: int) -> list[int]:
-    """Slot, previous token, pending token and its place; a prompt of one token has no previous one."""
-    if sequence is None:
-        return [dead_slot, 0, 0, 0]
-    return [sequence.slot, sequence.tokens[-2:][0], sequence.tokens[-1], sequence.length]

@@ -93,7 +93,8 @@ class Pool:
     def reserve(self, sequences: list[Sequence]) -> list[Sequence]:
         """Those of the sequences that have the KV of their next round. Where it is short, the youngest sequence of
         all goes back to the head of the queue with its tokens, until it does."""
-        for sequence in [s for s in self.running if s in sequences]:
+        chosen = set(sequences)
+        for sequence in [s for s in self.running if s in chosen]:
             while sequence.slot >= 0 and not self.store.extend(sequence.slot, self._reach(sequence)):
                 self._take_back(self.running[-1])
         return [s for s in sequences if s.slot >= 0]

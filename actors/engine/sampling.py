@@ -33,6 +33,7 @@ _MASK32, _SIGN32 = 2**32 - 1, 2**31
 _FACTORS = 0x7FEB352D, 0x846CA68B - 2**32
 _SALTS = 0, 0x9E3779B9 - 2**32
 _BELOW_ONE = 1 - 2**-24  # the largest float32 that is
+Gather = Callable[[Tensor], Tensor]
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
@@ -259,10 +260,16 @@ class SamplerState:
     """What choosing tokens needs to know of the sequences in `slots` slots, on the device from admission to the end.
 
     One more slot, number `slots`, is nobody's: dead rows point to it. Tokens are counted for penalised sequences alone:
-    int32 [slots + 1, V], allocated when the first one comes.
+    int32 [slots + 1, V], allocated when the first one comes. wrap: of the engine's recorder, for work of the device.
     """
 
-    def __init__(self, slots: int, vocabulary: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        slots: int,
+        vocabulary: int,
+        device: torch.device,
+        wrap: Callable[[Gather], Gather] = lambda gather: gather,
+    ) -> None:
         self.vocabulary, self.device = vocabulary, device
         self._rows = [Sampling()] * (slots + 1)
         self._uses = [0] * (slots + 1)
@@ -271,6 +278,7 @@ class SamplerState:
             torch.tensor([values] * (slots + 1), device=device) for values in _parameters(Sampling())
         )
         self._held: Tensor | None = None
+        self._held_by = wrap(self._gather)
 
     def admit(self, slot: int, sampling: Sampling, prompt: Sequence[int], tokens: Sequence[int] = ()) -> None:
         """A sequence takes the slot, with a prompt and the tokens that its completion has already."""
@@ -302,9 +310,13 @@ class SamplerState:
         state: dict[str, Any] = {"uses": uses}
         if uses & (Uses.SAMPLED | Uses.PENALISED):
             state |= {"numbers": self._numbers[numbers], "integers": self._integers[numbers]}
-        if uses & Uses.PENALISED and self._held is not None:
-            state["held"] = self._held[numbers]
+        if uses & Uses.PENALISED:
+            state["held"] = self._held_by(numbers)
         return Sampler.of_state(state)
+
+    def _gather(self, numbers: Tensor) -> Tensor:
+        assert self._held is not None, "no penalised sequence was admitted"
+        return self._held[numbers]
 
     def _refresh(self) -> None:
         """Bring the parameters of the sequences admitted since the last round to the device."""
