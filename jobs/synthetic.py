@@ -493,7 +493,7 @@ class Measurement:
             recorders += [Eager()] if recorders[0].records else []
             for recorder in recorders:
                 within(deadline)
-                engine = Engine(self.target, self.draft, config, recorder=recorder)
+                engine = Engine(self.target, self.draft, replace(config, overlap=False), recorder=recorder)
                 yield {"rows": rows, "draft_tokens": drafted, "recorded": recorder.records, **_chosen(config),
                        "phases": self._round(engine)}  # fmt: skip
                 del engine
@@ -514,7 +514,7 @@ class Measurement:
         group = engine._group()
         draft, drafting = measure(lambda: engine._draft(group))
         verified, verifying = measure(lambda: engine._verify(group, draft))
-        _, committing = measure(lambda: engine._commit(group, engine._wait(draft, *verified)))
+        _, committing = measure(lambda: engine._commit(group, engine._wait(verified)))
         return {"draft": drafting, "verify": verifying, "commit": committing}
 
     def _timed(self, run: Callable[[], Any]) -> tuple[Any, float]:

@@ -246,7 +246,8 @@ def predict(config: EngineConfig, costs: Costs, sample: Sample) -> float:
         for sequence in pool.running:
             sequence.waited = 0 if sequence in rows else sequence.waited + 1
         attended = _attended(config, [s.length + 1 for s in rows])
-        seconds += costs.round(config, attended) + sample.overhead * len(rows)
+        device, host = costs.round(config, attended), sample.overhead * len(rows)
+        seconds += max(device, host) if config.overlap else device + host
         for sequence in rows:
             chance, kept = rng.random(), 1
             kept += sum(chance < s for s in sample.survival[: config.drafted])
@@ -363,7 +364,7 @@ def _candidates(config: EngineConfig, free: Sequence[str], drafts: bool, device:
         if "window" not in free and rows > config.window:
             continue
         for bucket in buckets:
-            window = rows if bucket >= config.capacity else 3 * rows
+            window = (2 if config.overlap else 1) * rows if bucket >= config.capacity else 3 * rows
             windows = options("window", (window,))
             for method in methods:
                 for drafted in options("draft_tokens", LENGTHS) if method != "plain" else (config.draft_tokens or 1,):

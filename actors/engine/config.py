@@ -20,8 +20,8 @@ class EngineConfig:
     method: plain decodes without a draft; eqspec speculates on a fixed batch, realigned every round; exspec
         speculates on a window that is refilled at once, in groups of like length.
     batch_size: B, rows of a verify forward.
-    window: W, slots of the pool. A round advances a group of B out of W. It is B where more slots would only wait:
-        with one bucket for all lengths, and with eqspec.
+    window: W, slots of the pool. A round advances a group of B out of W. It is B where more slots would only wait,
+        with one bucket for all lengths and with eqspec; or 2B, where rounds overlap.
     draft_tokens: K, tokens drafted a round. Ignored by plain, which drafts none.
     columns: width of a verify forward; default K + 1 (plain: 1). Wider ones are dead columns: `plain` with
         `columns = K + 1` is the reference in the shape of speculation.
@@ -41,6 +41,8 @@ class EngineConfig:
         nothing can be compiled, or attention is not in place, it is eager.
     prefill_rows, prefill_columns: P and C. Prompts are prefilled in chunks of C tokens, P of them in a forward. Whole
         chunks that prompts have in common are computed once.
+    overlap: a round is committed while the device works on the next one, which is of other sequences. Default: on
+        CUDA, where attention is in place. Only with fixed shapes; changes no token.
     exact: every token comes out of forwards whose shape depends on its position alone, so that it does not depend on
         neighbours, drafter, acceptance, admission order or retry. False lets shapes follow the rows at hand.
         eqspec grows its cache by nature and never has fixed shapes.
@@ -63,6 +65,7 @@ class EngineConfig:
     pages: int | None = None
     attention: AttentionName = "auto"
     kernels: KernelsName = "eager"
+    overlap: bool | None = None
     exact: bool = True
 
     def __post_init__(self) -> None:
@@ -118,8 +121,9 @@ class EngineConfig:
 
     @property
     def slots(self) -> int:
-        one_bucket = self.bucket >= self.capacity
-        return self.batch_size if one_bucket or self.method == "eqspec" else self.window
+        if self.bucket < self.capacity and self.method != "eqspec":
+            return self.window
+        return min(2 * self.batch_size, self.window) if self.overlap and self.fixed_shapes else self.batch_size
 
     @property
     def page_size(self) -> int:

@@ -80,7 +80,7 @@ class DraftModel:
         attended = min(needed, self.columns)
         if group.guide is not None:
             return self._guided(group, group.guide, limits, attended)
-        most = torch.from_numpy(np.array(limits)).to(group.pending.device)
+        most = torch.from_numpy(np.array(limits)).to(group.pending.device, non_blocking=True)
         return Draft(
             *self._loop(group.slots, group.previous, group.pending, group.starts, most, group.sampler, count, attended)
         )
@@ -142,7 +142,7 @@ class DraftModel:
                 break
             previous, pending = pending, token
         drafts = torch.stack(drafted, dim=1) if drafted else pending.new_empty(len(pending), 0)
-        return Draft(drafts, torch.tensor(lengths, device=pending.device))
+        return Draft(drafts, torch.tensor(lengths).to(pending.device, non_blocking=True))
 
     def _choose(self, logits: Tensor, starts: Tensor, sampler: Sampler, masks: Tensor, chance: Tensor) -> Tensor:
         """Of those that masks [R, 1, words] allow the draft's token after `starts`; its chance; whether to keep it.

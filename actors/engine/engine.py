@@ -17,7 +17,7 @@ from exspec.actors.engine.cached_model import context_length
 from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.constraint import Barred, Constraint, forced
 from exspec.actors.engine.drafting import Draft
-from exspec.actors.engine.graphs import Recorder
+from exspec.actors.engine.graphs import Arriving, Recorder
 from exspec.actors.engine.group import Group
 from exspec.actors.engine.guide import Candidates, Guide, Masks, candidate_ids
 from exspec.actors.engine.methods import build, recorder_for, settle
@@ -43,6 +43,19 @@ class Outcome(NamedTuple):
     drafted: int
     columns: int
     scores: dict[int, Scores]
+
+
+class Round(NamedTuple):
+    """A round that the device is at work on. arriving: the target's tokens [R, Q] after the pending one and after each
+    draft, the lengths of the drafts [R, 1], and the drafts [R, N], side by side. scores: of the candidates, the tokens
+    that may stand at a place, the logits [R, Q, M], of scored rows.
+    """
+
+    group: Group
+    width: int
+    arriving: Arriving
+    scores: Arriving | None = None
+    candidates: Candidates | None = None
 
 
 def phase(method: "Callable[Concatenate[Engine, P], T]") -> "Callable[Concatenate[Engine, P], T]":
@@ -93,6 +106,7 @@ class Engine:
         self._fill, self._forward = recorder.wrap(self.target.fill), recorder.wrap(self.target.forward)
         self._choose, self._pick = recorder.wrap(self._choices), recorder.wrap(picked)
         self.counters = EngineCounters()
+        self._flying: Round | None = None  # while rounds overlap, the last one
         self._finished: list[Completion] = []
         self._ids: set[Hashable] = set()
 
@@ -155,11 +169,28 @@ class Engine:
     def step(self) -> None:
         """One round. Does nothing without work."""
         self._admit()
+        if self._flying and len(self._others()) < self.config.batch_size:
+            self._land()  # a round that others do not fill would cost as much
+            self._admit()
         if not self.pool.running:
             return
         group = self._group()
-        draft = self._draft(group)
-        self._commit(group, self._wait(draft, *self._verify(group, draft)))
+        started = self._verify(group, self._draft(group))
+        self._land()
+        self._flying = started
+        if not self.config.overlap or group.guide:  # masks are written in place
+            self._land()
+
+    def _others(self) -> list[Sequence]:
+        """Those that run, and are not part of the round that the device is at work on."""
+        flying = set(self._flying.group.sequences) if self._flying else set()
+        return [s for s in self.pool.running if s not in flying]
+
+    def _land(self) -> None:
+        """Commit the round that the device is at work on, if there is one."""
+        if self._flying:
+            started, self._flying = self._flying, None
+            self._commit(started.group, self._wait(started))
 
     def run(self) -> list[Completion]:
         """Steps until nothing is left to do; returns what has finished."""
@@ -224,14 +255,20 @@ class Engine:
         tokens = [*(c.tokens + [0] * (width - c.end + c.start) for c in chunks), *[[0] * width] * dead]
         slots = [*(c.sequence.slot for c in chunks), *[self.pool.slots] * dead]
         starts = [*(c.start for c in chunks), *[0] * dead]
-        places, ids, first = (torch.tensor(values, device=self.device) for values in (slots, tokens, starts))
+        places, ids, first = (
+            torch.tensor(values).to(self.device, non_blocking=True) for values in (slots, tokens, starts)
+        )
         return places, ids, first, attended
 
     @phase
     def _group(self) -> Group:
         sequences: list[Sequence] = []
         while not sequences:
-            sequences = self.pool.reserve(self.grouping.select(self.pool.running))
+            found = self.pool.reserve(self.grouping.select(self._others()), take_back=self._flying is None)
+            if found is None:
+                self._land()
+            else:
+                sequences = found
         for sequence in self.pool.running:
             sequence.waited += 1
         for sequence in sequences:
@@ -253,44 +290,41 @@ class Engine:
         return self.drafter.propose(group, self.draft_length.limits(group))
 
     @phase
-    def _verify(self, group: Group, draft: Draft) -> tuple[Tensor, Tensor | None, Candidates]:
-        """The target's tokens [R, width] after the pending token and after each draft.
-
-        Of scored rows also the logits [R, width, M] of the candidates, the tokens that may stand there.
-        """
+    def _verify(self, group: Group, draft: Draft) -> Round:
+        """Have the target say what follows the pending token and each draft."""
         tokens = torch.cat([group.pending[:, None], draft.tokens], dim=1)
         if (dead := self.config.width - tokens.shape[1]) and self.config.fixed_shapes:
             tokens = pad(tokens, (0, dead))
+        width = tokens.shape[1]
         if group.guide is None:
             choices = self._choose(group.slots, tokens, group.starts, group.sampler, group.attended)
-            return choices, None, {}
+            return Round(group, width, _arriving(choices, draft))
         logits = self._forward(group.slots, tokens, group.starts, group.attended)
         # The last masks are made while the device computes: nothing asked for them before.
-        width = tokens.shape[1]
         masks, candidates = group.guide.along(width), group.guide.candidates(width)
         asked = candidate_ids(candidates, len(group.sequences), width, self.device) if candidates else None
         choices, scores = self._pick(logits, tokens, group.starts, group.sampler, masks, asked)
-        return choices, scores, candidates
+        logits = None if scores is None else Arriving(scores)
+        return Round(group, width, _arriving(choices, draft), logits, candidates)
 
     def _choices(self, slots: Tensor, tokens: Tensor, starts: Tensor, sampler: Sampler, attended: int) -> Tensor:
         """The tokens [R, Q] that follow tokens [R, Q]."""
         return picked(self.target.forward(slots, tokens, starts, attended), tokens, starts, sampler)[0]
 
     @phase
-    def _wait(self, draft: Draft, choices: Tensor, scores: Tensor | None, candidates: Candidates) -> list[Outcome]:
+    def _wait(self, started: Round) -> list[Outcome]:
         """The round's wait for the device: what came of each row."""
-        width, drafts = choices.shape[1], draft.tokens.shape[1]
-        rows = torch.cat([choices, draft.lengths[:, None], draft.tokens], dim=1).cpu().numpy()
+        width, rows = started.width, started.arriving.wait().numpy()
         chosen, lengths, drafted = rows[:, :width], rows[:, width], rows[:, width + 1 :]
+        drafts = drafted.shape[1]
         agreed = (drafted == chosen[:, :drafts]) & (np.arange(drafts) < lengths[:, None])
         accepted = np.logical_and.accumulate(agreed, axis=1).sum(axis=1)
         outcomes = [
             Outcome(tokens[: kept + 1], length, width, {})
             for tokens, kept, length in zip(chosen.tolist(), accepted.tolist(), lengths.tolist(), strict=True)
         ]
-        logits = scores.cpu().double() if scores is not None else None
-        for (r, q), tokens in candidates.items():
-            assert logits is not None
+        logits = started.scores.wait().double() if started.scores else torch.empty(0)
+        for (r, q), tokens in (started.candidates or {}).items():
             # Among themselves alone: M is what the neighbours make it, and a sum over it would depend on them.
             outcomes[r].scores[q] = dict(zip(tokens, logits[r, q, : len(tokens)].log_softmax(0).tolist(), strict=True))
         return outcomes
@@ -376,6 +410,10 @@ class Engine:
             if found is not None and len(sequence.tokens) - len(sequence.request.prompt) >= least:
                 return "stop", found
         return ("length", None) if sequence.budget == 0 else None
+
+
+def _arriving(choices: Tensor, draft: Draft) -> Arriving:
+    return Arriving(torch.cat([choices, draft.lengths[:, None], draft.tokens], dim=1))
 
 
 def picked(

@@ -91,6 +91,24 @@ class CudaGraphs(Recordings):
         return play
 
 
+class Arriving:
+    """A tensor on its way to the host. Who waits for it waits for what the device was given before, and not for what
+    it was given after."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.event = tensor, None
+        if tensor.device.type == "cuda":
+            self.tensor = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record(torch.cuda.current_stream(tensor.device))
+
+    def wait(self) -> Tensor:
+        """It, on the host."""
+        if self.event is not None:
+            self.event.synchronize()
+        return self.tensor
+
+
 def _key(value: Any) -> Hashable:
     if isinstance(value, Tensor):
         return value.shape, value.dtype

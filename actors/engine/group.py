@@ -60,7 +60,7 @@ class Group:
         values[0] = [*held, *[slots] * dead]
         # A prompt of one token has no token before the pending one.
         values[1:, : len(sequences)] = [s.tokens[-2:][0] for s in sequences], [s.tokens[-1] for s in sequences], lengths
-        numbers, previous, pending, starts = torch.from_numpy(values).to(device)
+        numbers, previous, pending, starts = torch.from_numpy(values).to(device, non_blocking=True)
         useful = [min(drafts, attended - n - 1, s.budget - 1) for s, n in zip(sequences, lengths, strict=True)]
         return cls(
             sequences=placed,

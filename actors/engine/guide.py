@@ -174,4 +174,4 @@ def candidate_ids(candidates: Candidates, rows: int, width: int, device: torch.d
     ids = torch.full((rows, width, most), -1)
     for (row, place), tokens in candidates.items():
         ids[row, place, : len(tokens)] = torch.tensor(tokens)
-    return ids.to(device)
+    return ids.to(device, non_blocking=True)

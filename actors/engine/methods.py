@@ -49,6 +49,10 @@ def settle(target: PreTrainedModel, draft: PreTrainedModel | None, config: Engin
     Raises ValueError where attention in place is asked for and does not work.
     """
     config = _attending(target, draft, replace(config, capacity=min(config.capacity, context_length(target.config))))
+    if config.overlap is None:
+        config = replace(config, overlap=target.device.type == "cuda" and config.attention == "in_place")
+    if not config.fixed_shapes:
+        config = replace(config, overlap=False)
     if config.kernels == "packed" and not packs(target.device):
         return replace(config, kernels="eager")
     if config.kernels == "compiled":

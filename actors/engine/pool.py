@@ -90,12 +90,14 @@ class Pool:
             admitted.append(sequence)
         return admitted
 
-    def reserve(self, sequences: list[Sequence]) -> list[Sequence]:
+    def reserve(self, sequences: list[Sequence], take_back: bool = True) -> list[Sequence] | None:
         """Those of the sequences that have the KV of their next round. Where it is short, the youngest sequence of
-        all goes back to the head of the queue with its tokens, until it does."""
+        all goes back to the head of the queue with its tokens, until it does; unless `take_back`, None is returned."""
         chosen = set(sequences)
         for sequence in [s for s in self.running if s in chosen]:
             while sequence.slot >= 0 and not self.store.extend(sequence.slot, self._reach(sequence)):
+                if not take_back:
+                    return None
                 self._take_back(self.running[-1])
         return [s for s in sequences if s.slot >= 0]
 

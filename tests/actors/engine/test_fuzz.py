@@ -32,6 +32,7 @@ def shape(rng: random.Random) -> dict[str, Any]:
         "draft_length": rng.choice(["fixed", "explicit", "implicit", "both"]),
         "exact": rng.random() < 0.8,
         "kernels": rng.choice(["eager", "packed"]),
+        "overlap": rng.random() < 0.5,
     }
     if rng.random() < 0.5:  # so few that sequences are taken back
         made["pages"] = -(-tiny.CONTEXT // page) + rng.randint(0, 12)
