@@ -39,11 +39,12 @@ FREE = ("method", "batch_size", "window", "draft_tokens", "bucket", "kernels", "
 ROWS = {"cuda": (8, 16, 32, 64, 128, 256, 4, 2, 1), "cpu": (8, 16, 4, 2, 1)}  # B that are tried, the likeliest first
 # Kernels that are predicted with. On a CPU compiled ones are made for the finalists alone: each shape takes seconds.
 PREDICTED: dict[str, tuple[KernelsName, ...]] = {"cuda": ("compiled", "eager"), "cpu": ("eager", "packed")}
-PREFILLS = {"cuda": ((1, 128), (4, 128), (16, 128)), "cpu": ((4, 32), (8, 32), (1, 128))}  # rows and columns
+PREFILLS = {"cuda": ((1, 128), (4, 128), (16, 128)), "cpu": ((4, 32), (8, 16), (1, 128))}  # rows and columns
 LENGTHS = (1, 2, 3, 4, 5, 6, 8)  # K that are tried
 LOOKED_AT = 5  # K of the first run, beyond which survival is extrapolated
 ROUNDS = 100  # of a dry run
 FINALISTS = 3
+TURNS, FIRST_TURNS = 5, 2  # that the time of the final is cut into, and those that all finalists take part in
 COMPILE_FROM = 10.0  # seconds of measuring: who gives less does not want to wait for a compiler
 MARGIN = 1.02  # speculation must be this much faster than plain decoding to be taken
 
@@ -167,9 +168,11 @@ def calibrate(
     if budget is not None:  # all finalists hold their KV at once
         while len(finalists) > 1 and _together(target, draft, finalists) > budget:
             finalists.remove(max(finalists, key=lambda c: (c is not finalists[0], c.config.drafts)))
-    _final(engine, target, draft, sample, finalists, clock, start + seconds)
-    compared = finalists if len(finalists) > 1 else made
-    chosen = max(compared, key=lambda c: (c.measured or c.predicted) / (MARGIN if c.config.drafts else 1))
+    chosen = (
+        _final(engine, target, draft, sample, finalists, clock, start + seconds)
+        if len(finalists) > 1
+        else max(made, key=lambda c: c.predicted / (MARGIN if c.config.drafts else 1))
+    )
     costs.deadline = math.inf
     best = replace(chosen.config, threshold=_threshold(chosen.config, costs, sample))
     compiled = str(fused.CODE) if fused.CODE.seconds > compiling else None
@@ -311,15 +314,16 @@ def _fastest(
     clock: Clock | None,
     seconds: Callable[[Costs], float],
 ) -> EngineConfig:
-    """Of the shapes that work here, the one that takes the fewest seconds."""
+    """Of the shapes that work here, the one that takes the fewest seconds. Each is timed twice, the second time in the
+    opposite order: a machine may be faster now than a little later."""
     found: list[tuple[float, EngineConfig]] = []
-    for shape in shapes:
-        if settle(target, draft, shape).kernels == shape.kernels:
-            costs = Costs(target, draft, requests, longest, shape, clock)
-            with suppress(torch.OutOfMemoryError):
-                found.append((seconds(costs), shape))
-            costs.forget()
-    return min(found, key=lambda pair: pair[0])[1] if found else shapes[0]
+    working = [shape for shape in shapes if settle(target, draft, shape).kernels == shape.kernels]
+    for shape in [*working, *reversed(working)] if len(working) > 1 else []:
+        costs = Costs(target, draft, requests, longest, shape, clock)
+        with suppress(torch.OutOfMemoryError):
+            found.append((seconds(costs), shape))
+        costs.forget()
+    return min(found, key=lambda pair: pair[0])[1] if found else [*working, *shapes][0]
 
 
 def _compiled(target: PreTrainedModel, draft: PreTrainedModel | None, candidates: list[Candidate]) -> list[Candidate]:
@@ -413,24 +417,36 @@ def _final(
     finalists: list[Candidate],
     clock: Clock,
     end: float,
-) -> None:
-    """Run the finalists in turn, a slice of the time each, on pools that are never drained."""
-    if len(finalists) == 1:
-        return
+) -> Candidate:
+    """Run the finalists in turn, a slice of the time each, on pools that are never drained; returns the fastest.
+
+    All of them twice; then the best of each kind alone, which are compared turn by turn, for a machine may be faster
+    in one than in the next.
+    """
     engines = [make(target, draft if c.config.drafts else None, c.config) for c in finalists]
     feeds = [_Feed(engine, sample) for engine in engines]
-    slice_ = max(0.05, (end - clock.now()) / (5 * len(feeds)))
+    slice_ = max(0.05, (end - clock.now()) / (TURNS * len(feeds)))
     for feed in feeds:
         with clock.stopped():  # admits, and records what a device records
             feed.run(time.monotonic() + slice_ / 2)
     speeds: list[list[float]] = [[] for _ in feeds]
-    while not speeds[-1] or clock.now() + len(feeds) * slice_ < end:
-        for i, feed in enumerate(feeds):
-            speeds[i].append(feed.run(time.monotonic() + slice_))
+    for _ in range(FIRST_TURNS):
+        for feed, its in zip(feeds, speeds, strict=True):
+            its.append(feed.run(time.monotonic() + slice_))
+    order = sorted(range(len(feeds)), key=lambda i: -median(speeds[i]))
+    first = order[0]
+    second = next((i for i in order if finalists[i].config.drafts != finalists[first].config.drafts), order[1])
+    slice_ = max(0.05, (end - clock.now()) / (TURNS * 2))
+    while clock.now() + 2 * slice_ < end:
+        for i in (first, second):
+            speeds[i].append(feeds[i].run(time.monotonic() + slice_))
     for candidate, measured in zip(finalists, speeds, strict=True):
         candidate.measured = median(measured)
     del engines, feeds, feed
     gc.collect()
+    faster = median(a / b for a, b in zip(speeds[first], speeds[second], strict=True))
+    margin = MARGIN ** (finalists[first].config.drafts - finalists[second].config.drafts)
+    return finalists[first] if faster >= margin else finalists[second]
 
 
 class _Feed:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._guards import detect_fake_mode
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -27,6 +28,7 @@ from torch.utils import _pytree as pytree
 
 from exspec.actors.engine.attention import cache_folder, first_line
 
+FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 Run = Callable[..., Any]
 Piece = tuple[Run, Sequence[Tensor], Any]  # what runs, the weights that it takes, and the structure of what it gives
 aten = torch.ops.aten
@@ -41,8 +43,10 @@ class Code:
 
     @property
     def folder(self) -> Path:
-        """Where the compiler keeps what it makes, for the next process."""
-        return Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled")))
+        """Where the compiler keeps what it makes, for the next process: TORCHINDUCTOR_CACHE_DIR, or one of our own."""
+        if os.environ.get(FOLDER) in (None, default_cache_dir()):  # which torch itself sets when it is imported
+            os.environ[FOLDER] = str(cache_folder() / "compiled")
+        return Path(os.environ[FOLDER])
 
     def __str__(self) -> str:
         return f"{len(self.kept)} pieces compiled in {self.seconds:.0f} s, kept in {self.folder}"
