@@ -106,7 +106,7 @@ class Arriving:
         """It, on the host."""
         if self.event is not None:
             self.event.synchronize()
-        return self.tensor
+        return self.tensor.cpu()
 
 
 def _key(value: Any) -> Hashable:
