@@ -54,8 +54,8 @@ class Round(NamedTuple):
     group: Group
     width: int
     arriving: Arriving
-    scores: Arriving | None = None
-    candidates: Candidates | None = None
+    scores: Arriving | None
+    candidates: Candidates
 
 
 def phase(method: "Callable[Concatenate[Engine, P], T]") -> "Callable[Concatenate[Engine, P], T]":
@@ -183,7 +183,9 @@ class Engine:
 
     def _others(self) -> list[Sequence]:
         """Those that run, and are not part of the round that the device is at work on."""
-        flying = set(self._flying.group.sequences) if self._flying else set()
+        if self._flying is None:
+            return self.pool.running
+        flying = set(self._flying.group.sequences)
         return [s for s in self.pool.running if s not in flying]
 
     def _land(self) -> None:
@@ -296,16 +298,17 @@ class Engine:
         if (dead := self.config.width - tokens.shape[1]) and self.config.fixed_shapes:
             tokens = pad(tokens, (0, dead))
         width = tokens.shape[1]
+        scores, candidates = None, Candidates()
         if group.guide is None:
             choices = self._choose(group.slots, tokens, group.starts, group.sampler, group.attended)
-            return Round(group, width, _arriving(choices, draft))
-        logits = self._forward(group.slots, tokens, group.starts, group.attended)
-        # The last masks are made while the device computes: nothing asked for them before.
-        masks, candidates = group.guide.along(width), group.guide.candidates(width)
-        asked = candidate_ids(candidates, len(group.sequences), width, self.device) if candidates else None
-        choices, scores = self._pick(logits, tokens, group.starts, group.sampler, masks, asked)
-        logits = None if scores is None else Arriving(scores)
-        return Round(group, width, _arriving(choices, draft), logits, candidates)
+        else:
+            logits = self._forward(group.slots, tokens, group.starts, group.attended)
+            # The last masks are made while the device computes: nothing asked for them before.
+            masks, candidates = group.guide.along(width), group.guide.candidates(width)
+            asked = candidate_ids(candidates, len(group.sequences), width, self.device) if candidates else None
+            choices, scores = self._pick(logits, tokens, group.starts, group.sampler, masks, asked)
+        rows = torch.cat([choices, draft.lengths[:, None], draft.tokens], dim=1)
+        return Round(group, width, Arriving(rows), None if scores is None else Arriving(scores), candidates)
 
     def _choices(self, slots: Tensor, tokens: Tensor, starts: Tensor, sampler: Sampler, attended: int) -> Tensor:
         """The tokens [R, Q] that follow tokens [R, Q]."""
@@ -323,8 +326,9 @@ class Engine:
             Outcome(tokens[: kept + 1], length, width, {})
             for tokens, kept, length in zip(chosen.tolist(), accepted.tolist(), lengths.tolist(), strict=True)
         ]
-        logits = started.scores.wait().double() if started.scores else torch.empty(0)
-        for (r, q), tokens in (started.candidates or {}).items():
+        logits = started.scores.wait().double() if started.scores else None
+        for (r, q), tokens in started.candidates.items():
+            assert logits is not None
             # Among themselves alone: M is what the neighbours make it, and a sum over it would depend on them.
             outcomes[r].scores[q] = dict(zip(tokens, logits[r, q, : len(tokens)].log_softmax(0).tolist(), strict=True))
         return outcomes
@@ -410,10 +414,6 @@ class Engine:
             if found is not None and len(sequence.tokens) - len(sequence.request.prompt) >= least:
                 return "stop", found
         return ("length", None) if sequence.budget == 0 else None
-
-
-def _arriving(choices: Tensor, draft: Draft) -> Arriving:
-    return Arriving(torch.cat([choices, draft.lengths[:, None], draft.tokens], dim=1))
 
 
 def picked(

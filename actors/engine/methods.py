@@ -44,15 +44,15 @@ def recorder_for(device: torch.device, config: EngineConfig) -> Recorder:
 
 def settle(target: PreTrainedModel, draft: PreTrainedModel | None, config: EngineConfig) -> EngineConfig:
     """The config as it can be run with these models here: no slot longer than the model's context, which it would
-    never fill; how attention is going to read the KV, and where that is in place, no buckets; what runs the layers.
+    never fill; how attention is going to read the KV, and where that is in place, no buckets; whether rounds overlap;
+    what runs the layers.
 
     Raises ValueError where attention in place is asked for and does not work.
     """
     config = _attending(target, draft, replace(config, capacity=min(config.capacity, context_length(target.config))))
-    if config.overlap is None:
-        config = replace(config, overlap=target.device.type == "cuda" and config.attention == "in_place")
-    if not config.fixed_shapes:
-        config = replace(config, overlap=False)
+    by_itself = target.device.type == "cuda" and config.attention == "in_place"
+    overlap = by_itself if config.overlap is None else config.overlap
+    config = replace(config, overlap=overlap and config.fixed_shapes)
     if config.kernels == "packed" and not packs(target.device):
         return replace(config, kernels="eager")
     if config.kernels == "compiled":
