@@ -21,15 +21,20 @@ SETTINGS = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_DASHBOARD_ADDRESS", "R
 
 @dataclass(frozen=True)
 class Head:
-    """address: of its dashboard. token: the file that holds its token."""
+    """address: of its dashboard. token: the file that holds its token. process: that has started all of its own."""
 
     address: str
     token: Path
+    process: psutil.Process
 
     def environment(self, **more: str) -> dict[str, str]:
         """What a person who may use the cluster has set."""
-        bare = {k: v for k, v in os.environ.items() if k not in SETTINGS}
-        return bare | {"RAY_API_SERVER_ADDRESS": self.address, "RAY_AUTH_TOKEN_PATH": str(self.token)} | more
+        return _bare() | {"RAY_API_SERVER_ADDRESS": self.address, "RAY_AUTH_TOKEN_PATH": str(self.token)} | more
+
+
+def _bare() -> dict[str, str]:
+    """This process's environment without what it has set for a cluster."""
+    return {name: value for name, value in os.environ.items() if name not in SETTINGS}
 
 
 def free_port() -> int:
@@ -42,20 +47,22 @@ def ray_head(folder: Path) -> Iterator[Head]:
     """Starts a head and ends it with everything that it started. folder: short, for sockets lie below it."""
     token = folder / "token"
     token.write_text(secrets.token_hex(16))
-    head = Head(f"http://127.0.0.1:{free_port()}", token)
+    dashboard = free_port()
     programs = Path(sys.executable).parent
     path = os.pathsep.join([str(programs), os.environ.get("PATH", "")])
     command = [
         programs / "ray", "start", "--head", "--block", "--node-ip-address=127.0.0.2", f"--port={free_port()}",
-        "--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={head.address.rsplit(':', 1)[1]}",
+        "--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}",
         f"--dashboard-agent-listen-port={free_port()}", f"--ray-client-server-port={free_port()}", "--num-cpus=6",
         "--min-worker-port=0", "--max-worker-port=0", f"--object-store-memory={100 * 2**20}",
         f"--temp-dir={folder / 'r'}", "--disable-usage-stats",
     ]  # fmt: skip
-    environment = head.environment(RAY_AUTH_MODE="token", PATH=path, EXSPEC_CACHE=str(folder / "cache"))
-    del environment["RAY_API_SERVER_ADDRESS"]
+    environment = _bare() | {
+        "RAY_AUTH_TOKEN_PATH": str(token), "RAY_AUTH_MODE": "token", "PATH": path, "EXSPEC_CACHE": str(folder / "cache")
+    }  # fmt: skip
     with (folder / "head.log").open("wb") as log:
         started = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+    head = Head(f"http://127.0.0.1:{dashboard}", token, psutil.Process(started.pid))
     try:
         until = time.monotonic() + PATIENCE
         while not _answers(head.address):

@@ -7,13 +7,15 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pyarrow.parquet as pq
 import pytest
 
 from exspec.jobs.demo.shards import write_shards
+from tests.pipeline.generators import held
 
 COMMAND = [sys.executable, "-c", "from exspec.jobs.cli import main; main()"]
-SHAPE = ["--method", "plain", "--batch-size", "2", "--window", "2", "--rows-per-chunk", "4"]  # slow enough to be met
+SHAPE = ["--method", "plain", "--batch-size", "2", "--window", "2", "--rows-per-chunk", "4", "--actors", "1"]
 
 
 def start(place: Path, *words: str) -> subprocess.Popen[str]:
@@ -41,12 +43,13 @@ def test_a_second_command_leaves_and_one_after_a_kill_goes_on(tmp_path: Path) ->
     run = ["run", "--input", "in", "--output", "out", "--quiet", *SHAPE]
     first = start(tmp_path, *run)
     await_parts(tmp_path / "out", 2, first)
-    for words in (run, [*run, "--restart"], ["compact", "out"]):
-        told = end(start(tmp_path, *words), 2)
-        assert f"out: run is at work on it, on {os.uname().nodename} (process {first.pid}) since" in told
-    assert first.poll() is None
-    os.kill(first.pid, signal.SIGKILL)
-    first.communicate()
+    with held(psutil.Process(first.pid)):
+        for words in (run, [*run, "--restart"], ["compact", "out"]):
+            told = end(start(tmp_path, *words), 2)
+            assert f"out: run is at work on it, on {os.uname().nodename} (process {first.pid}) since" in told
+        assert first.poll() is None
+        os.kill(first.pid, signal.SIGKILL)
+        first.communicate()
     kept = {path.name for path in (tmp_path / "out").glob("part-*")}
     assert 2 <= len(kept) < 24
     waiting = start(tmp_path, *run)

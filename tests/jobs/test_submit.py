@@ -26,6 +26,7 @@ from exspec.jobs.cluster import Cluster, exit_code, outcome
 from exspec.jobs.wheel import build_wheel
 from exspec.pipeline.errors import JobError
 from tests.jobs.cluster import Head, ray_head
+from tests.pipeline.generators import held
 
 pytestmark = pytest.mark.slow
 
@@ -62,9 +63,9 @@ def exspec(head: Head, *arguments: str, **environment: str) -> subprocess.Comple
 
 
 def run_of(messages: Path, output: Path) -> list[str]:
-    """A job slow enough to be stopped: one sequence at a time."""
-    slow = ["--method", "plain", "--batch-size", "1", "--window", "1", "--rows-per-chunk", "4"]
-    return ["run", "--input", str(messages), "--output", str(output), *slow]
+    """A job of many parts: one sequence at a time, four a part."""
+    shape = ["--method", "plain", "--batch-size", "1", "--window", "1", "--rows-per-chunk", "4"]
+    return ["run", "--input", str(messages), "--output", str(output), *shape]
 
 
 def metadata(head: Head) -> str:
@@ -76,7 +77,7 @@ def metadata(head: Head) -> str:
 
 
 def test_a_job_is_followed_left_followed_again_and_cancelled(head: Head, messages: Path, output: Path) -> None:
-    sent = exspec(head, "submit", "--detach", "--name", "long", *run_of(messages, output))
+    sent = exspec(head, "submit", "--detach", "--name", "long", *run_of(messages, output), "--actors", "1")
     assert sent.returncode == 0, sent.stderr
     assert sent.stdout == "long\n"
 
@@ -98,8 +99,9 @@ def test_a_job_is_followed_left_followed_again_and_cancelled(head: Head, message
             assert second.poll() is None, second.communicate()
             assert time.monotonic() < until
             time.sleep(0.05)
-        cancelled = exspec(head, "cancel", "long")
-        printed, said = second.communicate(timeout=60)
+        with held(head.process):
+            cancelled = exspec(head, "cancel", "long")
+            printed, said = second.communicate(timeout=60)
     assert cancelled.returncode == 0
     assert "long was stopped" in cancelled.stdout
     assert second.returncode == 4, (printed, said)

@@ -17,6 +17,7 @@ from exspec.pipeline.job import Job
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
 from tests.pipeline import jobs
+from tests.pipeline.generators import generators
 
 # The head can hold both actors and the readers once it is alone.
 NODE = {"num_cpus": 3, "object_store_memory": 100 * 2**20}
@@ -27,9 +28,7 @@ IMPATIENT = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 50
 def lose(cluster: Cluster, node: Any, output: Path) -> None:
     """Kill the node when an actor is at work there and some chunks are done."""
     raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
-    while len(list(output.glob("part-*"))) < 4 or not any(
-        "MapWorker(MapBatches(Generator))" in word for p in raylet.children() for word in p.cmdline()[:1]
-    ):
+    while len(list(output.glob("part-*"))) < 4 or not generators(raylet):
         time.sleep(0.02)
     cluster.remove_node(node, allow_graceful=False)
     print(f"node lost after {len(list(output.glob('part-*')))} chunks", flush=True)

@@ -21,15 +21,10 @@ from exspec.pipeline.job import Job
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
 from tests.pipeline import jobs
+from tests.pipeline.generators import generators
 
 ROOT = Path(__file__).parents[2]
 Pair = tuple[str, str]
-
-
-def generators() -> list[psutil.Process]:
-    """The generator actors' processes of this test session's Ray."""
-    children = psutil.Process().children(recursive=True)
-    return [p for p in children if any("MapWorker(MapBatches(Generator))" in word for word in p.cmdline()[:1])]
 
 
 class Reaper(threading.Thread):
@@ -43,7 +38,7 @@ class Reaper(threading.Thread):
 
     def run(self) -> None:
         while self.left and not self.over.wait(self.random.uniform(0.2, 1.5)):
-            if list(self.output.glob("part-*")) and (alive := generators()):
+            if list(self.output.glob("part-*")) and (alive := generators(psutil.Process())):
                 victim = self.random.choice(alive)
                 os.kill(victim.pid, signal.SIGKILL)
                 self.killed.append(victim.pid)
