@@ -382,6 +382,13 @@ class Grammar(Constraint):
                 masks[rows, width:] = 0
                 masks[rows, :width] = filled[rows, :width]
 
+    def accepts(self, token: int) -> bool:
+        if (few := self.kept()) is not None:
+            return token in few.tokens
+        if self.place < len(self.way) and self.way[self.place] == token:
+            return True
+        return bool(self._here().validate_tokens([token]))
+
     def advance(self, token: int) -> None:
         few = self.kept()
         if self.place == len(self.way) or self.way[self.place] != token:

@@ -32,6 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from exspec.actors.engine import Engine, EngineConfig, Request, Sampling
 from exspec.actors.engine.attention import attend_varlen
 from exspec.actors.engine.cached_model import CachedModel, kv_shape, where
+from exspec.actors.engine.constraint import Automaton, Constraint, MakeConstraint, Node
 from exspec.actors.engine.draft_length import Unasked
 from exspec.actors.engine.drafting import DraftModel
 from exspec.actors.engine.fused import Code, Run, compiled_by
@@ -401,12 +402,26 @@ class Calls(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def waits(target: PreTrainedModel, draft: PreTrainedModel, rows: int = 4, drafted: int = 5) -> int:
+def every_other_forced() -> Constraint:
+    """One of two tokens, then one that must come, and so on."""
+    free, must = Node(), Node()
+    free.children, must.children = {1: must, 2: must}, {3: free}
+    return Automaton(free)
+
+
+def waits(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    constraint: MakeConstraint | None = None,
+    rows: int = 4,
+    drafted: int = 5,
+) -> int:
     """The most times that a greedy round waits for the device, while nothing is admitted."""
     config = EngineConfig(batch_size=rows, window=rows, draft_tokens=drafted, capacity=256, attention="gathered")
     engine = Engine(target, draft, config, frozenset(), Recordings(lambda run: run))
     for i in range(rows):
-        engine.submit(Request(i, list(range(1, 9 + i)), max_new_tokens=(ROUNDS + 2) * (drafted + 1)))
+        prompt, most = list(range(1, 9 + i)), (ROUNDS + 2) * (drafted + 1)
+        engine.submit(Request(i, prompt, most, constraint=constraint))
     engine.step()
     found: list[int] = []
     for _ in range(ROUNDS):
@@ -448,6 +463,7 @@ def count(settings: Settings) -> dict[str, Any]:
     widths = {"verify": [config.width], "draft": [2] + [1] * (config.drafted - 1)}
     beside = {n: attention_kernels(m.config, config, w) for m, (n, w) in zip(pair.models, widths.items(), strict=True)}
     ratios: dict[str, dict[str, float]] = {}
+    small = build("tiny", torch.float32, "cpu"), build("tiny", torch.float32, "cpu")
     for rows, longest in settings.batches:
         lengths = random_lengths(rows, longest, settings.draft_tokens)
         ratios[str(rows)] = {}
@@ -460,7 +476,7 @@ def count(settings: Settings) -> dict[str, Any]:
         "of_attention": beside,
         "before": {"verify_kernels": before[0].kernels, "draft_kernels": before[1].kernels},
         "bytes_ratio": ratios,
-        "waits": {"greedy": waits(build("tiny", torch.float32, "cpu"), build("tiny", torch.float32, "cpu"))},
+        "waits": {"greedy": waits(*small), "constrained": waits(*small, every_other_forced)},
     }
 
 

@@ -146,9 +146,6 @@ class Scripted:
         count = max(limits)
         self.asked.append((sum(map(bool, group.sequences)), count))
         rows = [self._row(s.request.id, len(s.committed), count) if s else [0] * count for s in group.sequences]
-        for column in range(count if group.guide else 0):
-            tokens = [row[column] if column < limit else None for row, limit in zip(rows, limits, strict=False)]
-            group.guide.advance(tokens)  # type: ignore[union-attr]
         return Draft(torch.tensor(rows, dtype=torch.long).reshape(len(rows), count), torch.tensor(limits))
 
     def _row(self, name: Hashable, done: int, count: int) -> list[int]:

@@ -59,6 +59,10 @@ class Constraint(Protocol):
         """Write the masks of places that are not kept, each constraint's over the row of masks [N, words] given."""
         raise TypeError(f"{cls.__name__} keeps its masks, none of {len(places)} is to be written to {masks.shape}")
 
+    def accepts(self, token: int) -> bool:
+        """Whether a token is allowed here."""
+        ...
+
     def advance(self, token: int) -> None:
         """Move on by an allowed token."""
         ...
@@ -98,6 +102,9 @@ class Automaton(Constraint):
     def kept(self) -> Few | Words:
         return self.way[-1].kept
 
+    def accepts(self, token: int) -> bool:
+        return token in self.way[-1].children
+
     def advance(self, token: int) -> None:
         self.way.append(self.way[-1].children[token])
 
@@ -120,17 +127,24 @@ class Barred(Constraint):
         return torch.from_numpy(self.kept())
 
     def kept(self) -> Words:
-        barred = {word[-1] for word in self.words if self.way[len(self.way) - len(word) + 1 :] == list(word[:-1])}
-        now = frozenset(barred | self.ends if len(self.way) < self.least else barred)
+        now = self._barred()
         if now not in self._masks:
             self._masks[now] = mask_without(now, self.vocabulary)
         return self._masks[now]
+
+    def accepts(self, token: int) -> bool:
+        return token not in self._barred()
 
     def advance(self, token: int) -> None:
         self.way.append(token)
 
     def rollback(self, count: int) -> None:
         del self.way[len(self.way) - count :]
+
+    def _barred(self) -> frozenset[int]:
+        """The tokens that may not come here."""
+        barred = {word[-1] for word in self.words if self.way[len(self.way) - len(word) + 1 :] == list(word[:-1])}
+        return frozenset(barred | self.ends if len(self.way) < self.least else barred)
 
 
 def chain(tokens: Sequence[int], end: Node) -> Node:
@@ -190,11 +204,16 @@ def tokens_in(mask: Words) -> list[int]:
 def forced(constraint: Constraint, most: int) -> list[int]:
     """The tokens that must come next, each the only one allowed, `most` at most. Leaves the constraint as it was."""
     found: list[int] = []
-    while len(found) < most and isinstance(kept := constraint.kept(), Few) and kept.only is not None:
-        constraint.advance(kept.only)
-        found.append(kept.only)
+    while len(found) < most and (token := only(constraint)) is not None:
+        constraint.advance(token)
+        found.append(token)
     constraint.rollback(len(found))
     return found
+
+
+def only(constraint: Constraint) -> int | None:
+    """The token that must come next, if there is no other."""
+    return kept.only if isinstance(kept := constraint.kept(), Few) else None
 
 
 def unpacked(masks: Tensor, vocabulary: int) -> Tensor:

@@ -281,29 +281,52 @@ class Engine:
 
     def _guide(self, sequences: list[Sequence | None]) -> Guide | None:
         constrained = any(s is not None and s.constraint is not None for s in sequences)
-        return Guide(sequences, self._masks, self._ends) if constrained else None
+        return Guide(sequences, *self._masks, self._ends) if constrained else None
 
     @cached_property
-    def _masks(self) -> Masks:
-        return Masks(self.config.width, self.config.batch_size, self.vocabulary, self.device)
+    def _masks(self) -> tuple[Masks, Masks]:
+        """Of all places of a round, and of the first that is chosen."""
+        rows = self.config.batch_size, self.vocabulary, self.device
+        return Masks(self.config.width, *rows), Masks(1, *rows)
 
     @phase
     def _draft(self, group: Group) -> Draft:
-        return self.drafter.propose(group, self.draft_length.limits(group))
+        draft = self.drafter.propose(group, self.draft_length.limits(group))
+        return self._guided(group, group.guide, draft) if group.guide else draft
+
+    def _guided(self, group: Group, guide: Guide, draft: Draft) -> Draft:
+        """The draft as the constraints let it stand, for which the round waits. A drafter whose tokens were replaced
+        takes in those that are there now."""
+        rows = Arriving(torch.cat([draft.lengths[:, None], draft.tokens], dim=1)).wait().numpy().tolist()
+        drafted = [tokens[:length] for length, *tokens in rows]
+        walked = guide.walk(drafted, group.useful)
+        if walked == drafted:
+            return draft
+        most = max(map(len, walked))
+        values = [[len(tokens), *tokens, *[0] * (most - len(tokens))] for tokens in walked]
+        lengths, tokens = torch.tensor(values).to(self.device, non_blocking=True).split([1, most], dim=1)
+        stands = Draft(tokens, lengths[:, 0])
+        if any(tokens != drafted[row][: len(tokens)] for row, tokens in enumerate(walked)):
+            self.drafter.prefill(group.slots, self._fed(group, stands), group.starts, group.attended)
+        return stands
+
+    def _fed(self, group: Group, draft: Draft) -> Tensor:
+        """Each row's pending token and what was drafted after it: [R, Q]."""
+        tokens = torch.cat([group.pending[:, None], draft.tokens], dim=1)
+        dead = self.config.width - tokens.shape[1]
+        return pad(tokens, (0, dead)) if dead and self.config.fixed_shapes else tokens
 
     @phase
     def _verify(self, group: Group, draft: Draft) -> Round:
         """Have the target say what follows the pending token and each draft."""
-        tokens = torch.cat([group.pending[:, None], draft.tokens], dim=1)
-        if (dead := self.config.width - tokens.shape[1]) and self.config.fixed_shapes:
-            tokens = pad(tokens, (0, dead))
+        tokens = self._fed(group, draft)
         width = tokens.shape[1]
         scores, candidates = None, Candidates()
         if group.guide is None:
             choices = self._choose(group.slots, tokens, group.starts, group.sampler, group.attended)
         else:
             logits = self._forward(group.slots, tokens, group.starts, group.attended)
-            # The last masks are made while the device computes: nothing asked for them before.
+            # The masks are made while the device computes.
             masks, candidates = group.guide.along(width), group.guide.candidates(width)
             asked = candidate_ids(candidates, len(group.sequences), width, self.device) if candidates else None
             choices, scores = self._pick(logits, tokens, group.starts, group.sampler, masks, asked)
@@ -338,8 +361,6 @@ class Engine:
         """Commit the drafts that the target agrees with and its own token after them; end what has come to its end."""
         live = [(r, s, outcomes[r]) for r, s in enumerate(group.sequences) if s]
         grouped = len({s.length // self.config.bucket for _, s, _ in live}) == 1
-        if group.guide:
-            group.guide.back()
         kept = 0
         new: dict[int, list[int]] = {}
         for row, sequence, outcome in live:

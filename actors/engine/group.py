@@ -21,7 +21,7 @@ class Group:
     attended: KV columns that the target attends; nothing is committed past them.
     longest: tokens of the longest row, the pending one among them.
     useful: drafts that row r can take at most, for its bucket and its budget; dead rows take none.
-    guide: where any of the rows is constrained. Whoever drafts moves it along.
+    guide: where any of the rows is constrained. It tells who drafts what is known ahead.
     """
 
     sequences: list[Sequence | None]

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exspec.actors.engine.constraint import BITS, Constraint, Few, Words, tokens_in
+from exspec.actors.engine.constraint import BITS, Constraint, Few, Words, only, tokens_in, unpacked
 from exspec.actors.engine.pool import Sequence
 
 Candidates = dict[tuple[int, int], list[int]]
@@ -72,70 +72,88 @@ def _put(row: Words, mask: Few | Words, before: Few | Words | None) -> None:
 
 
 class Guide:
-    """Walks the constraints of a round's rows along their drafts, and writes the masks on the way.
+    """Walks the constraints of a round's rows along their drafts, and writes the masks on the way back.
 
     sequences: of the rows; None is a dead one. A row without a constraint is allowed everything; what a constrained one
-    is allowed past its draft means nothing. ends: whether a token ends a sequence.
+    is allowed past its draft means nothing. masks: of the places that are verified. first: of one place, for those who
+    draft. ends: whether a token ends a sequence.
     """
 
-    def __init__(self, sequences: list[Sequence | None], masks: Masks, ends: Callable[[Sequence, int], bool]) -> None:
-        self.ends, self.masks, self.rows = ends, masks, len(sequences)
+    def __init__(
+        self, sequences: list[Sequence | None], masks: Masks, first: Masks, ends: Callable[[Sequence, int], bool]
+    ) -> None:
+        self.masks, self.first, self.ends, self.rows = masks, first, ends, len(sequences)
         self.constrained: dict[int, tuple[Sequence, Constraint]] = {
             row: (s, s.constraint) for row, s in enumerate(sequences) if s is not None and s.constraint is not None
         }
         masks.free(row for row in range(self.rows) if row not in self.constrained)
-        self.walking = {row: constraint for row, (_, constraint) in self.constrained.items()}
-        self.steps = dict.fromkeys(self.constrained, 0)  # tokens walked
-        self.only: list[set[int]] = []  # of every place so far: the rows that one token alone was allowed in
-        self.ahead: list[list[int | None]] = [[None] * self.rows]  # moves that nobody has asked for yet
+        self.steps: dict[int, int] = {}  # tokens that a row's constraint was walked by
+        self.alone: dict[int, list[bool]] = {}  # of every place of that walk: whether one token alone was allowed
 
-    @property
-    def here(self) -> Tensor:
-        """The masks of the place that the rows have come to, on the device: int32 [R, words]."""
-        self._arrive()
-        return self.masks.device[len(self.only) - 1, : self.rows]
-
-    def advance(self, tokens: list[int | None]) -> None:
-        """Move every row by its token; None where its draft has ended. The masks are made when they are asked for."""
-        self.ahead.append(tokens)
-
-    def _arrive(self) -> None:
-        for tokens in self.ahead:
-            if self.only:
-                self._walk(tokens)
-            self._here()
-        self.ahead.clear()
-
-    def _walk(self, tokens: list[int | None]) -> None:
-        masks = self.masks.array[len(self.only) - 1]
-        for row, constraint in list(self.walking.items()):
-            token = tokens[row]
-            # A drafter without a guide may propose what is not allowed: the target will not agree.
-            if token is None or self.ends(self.constrained[row][0], token) or not _allows(masks[row], token):
-                del self.walking[row]
-            else:
-                constraint.advance(token)
-                self.steps[row] += 1
-
-    def back(self) -> None:
-        """Leave every constraint where the round found it."""
-        self.ahead.clear()
+    def ahead(self, most: int) -> tuple[Tensor, Tensor]:
+        """What is known before anything is drafted: the tokens [R, most] that must come first, -1 behind them; and
+        masks, int32 [R, words], of what may come then. A mask that is not at hand allows everything: the device would
+        wait while it is made."""
+        must, known = np.full((self.rows, most), -1), {}
+        counts = dict.fromkeys(self.constrained, 0)
         for row, (_, constraint) in self.constrained.items():
-            constraint.rollback(self.steps[row])
-        self.walking.clear()
+            while counts[row] < most and (token := only(constraint)) is not None:
+                must[row, counts[row]] = token
+                constraint.advance(token)
+                counts[row] += 1
+            if constraint.kept() is not None:
+                known[row] = constraint
+        self.first.free(row for row in range(self.rows) if row not in known)
+        self.first.write(0, known)
+        for row, count in counts.items():
+            self.constrained[row][1].rollback(count)
+        device = self.first.device
+        return torch.from_numpy(must).to(device.device, non_blocking=True), device[0, : self.rows]
 
-    def closes(self, row: int, token: int) -> bool:
-        """Whether a token ends a constrained row's draft."""
-        return row in self.constrained and self.ends(self.constrained[row][0], token)
+    def walk(self, drafts: list[list[int]], most: list[int]) -> list[list[int]]:
+        """What there is to verify of each row's draft, `most[r]` tokens at most: it, up to the first token that may not
+        come, and those that must come in their places. Leaves the constraints behind that."""
+        return [
+            self._walk(row, draft, most[row]) if row in self.constrained else draft for row, draft in enumerate(drafts)
+        ]
+
+    def _walk(self, row: int, draft: list[int], most: int) -> list[int]:
+        sequence, constraint = self.constrained[row]
+        tokens: list[int] = []
+        steps, alone, left = 0, [], iter(draft)
+        while True:
+            token = must = only(constraint)
+            alone.append(must is not None)
+            if len(tokens) == most:
+                break
+            proposed = next(left, None)
+            if must is None and proposed is not None and constraint.accepts(proposed):
+                token = proposed
+            if token is None:
+                break
+            if token != proposed:
+                left = iter(())  # what was drafted follows another token
+            tokens.append(token)
+            if self.ends(sequence, token):
+                break
+            constraint.advance(token)
+            steps += 1
+        self.steps[row], self.alone[row] = steps, alone
+        return tokens
 
     def along(self, width: int) -> Tensor:
-        """The masks of `width` places, on the device: int32 [R, width, words]."""
-        self._arrive()
+        """The masks of `width` places, on the device: int32 [R, width, words]. Leaves the constraints where the round
+        found them: the last place is the first that is written."""
+        for place in reversed(range(width)):
+            here = {row: self.constrained[row][1] for row, steps in self.steps.items() if steps >= place}
+            self.masks.write(place, here)
+            if place > 0:
+                for constraint in here.values():
+                    constraint.rollback(1)
         return self.masks.device[:width, : self.rows].transpose(0, 1)
 
     def candidates(self, width: int) -> Candidates:
         """The tokens that scored rows may choose from, by row and place, where there is a choice."""
-        self._arrive()
         found: Candidates = {}
         for row, (sequence, _) in self.constrained.items():
             if most := sequence.request.scored:
@@ -147,7 +165,7 @@ class Guide:
 
     def forced(self, row: int, tokens: int) -> int:
         """How many of the first tokens of a row's round had no alternative."""
-        return sum(row in rows for rows in self.only[:tokens])
+        return sum(self.alone[row][:tokens])
 
     def _tokens(self, place: int, row: int, most: int) -> list[int]:
         """The tokens that a row may choose from, or none where they are too many."""
@@ -157,16 +175,6 @@ class Guide:
         # A text has thousands everywhere, and is told by its first words.
         return [] if np.count_nonzero(mask[: 2 * most]) > most or np.count_nonzero(mask) > most else tokens_in(mask)
 
-    def _here(self) -> None:
-        place = len(self.only)
-        self.masks.write(place, self.walking)
-        written = self.masks.written[place]
-        self.only.append({row for row in self.walking if isinstance(few := written[row], Few) and few.only is not None})
-
-
-def _allows(mask: Words, token: int) -> bool:
-    return token // BITS < len(mask) and bool(int(mask[token // BITS]) >> token % BITS & 1)
-
 
 def candidate_ids(candidates: Candidates, rows: int, width: int, device: torch.device) -> Tensor:
     """Candidates as [R, width, M], filled up with -1; M is a power of two, so that shapes are few."""
@@ -175,3 +183,13 @@ def candidate_ids(candidates: Candidates, rows: int, width: int, device: torch.d
     for (row, place), tokens in candidates.items():
         ids[row, place, : len(tokens)] = torch.tensor(tokens)
     return ids.to(device, non_blocking=True)
+
+
+def narrowed(logits: Tensor, place: int, must: Tensor, masks: Tensor) -> Tensor:
+    """Logits [R, 1, V] of a draft's place with what is known ahead of it: see `Guide.ahead`."""
+    vocabulary = logits.shape[-1]
+    here = must[:, place, None, None]
+    other = torch.arange(vocabulary, device=logits.device) != here
+    first = ((must >= 0).sum(dim=1) == place)[:, None, None]
+    barred = torch.where(here >= 0, other, first & ~unpacked(masks[:, None], vocabulary))
+    return logits.masked_fill(barred, -torch.inf)

@@ -132,6 +132,12 @@ def test_kv_that_is_read_past_the_rows_is_found(
     assert count.bytes_ratio(pair, TINY(), costs, lengths) == pytest.approx(ratio + more)
 
 
+def test_a_constrained_round_waits_twice_however_long_its_drafts() -> None:
+    model = build("tiny", torch.float32, "cpu")
+    found = [count.waits(model, model, count.every_other_forced, drafted=drafted) for drafted in (2, 5, 9)]
+    assert found == [2, 2, 2]
+
+
 def test_a_greedy_round_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("tiny", torch.float32, "cpu")
     assert count.waits(model, model) == 1
@@ -175,5 +181,5 @@ def test_the_command_prints_a_table_and_last_a_line_of_json(monkeypatch: pytest.
     found = json.loads(last)
     assert set(found) >= {"verify_kernels", "draft_kernels", "before", "bytes_ratio", "waits", "host_ms"}
     assert set(found["bytes_ratio"]["4"]) == {"4", "12"}
-    assert found["waits"] == {"greedy": 1}
+    assert found["waits"] == {"greedy": 1, "constrained": 2}
     assert any(str(found["verify_kernels"]) in line and "verify" in line for line in table)

@@ -177,6 +177,23 @@ def test_forced_tokens_between_are_drafts_that_are_always_right() -> None:
         assert completion.statistics.rounds <= 2, "one choice, then the way to the other and that one"
 
 
+def test_a_draft_goes_on_after_tokens_that_were_put_in_its_place() -> None:
+    """The draft model is the target, and what must come after the choice is what it would never say itself: were its
+    KV not that of the tokens that stand, it would be wrong after them."""
+    target, wide = tiny.model(), Node()
+    wide.children = {t: wide for t in range(tiny.VOCABULARY) if t not in tiny.ENDS}
+    engine = Engine(target, target, EngineConfig(batch_size=2, window=2, draft_tokens=6, capacity=96))
+    way = choice([[10], [20]], chain([50, 51, 52], wide))
+    for i, prompt in enumerate(tiny.prompts(6)):
+        engine.submit(Request(i, prompt, 33, constraint=lambda: Automaton(way)))
+    for completion in engine.run():
+        assert completion.tokens[1:4] == [50, 51, 52]
+        statistics = completion.statistics
+        assert statistics.forced == 3
+        assert statistics.drafted == statistics.accepted
+        assert statistics.rounds <= 8
+
+
 def test_budget_and_stop() -> None:
     engine = Engine(tiny.model(), tiny.model(seed=1), CONFIGS["exspec"])
     for budget in range(1, 12):
