@@ -361,6 +361,8 @@ class Engine:
         """Commit the drafts that the target agrees with and its own token after them; end what has come to its end."""
         live = [(r, s, outcomes[r]) for r, s in enumerate(group.sequences) if s]
         grouped = len({s.length // self.config.bucket for _, s, _ in live}) == 1
+        if group.guide:
+            group.guide.back()
         kept = 0
         new: dict[int, list[int]] = {}
         for row, sequence, outcome in live:

@@ -72,7 +72,7 @@ def _put(row: Words, mask: Few | Words, before: Few | Words | None) -> None:
 
 
 class Guide:
-    """Walks the constraints of a round's rows along their drafts, and writes the masks on the way back.
+    """Walks the constraints of a round's rows along their drafts: once to see what stands, once to write the masks.
 
     sequences: of the rows; None is a dead one. A row without a constraint is allowed everything; what a constrained one
     is allowed past its draft means nothing. masks: of the places that are verified. first: of one place, for those who
@@ -87,7 +87,7 @@ class Guide:
             row: (s, s.constraint) for row, s in enumerate(sequences) if s is not None and s.constraint is not None
         }
         masks.free(row for row in range(self.rows) if row not in self.constrained)
-        self.steps: dict[int, int] = {}  # tokens that a row's constraint was walked by
+        self.walked: dict[int, list[int]] = {}  # tokens that a row's constraint was moved by
         self.alone: dict[int, list[bool]] = {}  # of every place of that walk: whether one token alone was allowed
 
     def ahead(self, most: int) -> tuple[Tensor, Tensor]:
@@ -120,7 +120,8 @@ class Guide:
     def _walk(self, row: int, draft: list[int], most: int) -> list[int]:
         sequence, constraint = self.constrained[row]
         tokens: list[int] = []
-        steps, alone, left = 0, [], iter(draft)
+        moved: list[int] = []
+        alone, left = [], iter(draft)
         while True:
             token = must = only(constraint)
             alone.append(must is not None)
@@ -137,27 +138,32 @@ class Guide:
             if self.ends(sequence, token):
                 break
             constraint.advance(token)
-            steps += 1
-        self.steps[row], self.alone[row] = steps, alone
+            moved.append(token)
+        self.walked[row], self.alone[row] = moved, alone
         return tokens
 
     def along(self, width: int) -> Tensor:
-        """The masks of `width` places, on the device: int32 [R, width, words]. Leaves the constraints where the round
-        found them: the last place is the first that is written."""
-        for place in reversed(range(width)):
-            here = {row: self.constrained[row][1] for row, steps in self.steps.items() if steps >= place}
+        """The masks of `width` places, on the device: int32 [R, width, words]."""
+        self.back()
+        for place in range(width):
+            here = {row: self.constrained[row][1] for row, tokens in self.walked.items() if len(tokens) >= place}
             self.masks.write(place, here)
-            if place > 0:
-                for constraint in here.values():
-                    constraint.rollback(1)
+            for row, constraint in here.items():
+                if place < len(self.walked[row]):
+                    constraint.advance(self.walked[row][place])
         return self.masks.device[:width, : self.rows].transpose(0, 1)
+
+    def back(self) -> None:
+        """Leave every constraint where the round found it."""
+        for row, tokens in self.walked.items():
+            self.constrained[row][1].rollback(len(tokens))
 
     def candidates(self, width: int) -> Candidates:
         """The tokens that scored rows may choose from, by row and place, where there is a choice."""
         found: Candidates = {}
         for row, (sequence, _) in self.constrained.items():
             if most := sequence.request.scored:
-                for place in range(min(self.steps[row] + 1, width)):
+                for place in range(min(len(self.walked[row]) + 1, width)):
                     tokens = self._tokens(place, row, most)
                     if 1 < len(tokens) <= most:
                         found[row, place] = tokens
