@@ -350,7 +350,7 @@ class Grammar(Constraint):
     def __init__(self, matcher: LLMatcher, vocabulary: int, end: int) -> None:
         if matcher.is_error():
             raise AnswerError(f"json_schema: {matcher.get_error()}")
-        self.matcher, self.end = matcher, end
+        self.matcher, self.vocabulary, self.end = matcher, vocabulary, end
         self.words = -(-vocabulary // BITS)
         self.way: list[int] = []  # tokens that the matcher stands behind; it could not come back from an end token
         self.runs: list[list[Few]] = []  # of the places on the way: the tokens that must come, the last one first
@@ -387,7 +387,8 @@ class Grammar(Constraint):
             return token in few.tokens
         if self.place < len(self.way) and self.way[self.place] == token:
             return True
-        return bool(self._here().validate_tokens([token]))
+        # A model's vocabulary may be padded; asked for a token that it does not know the matcher fails for good.
+        return token < self.vocabulary and bool(self._here().validate_tokens([token]))
 
     def advance(self, token: int) -> None:
         few = self.kept()

@@ -297,8 +297,10 @@ class Engine:
     def _guided(self, group: Group, guide: Guide, draft: Draft) -> Draft:
         """The draft as the constraints let it stand, for which the round waits. A drafter whose tokens were replaced
         takes in those that are there now."""
-        rows = Arriving(torch.cat([draft.lengths[:, None], draft.tokens], dim=1)).wait().numpy().tolist()
-        drafted = [tokens[:length] for length, *tokens in rows]
+        drafted: list[list[int]] = [[] for _ in group.sequences]
+        if draft.tokens.shape[1]:
+            rows = Arriving(torch.cat([draft.lengths[:, None], draft.tokens], dim=1)).wait().numpy().tolist()
+            drafted = [tokens[:length] for length, *tokens in rows]
         walked = guide.walk(drafted, group.useful)
         if walked == drafted:
             return draft
@@ -345,9 +347,11 @@ class Engine:
         drafts = drafted.shape[1]
         agreed = (drafted == chosen[:, :drafts]) & (np.arange(drafts) < lengths[:, None])
         accepted = np.logical_and.accumulate(agreed, axis=1).sum(axis=1)
+        # What a constraint has cut off was proposed too, in vain.
+        proposed = started.group.guide.proposed if started.group.guide else lengths.tolist()
         outcomes = [
             Outcome(tokens[: kept + 1], length, width, {})
-            for tokens, kept, length in zip(chosen.tolist(), accepted.tolist(), lengths.tolist(), strict=True)
+            for tokens, kept, length in zip(chosen.tolist(), accepted.tolist(), proposed, strict=True)
         ]
         logits = started.scores.wait().double() if started.scores else None
         for (r, q), tokens in started.candidates.items():
@@ -391,7 +395,7 @@ class Engine:
             grouped_rounds=int(grouped),
             ragged_rounds=int(not grouped),
             columns=columns,
-            dead_columns=columns - len(live) - sum(outcome.drafted for _, _, outcome in live),
+            dead_columns=columns - len(live) - sum(min(o.drafted, o.columns - 1) for _, _, o in live),
             tokens=kept,
         )
 

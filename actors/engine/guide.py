@@ -34,7 +34,7 @@ class Masks:
             self.array[:, row] = -1
             for written in self.written:
                 written[row] = None
-            self.device[:, row] = self.host[:, row]
+            self.device[:, row] = -1
             self.taken.remove(row)
 
     def write(self, place: int, constraints: dict[int, Constraint]) -> None:
@@ -89,6 +89,7 @@ class Guide:
         masks.free(row for row in range(self.rows) if row not in self.constrained)
         self.walked: dict[int, list[int]] = {}  # tokens that a row's constraint was moved by
         self.alone: dict[int, list[bool]] = {}  # of every place of that walk: whether one token alone was allowed
+        self.proposed = [0] * self.rows  # drafts that were walked along, or that a walk left out
 
     def ahead(self, most: int) -> tuple[Tensor, Tensor]:
         """What is known before anything is drafted: the tokens [R, most] that must come first, -1 behind them; and
@@ -96,8 +97,8 @@ class Guide:
         wait while it is made."""
         must, known = np.full((self.rows, most), -1), {}
         counts = dict.fromkeys(self.constrained, 0)
-        for row, (_, constraint) in self.constrained.items():
-            while counts[row] < most and (token := only(constraint)) is not None:
+        for row, (sequence, constraint) in self.constrained.items():
+            while counts[row] < most and (token := only(constraint)) is not None and not self.ends(sequence, token):
                 must[row, counts[row]] = token
                 constraint.advance(token)
                 counts[row] += 1
@@ -113,9 +114,11 @@ class Guide:
     def walk(self, drafts: list[list[int]], most: list[int]) -> list[list[int]]:
         """What there is to verify of each row's draft, `most[r]` tokens at most: it, up to the first token that may not
         come, and those that must come in their places. Leaves the constraints behind that."""
-        return [
+        walked = [
             self._walk(row, draft, most[row]) if row in self.constrained else draft for row, draft in enumerate(drafts)
         ]
+        self.proposed = [max(len(draft), len(tokens)) for draft, tokens in zip(drafts, walked, strict=True)]
+        return walked
 
     def _walk(self, row: int, draft: list[int], most: int) -> list[int]:
         sequence, constraint = self.constrained[row]
@@ -198,4 +201,5 @@ def narrowed(logits: Tensor, place: int, must: Tensor, masks: Tensor) -> Tensor:
     other = torch.arange(vocabulary, device=logits.device) != here
     first = ((must >= 0).sum(dim=1) == place)[:, None, None]
     barred = torch.where(here >= 0, other, first & ~unpacked(masks[:, None], vocabulary))
-    return logits.masked_fill(barred, -torch.inf)
+    lacking = barred.all(dim=-1, keepdim=True)  # this vocabulary may be the smaller one
+    return logits.masked_fill(barred & ~lacking, -torch.inf)

@@ -190,7 +190,7 @@ def test_a_draft_goes_on_after_tokens_that_were_put_in_its_place() -> None:
         assert completion.tokens[1:4] == [50, 51, 52]
         statistics = completion.statistics
         assert statistics.forced == 3
-        assert statistics.drafted == statistics.accepted
+        assert statistics.drafted - statistics.accepted == 2, "those of the first round that made place"
         assert statistics.rounds <= 8
 
 
@@ -271,6 +271,40 @@ def test_the_masks_of_a_schema_are_those_of_the_library_however_one_came_there(p
                 walk.advance(way[-1])
             longest = max(longest, len(way))
     assert longest > 20
+
+
+def test_a_schema_accepts_what_its_mask_allows_and_outlives_any_question() -> None:
+    """Of any token id, those past the tokenizer's among them, as a padded vocabulary has and a draft may propose."""
+    answers, rng = Json(AutoTokenizer.from_pretrained(TARGET), SCHEMA, {}), random.Random(1)
+    for _ in range(3):
+        walk, length = answers.constraint(), 0
+        while (allowed := tokens_of(walk.allowed())) and length < 60:
+            asked = rng.sample(range(walk.vocabulary + 100), 60) + allowed[:20] + [walk.vocabulary, walk.end]
+            assert [token for token in asked if walk.accepts(token)] == [t for t in asked if t in allowed]
+            assert tokens_of(walk.allowed()) == allowed
+            walk.advance(rng.choice(allowed))
+            length += 1
+        assert length > 10
+
+
+def test_drafts_past_the_tokenizer_are_cut() -> None:
+    """The draft model says nothing but an id that the tokenizer lacks; what the target says is what it says alone."""
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
+    answers, end = Json(tokenizer, SCHEMA, {}), tokenizer.eos_token_id
+    vocabulary = len(tokenizer) + 50
+    target, draft = tiny.model(vocab_size=vocabulary), tiny.model(vocab_size=vocabulary, seed=1)
+    draft.lm_head = torch.nn.Linear(draft.config.hidden_size, vocabulary)
+    torch.nn.init.zeros_(draft.lm_head.weight)
+    torch.nn.init.zeros_(draft.lm_head.bias)
+    draft.lm_head.bias.data[len(tokenizer) + 7] = 9.0
+    found = []
+    for config in (CONFIGS["exspec"].plain(), CONFIGS["exspec"]):
+        engine = Engine(target, draft if config.drafts else None, config, frozenset({end}))
+        for i, prompt in enumerate(tiny.prompts(6)):
+            engine.submit(Request(i, prompt, 40, constraint=answers.constraint))
+        found.append({c.id: c.tokens for c in engine.run()})
+    assert found[0] == found[1]
+    assert engine.statistics.tokens > 100
 
 
 def test_a_row_is_free_again_when_another_sequence_has_it() -> None:
