@@ -22,8 +22,11 @@ class Draft(NamedTuple):
 
 
 class Drafter(Protocol):
+    """Proposes tokens. Any may be wrong; constraints are walked by the engine."""
+
     def prefill(self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int) -> None:
-        """Take in prompt tokens [R, C] of the sequences in `slots` [R], at positions starts[r] + c."""
+        """Take in tokens [R, C] of the sequences in `slots` [R], at positions starts[r] + c: of a prompt, or those that
+        stand in place of what was proposed."""
         ...
 
     def propose(self, group: Group, limits: list[int]) -> Draft:
