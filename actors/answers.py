@@ -18,7 +18,8 @@ from llguidance.numpy import fill_next_token_bitmask_par
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from exspec.actors.engine.constraint import (
+from exspec.actors.engine.request import Completion, Scores
+from exspec.actors.engine.tokens.constraint import (
     BITS,
     Automaton,
     Constraint,
@@ -30,7 +31,6 @@ from exspec.actors.engine.constraint import (
     choice,
     mask_of,
 )
-from exspec.actors.engine.request import Completion, Scores
 
 FEW = 256  # tokens that may stand at a place of a JSON answer where a label is chosen; in a free text it is thousands
 SEPARATORS = {True: (", ", ": "), False: (",", ":")}  # of JSON's items and of its keys, with spaces or without

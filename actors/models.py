@@ -22,9 +22,9 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from exspec.actors.engine.cached_model import GATHERED, PagedModel, context_length, kv_shape
 from exspec.actors.engine.engine import model_end_ids
-from exspec.actors.engine.pages import Pages
+from exspec.actors.engine.kv.cached_model import GATHERED, PagedModel, context_length, kv_shape
+from exspec.actors.engine.kv.pages import Pages
 from exspec.actors.engine.request import Completion
 
 WHAT_WORKS = "a decoder-only model that holds keys and values of every token, such as Llama, Qwen, Mistral or GLM-4"

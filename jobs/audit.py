@@ -30,10 +30,11 @@ from exspec.actors.engine import (
     Sampling,
     SequenceStatistics,
 )
-from exspec.actors.engine.cached_model import context_length
-from exspec.actors.engine.constraint import tokens_of
 from exspec.actors.engine.engine import model_end_ids
-from exspec.actors.engine.memory import MEBIBYTE, fit
+from exspec.actors.engine.kv.cached_model import context_length
+from exspec.actors.engine.kv.memory import MEBIBYTE
+from exspec.actors.engine.shape.memory import fit
+from exspec.actors.engine.tokens.constraint import tokens_of
 from exspec.actors.generator import KILLER
 from exspec.actors.models import Pair, StopStrings, completion_text, forget_sampling
 from exspec.pipeline.errors import JobError
@@ -116,7 +117,7 @@ def audit(
     disable_progress_bar()
     progress = Progress(quiet=False)
     progress.stage("loading the target")
-    pair = pair_of(job, device, drafts=False)
+    pair = pair_of(job, device, draft=False)
     gone = vanished(plan.shards, options)
     if gone:
         print(f"{len(gone)} of {len(plan.shards)} shards are no longer in the input and are left out: {min(gone)}, ...")
@@ -128,7 +129,7 @@ def audit(
     if generate:
         greedy = [r for r in rows if r.request is None or _is_greedy(r.request)]
         progress.stage(f"decoding {len(greedy)} rows with generate of transformers, one at a time")
-        model = pair_of(job.model_copy(update={"dtype": Dtype.float32}), device, drafts=False).target
+        model = pair_of(job.model_copy(update={"dtype": Dtype.float32}), device, draft=False).target
         forget_sampling(model)
         expected = {(r.shard, r.number): _generate(model, r.request) for r in greedy if r.request is not None}
         found.append(

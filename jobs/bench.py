@@ -20,20 +20,37 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from exspec.actors.engine import METHODS, Engine, EngineConfig, EngineStatistics, Request, SequenceStatistics, fused
-from exspec.actors.engine.cached_model import context_length
-from exspec.actors.engine.calibration import Calibration, calibrate, fastest_kernels, fastest_prefill, prefill_shapes
+from exspec.actors.engine import METHODS, Engine, EngineConfig, EngineStatistics, Request, SequenceStatistics
 from exspec.actors.engine.config import KERNELS
+from exspec.actors.engine.drafters import DRAFTERS, NONE, at_hand
 from exspec.actors.engine.engine import model_end_ids
+from exspec.actors.engine.kv.cached_model import context_length
+from exspec.actors.engine.layers import fused
 from exspec.actors.engine.methods import settle
+from exspec.actors.engine.shape.calibration import (
+    Calibration,
+    calibrate,
+    fastest_kernels,
+    fastest_prefill,
+    prefill_shapes,
+)
+from exspec.actors.engine.shape.sample import drafter_name
 from exspec.actors.engine.statistics import EngineCounters
 from exspec.actors.models import Pair, forget_sampling, load_model, load_pair
 from exspec.jobs.demo import DRAFT, TARGET
 from exspec.jobs.demo.messages import examples
 
 RIVALS = ("generate", "assisted")
-CHOSEN_BY_AUTO = ("method", "window", "draft_tokens", "bucket", "prefill")  # B is the bench's own, for all methods
-VARIANT = re.compile(r"(eqspec|exspec)(?:\+(explicit|implicit|both))?(?::(\d+))?")
+# B is the bench's own, for all methods.
+CHOSEN_BY_AUTO = (
+    "method",
+    "drafter",
+    "window",
+    "draft_tokens",
+    "bucket",
+    "prefill",
+)
+VARIANT = re.compile(r"(eqspec|exspec)(?:@(\w+))?(?:\+(explicit|implicit|both))?(?::(\d+))?")
 DEMO_SEED = 5  # messages that neither training nor its evaluation saw
 
 
@@ -60,18 +77,22 @@ class Settings:
     kernels: str = "auto"
     threshold: float = 0.3
     tune_seconds: float = 20.0
+    drafter: str = "auto"
 
     def __post_init__(self) -> None:
+        if self.drafter not in ("auto", *DRAFTERS):
+            raise ValueError(f"--drafter: expected one of auto, {', '.join(DRAFTERS)}, not {self.drafter!r}")
         if self.kernels not in ("auto", *KERNELS):
             raise ValueError(f"--kernels: expected one of auto, {', '.join(KERNELS)}, not {self.kernels!r}")
         for method in self.methods:
             if method not in (*METHODS, *RIVALS, "auto") and not VARIANT.fullmatch(method):
                 raise ValueError(
                     f"--methods: {method!r} is unknown, expected some of {', '.join((*METHODS, 'auto', *RIVALS))}; "
-                    "exspec also as exspec+explicit, +implicit or +both, and with a K of its own as exspec:3"
+                    "exspec also with a drafter, as exspec@suffix, as exspec+explicit, +implicit or +both, and with a "
+                    "K of its own as exspec:3"
                 )
-        if (self.target is None) != (self.draft is None):
-            raise ValueError("--target and --draft: expected both or neither (the demo pair)")
+        if self.target is None and self.draft is not None:
+            raise ValueError("--draft: expected --target too, or neither (the demo pair)")
 
 
 @dataclass
@@ -99,6 +120,9 @@ class Bench:
         self.capacity = max(map(len, prompts)) + settings.max_new_tokens
         self.calibration: Calibration | None = None
         self.engines: dict[EngineConfig, Engine] = {}
+        self.drafters = at_hand(
+            pair.target.config, pair.draft.config if pair.draft else None, EngineConfig(capacity=self.capacity)
+        )
         self.runner = EngineConfig() if settings.kernels == "auto" else EngineConfig(kernels=settings.kernels)  # type: ignore[arg-type]
 
     def run(self, method: str, count: int | None = None) -> Outcome:
@@ -116,12 +140,13 @@ class Bench:
         return outcome
 
     def config(self, method: str) -> EngineConfig:
-        """The shape of a method: `exspec+implicit:3` is exspec with that draft length and K = 3."""
+        """The shape of a method: `exspec@suffix+implicit:3` is exspec with that drafter and draft length, and K = 3."""
         if method == "auto":
             assert self.calibration is not None, "tune() comes before auto"
             return self.calibration.config
         s = self.settings
-        options: dict[str, Any] = {"method": method, "batch_size": s.batch_size, "window": max(s.window, s.batch_size),
+        options: dict[str, Any] = {"method": method, "drafter": self.drafter,
+                   "batch_size": s.batch_size, "window": max(s.window, s.batch_size),
                    "draft_tokens": s.draft_tokens, "capacity": self.capacity, "exact": s.exact,
                    "threshold": s.threshold, "kernels": self.runner.kernels, "page": self.runner.page,
                    "prefill_rows": self.runner.prefill_rows,
@@ -129,28 +154,36 @@ class Bench:
         if s.bucket is not None:
             options["bucket"] = s.bucket
         if variant := VARIANT.fullmatch(method):
-            name, policy, drafted = variant.groups()
-            options |= {"method": name, "draft_length": policy or "fixed"}
+            name, drafter, policy, drafted = variant.groups()
+            options |= {"method": name, "drafter": drafter or self.drafter, "draft_length": policy or "fixed"}
             options |= {"draft_tokens": int(drafted)} if drafted else {}
         return EngineConfig(**options)
+
+    @property
+    def drafter(self) -> str:
+        """Who drafts where a method does not say."""
+        return self.drafters[0] if self.settings.drafter == "auto" else self.settings.drafter
 
     def settle(self) -> None:
         """Find what runs the layers fastest here, and how prompts are prefilled fastest, for all methods alike."""
         requests = [Request(i, p, max_new_tokens=self.settings.max_new_tokens) for i, p in enumerate(self.prompts)]
         options = self.pair.target, self.pair.draft, requests, self.capacity
-        asked = self.settings.kernels
+        asked, usual = self.settings.kernels, "plain" if self.drafter == NONE else "exspec"
         if asked not in ("auto", settle(self.pair.target, self.pair.draft, self.config("plain")).kernels):
             raise ValueError(f"--kernels: {asked} does not work here; expected auto, or eager")
         if asked == "auto":
-            self.runner = fastest_kernels(*options, self.config("exspec" if self.pair.draft else "plain"))
-        shapes = prefill_shapes(self.config("exspec" if self.pair.draft else "plain"), self.pair.target.device.type)
+            self.runner = fastest_kernels(*options, self.config(usual))
+        shapes = prefill_shapes(self.config(usual), self.pair.target.device.type)
         self.runner = fastest_prefill(*options, shapes)
 
     def tune(self) -> Calibration:
         """Choose the shape of `auto` on the bench's own prompts."""
         requests = [Request(i, p, max_new_tokens=self.settings.max_new_tokens) for i, p in enumerate(self.prompts)]
-        config, seconds = self.config("exspec"), self.settings.tune_seconds
-        free = (*CHOSEN_BY_AUTO, "kernels") if self.settings.kernels == "auto" else CHOSEN_BY_AUTO
+        config, seconds = self.config("plain" if self.drafter == NONE else "exspec"), self.settings.tune_seconds
+        free: tuple[str, ...] = (*CHOSEN_BY_AUTO, "kernels") if self.settings.kernels == "auto" else CHOSEN_BY_AUTO
+        if self.settings.drafter != "auto":
+            fixed = ("drafter", "method") if self.drafter == NONE else ("drafter",)
+            free = tuple(name for name in free if name not in fixed)
         self.calibration = calibrate(self.pair.target, self.pair.draft, requests, config, free, seconds)
         return self.calibration
 
@@ -239,7 +272,10 @@ def run(settings: Settings) -> None:
     stages = Stages(quiet=False)
     stages.stage("loading the models")
     pair = load_pair(
-        settings.target or str(TARGET), settings.draft or str(DRAFT), getattr(torch, settings.dtype), settings.device
+        settings.target or str(TARGET),
+        settings.draft or (None if settings.target else str(DRAFT)),
+        getattr(torch, settings.dtype),
+        settings.device,
     )
     prompts = [pair.tokenizer(text)["input_ids"] for text in islice(_texts(settings, pair.tokenizer), settings.limit)]
     room = context_length(pair.target.config) - settings.max_new_tokens
@@ -314,6 +350,7 @@ def compare(bench: Bench, turns: list[dict[str, Outcome]]) -> list[dict[str, Any
         rows.append(
             {
                 "method": method,
+                "drafter": None if method in RIVALS else drafter_name(bench.config(method)),
                 "tokens_per_second": round(statistics.median(speeds), 1),
                 "tokens_per_second_range": [round(min(speeds), 1), round(max(speeds), 1)],
                 "ratio_to_generate": _ratio(turns, method, "generate"),
@@ -324,7 +361,7 @@ def compare(bench: Bench, turns: list[dict[str, Outcome]]) -> list[dict[str, Any
                 "drafted": sequences.drafted,
                 "wasted": sequences.drafted - sequences.accepted,
                 "acceptance_rate": round(sequences.acceptance_rate, 4) if sequences.drafted else None,
-                "mean_accepted_length": round(sequences.mean_accepted_length, 3) if engine.rounds else None,
+                "tokens_per_round": round(sequences.mean_accepted_length, 3) if engine.rounds else None,
                 "occupancy": round(engine.occupancy, 4) if engine.rounds else None,
                 "rounds": engine.rounds or None,
                 "ragged_rounds": engine.ragged_rounds if engine.rounds else None,

@@ -323,6 +323,7 @@ def _numbers(option: str, text: str, kind: type[Number]) -> tuple[Number, ...]:
 @command(
     "exspec bench --limit 16 --repeats 1",
     "exspec bench --methods plain,exspec:3,exspec:8 --batch-size 4",
+    "exspec bench --methods plain,exspec@model,exspec@suffix:12",
     "exspec bench --synthetic Qwen/Qwen3-8B:Qwen/Qwen3-0.6B --device cuda",
     "exspec bench --count Qwen/Qwen3-8B:Qwen/Qwen3-0.6B",
 )
@@ -344,10 +345,14 @@ def bench(
     device: Annotated[str, typer.Option(parser=_device, metavar="DEVICE", help="cpu, cuda or cuda:N.")] = "cpu",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: one per core.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of every method, in turn.")] = 3,
+    drafter: Annotated[
+        str, typer.Option(help="Who drafts where a method does not say: none, model, suffix or another, or auto.")
+    ] = "auto",
     methods: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: plain, eqspec, exspec, auto, generate, assisted; exspec+both:3 has a policy and a K."
+            help="Comma-separated: plain, eqspec, exspec, auto, generate, assisted; exspec@suffix+both:3 has a "
+            "drafter, a policy and a K."
         ),
     ] = "plain,eqspec,exspec,auto,generate,assisted",
     kernels: Annotated[
@@ -414,6 +419,7 @@ def bench(
         kernels=kernels,
         threshold=threshold,
         tune_seconds=tune_seconds,
+        drafter=drafter,
     )
     job.run(settings)
 

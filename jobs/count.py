@@ -30,16 +30,16 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from exspec.actors.engine import Engine, EngineConfig, Request, Sampling
-from exspec.actors.engine.attention import attend_varlen
-from exspec.actors.engine.cached_model import CachedModel, kv_shape, where
-from exspec.actors.engine.constraint import Automaton, Constraint, MakeConstraint, Node
-from exspec.actors.engine.draft_length import Unasked
-from exspec.actors.engine.drafting import DraftModel
-from exspec.actors.engine.fused import Code, Run, compiled_by
+from exspec.actors.engine.drafters.draft_length import Unasked
+from exspec.actors.engine.drafters.model import DraftModel
 from exspec.actors.engine.graphs import Recordings
+from exspec.actors.engine.kv.attention import attend_varlen
+from exspec.actors.engine.kv.cached_model import CachedModel, kv_shape, where
+from exspec.actors.engine.kv.pages import Pages
+from exspec.actors.engine.layers.fused import Code, Run, compiled_by
 from exspec.actors.engine.methods import build as build_parts
-from exspec.actors.engine.pages import Pages
-from exspec.actors.engine.sampling import Sampler
+from exspec.actors.engine.tokens.constraint import Automaton, Constraint, MakeConstraint, Node
+from exspec.actors.engine.tokens.sampling import Sampler
 from exspec.jobs.synthetic import SHAPES, build, kv_bytes, model_bytes
 
 WINDOWS = 1, 3  # W, in B

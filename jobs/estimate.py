@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from exspec.actors.engine import Completion, Engine, Request, SequenceStatistics
+from exspec.actors.engine.drafters import kind
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.output.page import duration
 from exspec.pipeline.prepare import Prepared
@@ -64,7 +65,7 @@ def estimate(prepared: Prepared, share: float) -> Estimate:
         settled = settle(job, prepared.shape, requests, where)
     except ValueError as error:
         raise JobError(str(error)) from error
-    pair = pair_of(job, where, settled.config.drafts)
+    pair = pair_of(job, where, kind(settled.config).needs_draft)
     engine = Engine(pair.target, pair.draft, settled.config)
     warm, *others = requests[: ROWS + 1] if len(requests) > 1 else requests * 2
     engine.submit(warm)

@@ -99,7 +99,7 @@ def _facts(prepared: Prepared) -> list[tuple[str, str]]:
     columns = [*carried_columns(job, schema).values(), *job.answer_columns().names, *GENERATED.names]
     facts = [
         ("target", anonymous(job.target)),
-        ("draft", anonymous(job.draft) if job.draft else "none: plain decoding"),
+        ("draft", anonymous(job.draft) if job.draft else "none"),
         ("device", _device(job)),
         ("input", f"{len(found.shards)} shards with {found.rows} rows; {found.rows - missing} of them are done"),
         ("prompt", f"{prompt}, {'in the chat template' if prepared.prompts.chat else 'as it is'}"),

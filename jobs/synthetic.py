@@ -35,16 +35,17 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from exspec.actors.engine import Engine, EngineConfig, Request, Sampling, SequenceStatistics
-from exspec.actors.engine.attention import trial
-from exspec.actors.engine.cached_model import kv_shape
-from exspec.actors.engine.calibration import calibrate
 from exspec.actors.engine.config import AttentionName, KernelsName
-from exspec.actors.engine.costs import Costs, OutOfTimeError
-from exspec.actors.engine.drafting import Draft, Drafter
-from exspec.actors.engine.fused import compiler_trial
+from exspec.actors.engine.drafters import NONE
+from exspec.actors.engine.drafters.drafter import Draft, Drafter
 from exspec.actors.engine.graphs import Eager, Recorder
 from exspec.actors.engine.group import Group
-from exspec.actors.engine.methods import recorder_for, settle
+from exspec.actors.engine.kv.attention import trial
+from exspec.actors.engine.kv.cached_model import kv_shape
+from exspec.actors.engine.layers.fused import compiler_trial
+from exspec.actors.engine.methods import drafter_of, recorder_for, settle
+from exspec.actors.engine.shape.calibration import calibrate
+from exspec.actors.engine.shape.costs import Costs, OutOfTimeError
 from exspec.jobs.bench import describe_hardware
 
 QWEN3 = {"model_type": "qwen3", "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "rope_theta": 1e6,
@@ -107,12 +108,13 @@ def build(name: str, dtype: torch.dtype, device: str) -> PreTrainedModel:
     return model  # type: ignore[no-any-return]
 
 
-class Replay:
-    """Runs a drafter, and replaces what it proposes by the reference, each token right with chance `right`."""
+class Replay(Drafter):
+    """Runs a draft model, and replaces what it proposes by the reference, each token right with chance `right`."""
 
     def __init__(self, drafter: Drafter, reference: dict[tuple[int, ...], list[int]], right: float) -> None:
         self.drafter, self.reference, self.right = drafter, reference, right
         self.coins: dict[tuple[int, int], bool] = {}
+        self.caches = drafter.caches
 
     def prefill(self, slots: torch.Tensor, tokens: torch.Tensor, starts: torch.Tensor, attended: int) -> None:
         self.drafter.prefill(slots, tokens, starts, attended)
@@ -255,10 +257,8 @@ class Bench:
         self, reference: dict[tuple[int, ...], list[int]], right: float
     ) -> Callable[[PreTrainedModel, PreTrainedModel | None, EngineConfig], Engine]:
         def make(target: PreTrainedModel, draft: PreTrainedModel | None, config: EngineConfig) -> Engine:
-            engine = Engine(target, draft, config)
-            if config.drafts:
-                engine.drafter = Replay(engine.drafter, reference | {tuple(self.unlike): []}, right)
-            return engine
+            known = reference | {tuple(self.unlike): []}
+            return Engine(target, draft, config, drafter=lambda given: Replay(drafter_of(given), known, right))
 
         return make
 
@@ -340,8 +340,8 @@ class Bench:
         measured = {
             "plain": (costs.verify(rows, 1, attended), target_bytes),
             "verify": (costs.verify(rows, s.draft_tokens + 1, attended), target_bytes),
-            "draft": (costs.propose(rows, s.draft_tokens, attended), s.draft_tokens * draft_bytes),
-            "prefill": (costs.chunk(False), model_bytes(self.target)),
+            "draft": (costs.propose("model", rows, s.draft_tokens, attended), s.draft_tokens * draft_bytes),
+            "prefill": (costs.chunk(NONE), model_bytes(self.target)),
         }
         return {
             name: {
@@ -640,7 +640,7 @@ class Measurement:
             within(deadline)
             capacity = max(self.bench.shape.capacity, columns)
             config = self.config(8, 1, method="plain", prefill_rows=rows, prefill_columns=columns, capacity=capacity)
-            seconds = Costs(self.target, None, self.bench.requests(8), capacity, config).chunk(False)
+            seconds = Costs(self.target, None, self.bench.requests(8), capacity, config).chunk(NONE)
             yield {"method": "prefill", "rows": rows, "columns": columns, "ms": round(seconds * 1e3, 3),
                    "tokens_per_second": round(rows * columns / seconds, 1)}  # fmt: skip
             self.forget()

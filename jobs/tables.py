@@ -8,7 +8,9 @@ from rich.table import Table
 def bench_tables(rows: list[dict[str, Any]], title: str) -> tuple[Table, Table]:
     """Figures of methods side by side, as `bench.compare` returns them: speed and exactness, and what rounds did."""
     speed = _grid(title, "method", "tokens/s", "min-max", "x generate", "x plain", "= float32", "= plain")
-    rounds = _grid("what rounds did", "method", "acceptance", "wasted", "accepted length", "occupancy", "dead columns")
+    rounds = _grid(
+        "what rounds did", "method", "drafter", "acceptance", "wasted", "tokens a round", "occupancy", "dead columns"
+    )
     for row in rows:
         low, high = row["tokens_per_second_range"]
         speed.add_row(
@@ -22,9 +24,10 @@ def bench_tables(rows: list[dict[str, Any]], title: str) -> tuple[Table, Table]:
         )
         rounds.add_row(
             row["method"],
+            row["drafter"] or "-",
             _cell(row["acceptance_rate"], ".3f"),
             str(row["wasted"]) if row["drafted"] else "-",
-            _cell(row["mean_accepted_length"], ".2f"),
+            _cell(row["tokens_per_round"], ".2f"),
             _cell(row["occupancy"], ".2f"),
             _cell(row["dead_columns"], ".1%"),
         )
@@ -35,7 +38,7 @@ def _grid(title: str, *headings: str) -> Table:
     """A table of numbers by method, in lines that are never wrapped."""
     grid = Table(title=title, box=None, padding=(0, 1, 0, 0), title_justify="left")
     for heading in headings:
-        grid.add_column(heading, justify="left" if heading == "method" else "right", no_wrap=True)
+        grid.add_column(heading, justify="left" if heading in ("method", "drafter") else "right", no_wrap=True)
     return grid
 
 
@@ -46,10 +49,10 @@ def _cell(value: float | None, form: str) -> str:
 def candidates_table(candidates: list[dict[str, Any]], seconds: float, shown: int = 8) -> Table:
     """Candidates of a calibration: those that were run, and the best of the others."""
     grid = Table(title=f"calibration in {seconds:.0f} s: tokens/s by shape")
-    for heading in ("method", "B", "W", "K", "bucket", "kernels", "predicted", "measured", ""):
-        grid.add_column(heading, justify="left" if heading in ("method", "kernels", "") else "right")
+    for heading in ("method", "drafter", "B", "W", "K", "bucket", "kernels", "predicted", "measured", ""):
+        grid.add_column(heading, justify="left" if heading in ("method", "drafter", "kernels", "") else "right")
     for row in candidates[:shown]:
-        names = ("method", "batch_size", "window", "draft_tokens", "bucket", "kernels")
+        names = ("method", "drafter", "batch_size", "window", "draft_tokens", "bucket", "kernels")
         measured = _cell(row["measured"], ".0f")
         grid.add_row(*(str(row[n]) for n in names), f"{row['predicted']:.0f}", measured, "chosen" * row["chosen"])
     return grid

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from exspec.actors.engine import Engine, EngineConfig, Room
+from exspec.actors.engine.drafters import kind
 from exspec.actors.generator import Generator
 from exspec.actors.models import load_part
 from exspec.actors.work import WORK
@@ -221,5 +222,5 @@ class PairLoader:
         if window is not None and window < config.window:
             pages = max(config.fewest_pages, config.page_count * window // config.window)
             config = replace(config, window=max(config.batch_size, window), pages=pages)
-        pair = pair_of(self.job, self.on, self.config.drafts)
+        pair = pair_of(self.job, self.on, kind(self.config).needs_draft)
         return Engine(pair.target, pair.draft, config), pair.tokenizer

@@ -42,7 +42,7 @@ class DraftLength(StrEnum):
     both = "both"
 
 
-AUTO = ("method", "batch_size", "window", "draft_tokens", "bucket")  # settings that may be measured
+AUTO = ("method", "drafter", "batch_size", "window", "draft_tokens", "bucket")  # settings that may be measured
 Auto = int | Literal["auto"]
 # What the engine can compute in float32; its own limits are the same (actors/engine/request.py).
 CHUNK, LEAST_CHUNK, ROUNDS = 64, 8, 4  # rows of a chunk, at most and at least; chunks that an actor is to have
@@ -159,6 +159,9 @@ class Job(BaseModel):
     stop: list[str] = setting("Sampling", [], "Strings that end a completion; it is cut before them.")
 
     method: Method = setting("Decoding", Method.auto, "plain, eqspec, exspec, or auto: the faster of plain and exspec.")
+    drafter: str = setting(
+        "Decoding", "auto", "Who drafts: none, model, suffix or another; auto: the fastest of those at hand."
+    )
     batch_size: Auto = setting("Decoding", "auto", "B: rows of a forward.")
     window: Auto = setting("Decoding", "auto", "W: slots of the pool.")
     draft_tokens: Auto = setting("Decoding", "auto", "K: tokens drafted a round.")
@@ -312,8 +315,6 @@ class Job(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Job":
-        if self.draft is None and self.method in (Method.eqspec, Method.exspec):
-            raise ValueError(f"method {self.method} needs a draft; without one use method plain")
         if self.prompt_column and self.prompt_template:
             raise ValueError("prompt_column and prompt_template exclude each other")
         if self.min_new_tokens > self.max_new_tokens:
@@ -412,7 +413,7 @@ FREE = {
     "target_revision", "draft_revision", "model_sampling",
 }  # fmt: skip
 # With fixed shapes the target alone decides every token: these change how soon it comes, or which rows there are.
-FREE_IF_EXACT = {"draft", "method", "threshold", "limit", "draft (content)"}
+FREE_IF_EXACT = {"draft", "drafter", "method", "threshold", "limit", "draft (content)"}
 
 
 def load_job(kind: type[J], file: Path | None, flags: dict[str, Any], pair: dict[str, str] | None = None) -> J:

@@ -13,8 +13,9 @@ from transformers.utils import logging
 
 from exspec.actors.answers import AnswerError
 from exspec.actors.engine import EngineConfig, Room
-from exspec.actors.engine.cached_model import context_length
-from exspec.actors.engine.memory import MemoryPlan, fit
+from exspec.actors.engine.kv.cached_model import context_length
+from exspec.actors.engine.kv.memory import MemoryPlan
+from exspec.actors.engine.shape.memory import fit
 from exspec.actors.models import ModelError, check_config, check_vocabularies, limit_context, load_part
 from exspec.pipeline.errors import JobError, no_column, told
 from exspec.pipeline.generation import OwnSettings, load_generation_config, note, own_settings, with_own
@@ -27,7 +28,7 @@ from exspec.pipeline.job import Job, differences, fingerprint
 from exspec.pipeline.output.columns import added_columns, carried_columns, output_schema
 from exspec.pipeline.output.owner import Output
 from exspec.pipeline.output.state import State
-from exspec.pipeline.shape import LONGEST, Shape, memory_of, shape_of
+from exspec.pipeline.shape import LONGEST, Shape, memory_of, shape_of, wants_draft
 from exspec.pipeline.storage import PROBE, Folder
 from exspec.pipeline.weights import local_model, model_digest, resolved
 
@@ -199,7 +200,7 @@ def _check_models(job: Job) -> Models:
     tokenizers, contexts, digests, configs = [], [], {}, []
     own = OwnSettings({}, {})
     pairs = [("target", job.target, job.target_revision)]
-    if job.draft is not None and job.method != "plain":
+    if job.draft is not None and wants_draft(job):
         pairs.append(("draft", job.draft, job.draft_revision))
     for role, name, revision in pairs:
         try:

@@ -10,8 +10,10 @@ import torch
 from transformers import PretrainedConfig
 
 from exspec.actors.engine import EngineConfig, Request
-from exspec.actors.engine.calibration import calibrate
-from exspec.actors.engine.memory import MEBIBYTE, MemoryPlan, fit, free_memory, plan_memory
+from exspec.actors.engine.drafters import DRAFTERS, NONE, drafter_class, kind
+from exspec.actors.engine.kv.memory import MEBIBYTE, MemoryPlan
+from exspec.actors.engine.shape.calibration import calibrate
+from exspec.actors.engine.shape.memory import fit, free_memory, plan_memory
 from exspec.actors.models import Pair, load_pair
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Plan, decode_schema
@@ -22,7 +24,7 @@ from exspec.pipeline.job import AUTO, Job
 from exspec.pipeline.weights import local_model
 
 LONGEST = 4096  # tokens of a request unless the job says otherwise
-SAMPLED = (8, 64)  # chunks that a sample is taken from, and prompts of it
+SAMPLED = (8, 256)  # chunks that a sample is taken from, and prompts of it
 ALWAYS = ("kernels", "prefill")  # measured with whatever else is
 SHARE = 0.9  # of the free memory that a plan may use: libraries take some too
 
@@ -45,10 +47,9 @@ def shape_of(job: Job, context: int, rows: int, stored: dict[str, Any] | None) -
     """
     free = tuple(name for name in AUTO if getattr(job, name) == "auto")
     given: dict[str, Any] = {name: getattr(job, name) for name in AUTO if name not in free}
-    if "method" in given:
-        given["method"] = given["method"].value
-    if job.draft is None:
-        given["method"], free = "plain", tuple(name for name in free if name not in ("method", "draft_tokens"))
+    given |= _drafting(job)
+    if given.get("method") == "plain":
+        free = tuple(name for name in free if name not in ("method", "drafter", "draft_tokens"))
     if "window" in free and "batch_size" not in free:
         given["window"] = max(given["batch_size"], EngineConfig.window)
     if "batch_size" in free and "window" not in free:
@@ -65,15 +66,51 @@ def shape_of(job: Job, context: int, rows: int, stored: dict[str, Any] | None) -
     except ValueError as error:
         raise JobError(str(error)) from error
     if stored or rows < job.tune_from or config.method == "eqspec":
+        if not stored and {"method", "drafter"} <= set(free) and job.draft is None:
+            config = replace(config, method="plain")  # nobody has seen yet what looking up is worth
         free = ()
     elif free:
         free += ALWAYS
     return Shape(config, free, stored is not None)
 
 
+def _drafting(job: Job) -> dict[str, Any]:
+    """Method and drafter as the job says, with the first drafter that it has all for where it says nothing.
+
+    Raises JobError where they exclude each other.
+    """
+    method = None if job.method == "auto" else job.method.value
+    if method == "plain" or (job.drafter == NONE and method is None):
+        if job.drafter not in ("auto", NONE):
+            raise JobError(f"method plain drafts nothing, and drafter is {job.drafter}; expected one of them")
+        return {"method": "plain", "drafter": NONE}
+    drafter = job.drafter
+    if drafter == "auto":
+        drafter = next(n for n in DRAFTERS if n != NONE and (job.draft or not drafter_class(n).needs_draft))
+    elif drafter in DRAFTERS and drafter_class(drafter).needs_draft and job.draft is None:
+        raise JobError(f"drafter {drafter} needs a draft; without one use another, or auto")
+    return {"drafter": drafter} | ({"method": method} if method else {})
+
+
+def wants_draft(job: Job) -> bool:
+    """Whether what the job names as its draft may be used."""
+    if job.draft is None or job.method == "plain" or job.drafter == NONE:
+        return False
+    return job.drafter not in DRAFTERS or drafter_class(job.drafter).needs_draft
+
+
 def _taken_up(stored: EngineConfig, job: Job) -> EngineConfig:
-    """The shape that a job began in; without a draft now it is that of plain decoding, which gives the same tokens."""
-    return stored.plain() if stored.drafts and (job.draft is None or job.method == "plain") else stored
+    """The shape that a job began in, by the drafter that there is now: which one changes no token, and neither does
+    plain decoding in this shape."""
+    drafted = stored.width - 1  # K, or the columns that plain decoding left dead
+    drafter = stored.drafter if job.drafter == "auto" else job.drafter
+    if stored.method == "plain" and (job.drafter == "auto" or not drafted):
+        return stored
+    if job.method == "plain" or drafter == NONE or (job.draft is None and drafter_class(drafter).needs_draft):
+        return stored.plain()
+    if stored.method == "plain":
+        return replace(stored, method="exspec", drafter=drafter, draft_tokens=drafted)
+    return replace(stored, drafter=drafter)
 
 
 def stored_shape(config: EngineConfig) -> dict[str, Any]:
@@ -112,7 +149,8 @@ class Settled:
 
     def __str__(self) -> str:
         c = self.config
-        shape = f"{c.method}, B={c.batch_size}, slots={c.slots}, K={c.drafted}, bucket={c.bucket}, {c.kernels}"
+        method = f"{c.method} ({c.drafter})" if c.drafts else c.method
+        shape = f"{method}, B={c.batch_size}, slots={c.slots}, K={c.drafted}, bucket={c.bucket}, {c.kernels}"
         if c.method != "eqspec":
             shape += f", KV of {c.page_count * c.page_size} tokens"
         told = [f"measured in {self.seconds:.0f} s", *filter(None, [self.compiled])]
@@ -126,8 +164,8 @@ def settle(job: Job, shape: Shape, requests: list[Request], device: str) -> Sett
     """
     torch.set_num_threads(job.threads)
     budget = memory_budget(job, torch.device(device))  # before the weights take their part of it
-    drafts = job.draft is not None and (shape.config.drafts or "method" in shape.free)
-    pair = pair_of(job, device, drafts)
+    wanted = "drafter" in shape.free or kind(shape.config).needs_draft
+    pair = pair_of(job, device, wanted and wants_draft(job))
     draft = pair.draft.config if pair.draft is not None else None
     fitted = fit(pair.target.config, draft, shape.config, pair.target.dtype, budget)
     if fitted.batch_size < shape.config.batch_size and shape.stored:
@@ -142,11 +180,11 @@ def settle(job: Job, shape: Shape, requests: list[Request], device: str) -> Sett
     return Settled(config, found.table(), found.seconds, found.compiled)
 
 
-def pair_of(job: Job, device: str, drafts: bool) -> Pair:
-    """The job's target, and its draft where one is wanted, on this node. Raises ModelError as `load_pair` does."""
+def pair_of(job: Job, device: str, draft: bool) -> Pair:
+    """The job's target, and its draft where that is wanted, on this node. Raises ModelError as `load_pair` does."""
     return load_pair(
         local_model(job.target, job.storage_options),
-        local_model(job.draft, job.storage_options) if job.draft and drafts else None,
+        local_model(job.draft, job.storage_options) if job.draft and draft else None,
         getattr(torch, job.dtype),
         device,
         job.target_revision,

@@ -33,9 +33,9 @@ from transformers.generation.logits_process import (
 from transformers.models.auto import AutoModelForCausalLM
 
 from exspec.actors.engine import Engine, EngineConfig, Request, Sampling
-from exspec.actors.engine.drafting import Draft
+from exspec.actors.engine.drafters.drafter import Draft, Drafter
 from exspec.actors.engine.group import Group
-from exspec.actors.engine.sampling import gumbel_noise
+from exspec.actors.engine.tokens.sampling import gumbel_noise
 
 VOCABULARY = 61
 CONTEXT = 96
@@ -131,16 +131,13 @@ def slow_decode(
 
 
 @dataclass
-class Scripted:
+class Scripted(Drafter):
     """A drafter that proposes the reference continuation, each token right by a seeded coin of odds `right`."""
 
     reference: dict[Hashable, list[int]]
     right: float
     vocabulary: int = VOCABULARY
     asked: list[tuple[int, int]] = field(default_factory=list)  # (rows, count) of every round
-
-    def prefill(self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int) -> None:
-        pass
 
     def propose(self, group: Group, limits: list[int]) -> Draft:
         count = max(limits)
@@ -184,15 +181,15 @@ def requests(
 
 
 def engine(target: Any, drafter: Any = None, draft: Any = None, **config: Any) -> Engine:
-    """An engine with small shapes; `drafter` replaces the draft model's."""
-    made = Engine(target, draft or target, EngineConfig(**{
+    """An engine with small shapes; `drafter` replaces the draft model."""
+    shape = EngineConfig(**{
         "batch_size": 4, "window": 10, "draft_tokens": 3, "bucket": 32, "capacity": CONTEXT, "prefill_columns": 8,
         "prefill_rows": 1, "attention": "gathered",
         **config,
-    }))  # fmt: skip
-    if drafter is not None:
-        made.drafter, made.caches = drafter, made.caches[:1]
-    return made
+    })  # fmt: skip
+    if drafter is None:
+        return Engine(target, draft or target, shape)
+    return Engine(target, None, shape, drafter=lambda _: drafter)
 
 
 class ArithmeticModel:

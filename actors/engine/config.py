@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from exspec.actors.engine.drafters import DRAFTERS, NONE
+
 Method = Literal["plain", "eqspec", "exspec"]
 METHODS: tuple[Method, ...] = ("plain", "eqspec", "exspec")
 AttentionName = Literal["auto", "in_place", "gathered"]
@@ -17,11 +19,12 @@ DRAFT_LENGTHS: tuple[DraftLengthName, ...] = ("fixed", "explicit", "implicit", "
 class EngineConfig:
     """How an engine decodes. With `exact`, everything but the method's name is part of the shapes tokens come out of.
 
-    method: plain decodes without a draft; eqspec speculates on a fixed batch, realigned every round; exspec
+    method: plain decodes without drafts; eqspec speculates on a fixed batch, realigned every round; exspec
         speculates on a window that is refilled at once, in groups of like length.
     batch_size: B, rows of a verify forward.
     window: W, slots of the pool. A round advances a group of B out of W. It is B where more slots would only wait,
         with one bucket for all lengths and with eqspec; or 2B, where rounds overlap.
+    drafter: who drafts, see `drafters`. Ignored by plain. Changes no token.
     draft_tokens: K, tokens drafted a round. Ignored by plain, which drafts none.
     columns: width of a verify forward; default K + 1 (plain: 1). Wider ones are dead columns: `plain` with
         `columns = K + 1` is the reference in the shape of speculation.
@@ -51,6 +54,7 @@ class EngineConfig:
     """
 
     method: Method = "exspec"
+    drafter: str = "model"
     batch_size: int = 8
     window: int = 24
     draft_tokens: int = 5
@@ -71,6 +75,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ValueError(f"method: expected one of {', '.join(METHODS)}, not {self.method!r}")
+        if self.drafter not in DRAFTERS:
+            raise ValueError(f"drafter: expected one of {', '.join(DRAFTERS)}, not {self.drafter!r}")
+        if self.drafter == NONE and self.drafts:
+            raise ValueError(f"method {self.method} needs a drafter; without one use method plain")
         if self.draft_length not in DRAFT_LENGTHS:
             raise ValueError(f"draft_length: expected one of {', '.join(DRAFT_LENGTHS)}, not {self.draft_length!r}")
         if self.kernels not in KERNELS:
@@ -141,7 +149,8 @@ class EngineConfig:
 
     def plain(self) -> "EngineConfig":
         """Plain decoding whose forwards have the shape of this config's: what its tokens must equal."""
-        return replace(self, method="plain", columns=self.width, draft_length="fixed", threshold=EngineConfig.threshold)
+        plain = replace(self, method="plain", drafter=NONE, columns=self.width)
+        return replace(plain, draft_length="fixed", threshold=EngineConfig.threshold)
 
     def round_shape(self, live: int, longest: int) -> tuple[int, int]:
         """Rows of a round with `live` sequences, and the KV columns it attends where the longest has so many tokens."""

@@ -13,19 +13,19 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from exspec.actors.engine.cached_model import context_length
 from exspec.actors.engine.config import EngineConfig
-from exspec.actors.engine.constraint import Barred, Constraint, forced
-from exspec.actors.engine.drafting import Draft
+from exspec.actors.engine.drafters.drafter import Draft, MakeDrafter
 from exspec.actors.engine.graphs import Arriving, Recorder
 from exspec.actors.engine.group import Group
-from exspec.actors.engine.guide import Candidates, Guide, Masks, candidate_ids
-from exspec.actors.engine.methods import build, recorder_for, settle
+from exspec.actors.engine.kv.cached_model import context_length
+from exspec.actors.engine.methods import build, drafter_of, recorder_for, settle
 from exspec.actors.engine.pool import Pool, Sequence
 from exspec.actors.engine.prefill import Chunk
 from exspec.actors.engine.request import Completion, FinishReason, Request, RequestError, Room, Sampling, Scores
-from exspec.actors.engine.sampling import Sampler, SamplerState
 from exspec.actors.engine.statistics import EngineCounters, EngineStatistics
+from exspec.actors.engine.tokens.constraint import Barred, Constraint, forced
+from exspec.actors.engine.tokens.guide import Candidates, Guide, Masks, candidate_ids
+from exspec.actors.engine.tokens.sampling import Sampler, SamplerState
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -73,12 +73,14 @@ def phase(method: "Callable[Concatenate[Engine, P], T]") -> "Callable[Concatenat
 
 
 class Engine:
-    """Decodes token sequences in batches with a target and, unless the method is plain, a draft model.
+    """Decodes token sequences in batches with a target and, unless the method is plain, a drafter.
 
     target, draft: causal language models of transformers that hold keys and values of every token, of one vocabulary
-        (`exspec.actors.models.load_pair` checks that), on one device.
+        (`exspec.actors.models.load_pair` checks that), on one device. Not every drafter needs a draft.
+    config: default: exspec with a draft, plain without.
     end_ids: token ids that end a sequence; default: those of the target's generation config.
     recorder: records forwards of fixed shapes; default: CUDA graphs on a GPU, nothing elsewhere.
+    drafter: makes one from what it is given, instead of that which the config names.
 
     `submit` takes requests at any time; `step` runs one round; `take` hands out what has finished. One thread only:
     `EngineThread` wraps an engine for several. Raises ValueError for settings that the models cannot meet.
@@ -91,6 +93,7 @@ class Engine:
         config: EngineConfig | None = None,
         end_ids: frozenset[int] | None = None,
         recorder: Recorder | None = None,
+        drafter: MakeDrafter = drafter_of,
     ) -> None:
         config = config or EngineConfig(method="exspec" if draft else "plain")
         self.context = context_length(target.config)
@@ -99,8 +102,8 @@ class Engine:
         self.vocabulary = target.config.get_text_config().vocab_size
         self.end_ids = model_end_ids(target) if end_ids is None else end_ids
         recorder = recorder or recorder_for(self.device, config)
-        parts = build(target, draft, config, recorder)
-        self.target, self.drafter, self.draft_length, self.grouping, self.prefill, self.caches, store = parts
+        parts = build(target, draft, config, recorder, drafter)
+        self.target, self.drafter, self.given, self.draft_length, self.grouping, self.prefill, store = parts
         self.pool = Pool(config.slots, store, config.width)
         self.samplers = SamplerState(config.slots, self.vocabulary, self.device, recorder.wrap)
         self._fill, self._forward = recorder.wrap(self.target.fill), recorder.wrap(self.target.forward)
@@ -120,11 +123,11 @@ class Engine:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes that the KV of target and draft take now."""
-        return sum(cache.bytes for cache in self.caches)
+        """Bytes that the KV of target and drafter take now."""
+        return self.target.bytes + sum(cache.bytes for cache in self.drafter.caches)
 
-    def submit(self, request: Request) -> None:
-        """Queue a request. Raises RequestError where it could never be decoded."""
+    def check_request(self, request: Request) -> None:
+        """Raises RequestError where a request could never be decoded."""
         length = len(request.prompt)
         name = f"request {request.id!r}"
         if length == 0:
@@ -143,8 +146,12 @@ class Engine:
             raise RequestError(f"{name}: a constraint tells itself which tokens may come, and where it ends")
         if request.stop and request.constraint:
             raise RequestError(f"{name}: stop and constraint exclude each other, a constraint tells its own end")
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises RequestError where it could never be decoded, or one with its id is being decoded."""
+        self.check_request(request)
         if request.id in self._ids:
-            raise RequestError(f"{name}: a request with this id is already being decoded")
+            raise RequestError(f"request {request.id!r}: a request with this id is already being decoded")
         self._ids.add(request.id)
         sequence = Sequence(request, self.context)
         sequence.ends = frozenset() if request.ignore_end else self.end_ids | request.end_ids
@@ -201,22 +208,24 @@ class Engine:
         return self.take()
 
     def forget(self) -> None:
-        """Let go of the KV of prompts that no running sequence has."""
+        """Let go of the KV of prompts that no running sequence has, and of what was learned to draft."""
         self.pool.store.forget()
+        self.drafter.forget()
 
     def check(self) -> None:
         """Raise AssertionError where an invariant of pool or KV store does not hold. Call between rounds."""
         self.pool.check()
-        for cache in self.caches:
-            # The draft model may lack the last token before the pending one.
-            missing = 0 if cache is self.target else 1
-            cache.check({s.slot: max(0, s.length - missing) for s in self.pool.running})
+        self.target.check({s.slot: s.length for s in self.pool.running})
+        for cache in self.drafter.caches:  # which may lack the last token before the pending one
+            cache.check({s.slot: max(0, s.length - 1) for s in self.pool.running})
 
     @phase
     def _admit(self) -> None:
         admitted = self.pool.admit(self.grouping.room(self.pool))
         if not admitted:
             return
+        for s in admitted:
+            self.drafter.admit(s.slot, s.tokens)
         for chunks in self.prefill.plan(admitted):
             slots, ids, starts, attended = self._rows(chunks, self.config.prefill_rows)
             self._fill(slots, ids, starts, attended)
@@ -297,8 +306,8 @@ class Engine:
     def _guided(self, group: Group, guide: Guide, draft: Draft) -> Draft:
         """The draft as the constraints let it stand, for which the round waits. A drafter whose tokens were replaced
         takes in those that are there now."""
-        drafted: list[list[int]] = [[] for _ in group.sequences]
-        if draft.tokens.shape[1]:
+        drafted: list[list[int]] = draft.known or [[] for _ in group.sequences]
+        if draft.known is None and draft.tokens.shape[1]:
             rows = Arriving(torch.cat([draft.lengths[:, None], draft.tokens], dim=1)).wait().numpy().tolist()
             drafted = [tokens[:length] for length, *tokens in rows]
         walked = guide.walk(drafted, group.useful)
@@ -383,10 +392,12 @@ class Engine:
                 ending = ending or self._finish(sequence, sequence.constraint)
             kept += len(sequence.tokens) - before
             if ending:
+                self.drafter.end(sequence.slot, sequence.request.prompt, sequence.committed)
                 self._finished.append(self.pool.end(sequence, *ending))
             else:
                 new[sequence.slot] = sequence.tokens[before:]
         self.samplers.committed(new)
+        self.drafter.committed(new)
         columns = sum(outcome.columns for outcome in outcomes)
         self.counters.add(
             rounds=1,

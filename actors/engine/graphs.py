@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from exspec.actors.engine.sampling import Sampler
+from exspec.actors.engine.tokens.sampling import Sampler
 
 Play = Callable[[], Any]
 

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exspec.actors.engine.guide import Guide
 from exspec.actors.engine.pool import Sequence
-from exspec.actors.engine.sampling import Sampler, SamplerState
+from exspec.actors.engine.tokens.guide import Guide
+from exspec.actors.engine.tokens.sampling import Sampler, SamplerState
 
 
 @dataclass(frozen=True)

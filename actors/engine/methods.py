@@ -1,13 +1,21 @@
 """The methods: which KV store, drafter, grouping and prefill the one loop works with."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from exspec.actors.engine.attention import trial
-from exspec.actors.engine.cached_model import (
+from exspec.actors.engine.config import EngineConfig
+from exspec.actors.engine.drafters import drafter_class, kind
+from exspec.actors.engine.drafters.draft_length import DraftLength, draft_length
+from exspec.actors.engine.drafters.drafter import Drafter, Given, MakeDrafter
+from exspec.actors.engine.drafters.none import NoDraft
+from exspec.actors.engine.graphs import CudaGraphs, Eager, Recorder
+from exspec.actors.engine.grouping import FixedBatch, Grouping, LengthBuckets
+from exspec.actors.engine.kv.attention import trial
+from exspec.actors.engine.kv.cached_model import (
     GATHERED,
     IN_PLACE,
     CachedModel,
@@ -16,24 +24,21 @@ from exspec.actors.engine.cached_model import (
     context_length,
     kv_shape,
 )
-from exspec.actors.engine.config import EngineConfig
-from exspec.actors.engine.draft_length import Confidence, DraftLength, Fixed, History, Product, Unasked
-from exspec.actors.engine.drafting import Drafter, DraftModel, NoDraft
-from exspec.actors.engine.fused import compiler_trial, tell
-from exspec.actors.engine.graphs import CudaGraphs, Eager, Recorder
-from exspec.actors.engine.grouping import FixedBatch, Grouping, LengthBuckets
-from exspec.actors.engine.pages import Boundless, Pages, Store
+from exspec.actors.engine.kv.pages import Boundless, Pages, Store
+from exspec.actors.engine.layers.fused import compiler_trial, tell
+from exspec.actors.engine.layers.twin import packs
 from exspec.actors.engine.prefill import ChunkedPrefill, Prefill, WholePrefill
-from exspec.actors.engine.twin import packs
 
 
 class Parts(NamedTuple):
+    """given: what the drafter was made of, and others may be."""
+
     target: CachedModel
     drafter: Drafter
+    given: Given
     draft_length: DraftLength
     grouping: Grouping
     prefill: Prefill
-    caches: list[CachedModel]
     store: Store
 
 
@@ -66,8 +71,9 @@ def settle(target: PreTrainedModel, draft: PreTrainedModel | None, config: Engin
 def _attending(target: PreTrainedModel, draft: PreTrainedModel | None, config: EngineConfig) -> EngineConfig:
     if config.method == "eqspec":
         return config
-    models = [target, draft] if draft is not None and config.drafts else [target]
-    found = (_trial(model, config.page_size) for model in models) if config.attention != "gathered" else ["not asked"]
+    models = [target.config, *kind(config).models(None if draft is None else draft.config)]
+    trials = (_trial(model, target.device, target.dtype, config.page_size) for model in models)
+    found = trials if config.attention != "gathered" else ["not asked"]
     reason = next((why for why in found if why is not None), None)
     if reason is not None and config.attention == "in_place":
         raise ValueError(f"attention: in_place does not work here: {reason}; expected auto or gathered")
@@ -78,17 +84,31 @@ def _attending(target: PreTrainedModel, draft: PreTrainedModel | None, config: E
     return replace(config, attention="in_place", pages=config.page_count, bucket=config.capacity)
 
 
-def _trial(model: PreTrainedModel, page: int) -> str | None:
-    _, kv_heads, size = kv_shape(model.config)
-    if model.device.type == "cuda" and getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+def _trial(model: PretrainedConfig, device: torch.device, dtype: torch.dtype, page: int) -> str | None:
+    _, kv_heads, size = kv_shape(model)
+    if device.type == "cuda" and getattr(model.get_text_config(), "attn_logit_softcapping", None):
         return "attention with a soft-cap is not in place on CUDA"
-    return trial(model.device, model.dtype, model.config.get_text_config().num_attention_heads, kv_heads, size, page)
+    return trial(device, dtype, model.get_text_config().num_attention_heads, kv_heads, size, page)
 
 
-def build(target: PreTrainedModel, draft: PreTrainedModel | None, config: EngineConfig, recorder: Recorder) -> Parts:
-    """The parts of an engine of a settled config. Raises ValueError where the models cannot serve the method or the
-    capacity."""
-    store, models = _stores(target, draft if config.drafts else None, config)
+def drafter_of(given: Given, name: str | None = None) -> Drafter:
+    """The drafter of a name, or the one of the config. Raises ValueError where it cannot draft with these models."""
+    made = kind(given.config) if name is None else drafter_class(name)
+    other = None if given.draft is None else given.draft.config
+    if why := made.refusal(given.target.config, other, given.config):
+        raise ValueError(f"method {given.config.method} with the drafter {given.config.drafter}: {why}")
+    return made.build(given)
+
+
+def build(
+    target: PreTrainedModel,
+    draft: PreTrainedModel | None,
+    config: EngineConfig,
+    recorder: Recorder,
+    drafter: MakeDrafter = drafter_of,
+) -> Parts:
+    """The parts of an engine of a settled config. Raises ValueError where no drafter can be made."""
+    store, cached = _stores(target, config)
     grouping: Grouping = LengthBuckets(config.batch_size, config.bucket, fallback=not config.exact)
     # A recording each for many shapes would take longer than they save; and in place, what is attended costs nothing.
     few = recorder.records or config.attention == "in_place"
@@ -97,32 +117,15 @@ def build(target: PreTrainedModel, draft: PreTrainedModel | None, config: Engine
     )
     if config.method == "eqspec":
         grouping, prefill = FixedBatch(), WholePrefill()
-    if not config.drafts:
-        return Parts(models[0], NoDraft(), Fixed(), grouping, prefill, models, store)
-    if draft is None:
-        raise ValueError(f"method {config.method} needs a draft model; without one use method plain")
-    if context_length(draft.config) < config.capacity:
-        raise ValueError(
-            f"the draft model's context of {context_length(draft.config)} tokens is shorter than the capacity of "
-            f"{config.capacity}; lower capacity or take a draft with a longer context"
-        )
-    vocabularies = (draft.config.get_text_config().vocab_size, target.config.get_text_config().vocab_size)
-    by_confidence = config.draft_length in ("explicit", "both")
-    confidence: Confidence = Product(config.threshold) if by_confidence else Unasked()
-    step = config.bucket if few else config.page_size
-    drafter = DraftModel(models[1], vocabularies, config.capacity, step, confidence, recorder)
-    by_history = config.draft_length in ("implicit", "both")
-    draft_length: DraftLength = History(config.threshold) if by_history else Fixed()
-    return Parts(models[0], drafter, draft_length, grouping, prefill, models, store)
+    given = Given(target, draft, config, cached, recorder, config.bucket if few else config.page_size)
+    its = drafter(given) if config.drafts else NoDraft()
+    return Parts(cached(target), its, given, draft_length(config), grouping, prefill, store)
 
 
-def _stores(
-    target: PreTrainedModel, draft: PreTrainedModel | None, config: EngineConfig
-) -> tuple[Store, list[CachedModel]]:
-    """What gives slots their KV, and the models with it, the target first. One table of pages is for both."""
-    models = [target] if draft is None else [target, draft]
+def _stores(target: PreTrainedModel, config: EngineConfig) -> tuple[Store, Callable[[PreTrainedModel], CachedModel]]:
+    """What gives slots their KV, and gives it to a model. One table of pages is for all models."""
     if config.method == "eqspec":
-        return Boundless(), [RealignedModel(model, config.batch_size, config.kernels == "packed") for model in models]
+        return Boundless(), lambda model: RealignedModel(model, config.batch_size, config.kernels == "packed")
     widest = max(config.width, config.prefill_columns)  # a row may be fed past its capacity, with dead columns
     pages = Pages(
         config.slots,
@@ -133,4 +136,4 @@ def _stores(
         target.device,
     )
     attention = IN_PLACE if config.attention == "in_place" else GATHERED
-    return pages, [PagedModel(model, pages, attention, config.kernels) for model in models]
+    return pages, lambda model: PagedModel(model, pages, attention, config.kernels)

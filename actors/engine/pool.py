@@ -4,10 +4,10 @@ import time
 from collections import deque
 from collections.abc import Set
 
-from exspec.actors.engine.constraint import Constraint
-from exspec.actors.engine.pages import Store
+from exspec.actors.engine.kv.pages import Store
 from exspec.actors.engine.request import Completion, FinishReason, Request, Scores
 from exspec.actors.engine.statistics import SequenceCounters, SequenceStatistics
+from exspec.actors.engine.tokens.constraint import Constraint
 
 
 class Sequence:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Literal
 
-from exspec.actors.engine.constraint import MakeConstraint
 from exspec.actors.engine.statistics import SequenceStatistics
+from exspec.actors.engine.tokens.constraint import MakeConstraint
 
 FinishReason = Literal["stop", "length"]
 # Takes the completion's tokens one by one and returns what ended it, or None to go on. It may keep what it has seen.

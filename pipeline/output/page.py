@@ -113,9 +113,12 @@ def render(report: "Report", figures: dict[str, Any], url: str, samples: list[di
 
 def _subtitle(written: dict[str, Any], figures: dict[str, Any], url: str) -> str:
     job, shape = written["job"], written["shape"]
-    models = job["target"] if shape["method"] == "plain" else f"{job['target']} with {job['draft']}"
+    models, method = job["target"], shape["method"]
+    if method != "plain":
+        method += f" by {shape['drafter']}"
+        models += f" with {job['draft']}" if job["draft"] else ""
     date = f", {time.strftime('%Y-%m-%d %H:%M', time.localtime(figures['began']))}" if figures["began"] else ""
-    return f"{url}{date}; {models}; {shape['method']} on {written['device']}"
+    return f"{url}{date}; {models}; {method} on {written['device']}"
 
 
 def _verdict(figures: dict[str, Any]) -> str:

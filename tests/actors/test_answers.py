@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from exspec.actors.answers import AnswerError, Choices, FreeText, Json, asked
 from exspec.actors.engine import Completion, Engine, EngineConfig, Request, SequenceStatistics
-from exspec.actors.engine.constraint import tokens_of
+from exspec.actors.engine.tokens.constraint import tokens_of
 from exspec.actors.models import Pair, completion_text, load_pair
 from exspec.jobs.demo import DRAFT, TARGET
 from exspec.jobs.demo.messages import examples

@@ -28,7 +28,7 @@ from transformers import (
 from transformers.models.auto import AutoModelForSeq2SeqLM
 
 from exspec.actors.engine import Engine, EngineConfig, Request, RequestError, StopCheck
-from exspec.actors.engine.cached_model import context_length
+from exspec.actors.engine.kv.cached_model import context_length
 from exspec.actors.models import (
     ModelError,
     StopStrings,

@@ -11,7 +11,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from typer.testing import CliRunner
 
-from exspec.actors.engine import Engine, cached_model, sampling
+from exspec.actors.engine import Engine
+from exspec.actors.engine.kv import cached_model
+from exspec.actors.engine.tokens import sampling
 from exspec.jobs import cli, count, counts
 from exspec.jobs.synthetic import build, kv_bytes, model_bytes
 

@@ -15,8 +15,8 @@ import yaml
 from transformers import AutoConfig
 
 from exspec.actors.engine import EngineConfig
-from exspec.actors.engine.calibration import PREFILLS, ROWS
-from exspec.actors.engine.memory import fit, plan_memory
+from exspec.actors.engine.shape.calibration import PREFILLS, ROWS
+from exspec.actors.engine.shape.memory import fit, plan_memory
 from exspec.jobs.cli import app
 from exspec.jobs.synthetic import SHAPES
 from exspec.pipeline.shape import LONGEST, SHARE

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from exspec.actors.engine import attention
+from exspec.actors.engine.kv import attention
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from exspec.actors.engine import Engine, EngineConfig, Request
-from exspec.actors.engine.calibration import FREE, Sample, calibrate, predict
-from exspec.actors.engine.memory import plan_memory
+from exspec.actors.engine.shape.calibration import FREE, calibrate, predict
+from exspec.actors.engine.shape.memory import plan_memory
+from exspec.actors.engine.shape.sample import Sample
 from tests import tiny
 
 SHAPE = EngineConfig(batch_size=4, window=8, draft_tokens=3, bucket=32, capacity=tiny.CONTEXT, prefill_columns=8,
@@ -30,7 +31,7 @@ class Costs:
 
 def sample(chance: float) -> Sample:
     survival = tuple(chance ** (i + 1) for i in range(8))
-    return Sample([], survival, [(10, 30), (20, 50), (5, 60)], 0.0)
+    return Sample([], [(10, 30), (20, 50), (5, 60)], {"model": survival}, {"model": 0.0})
 
 
 def speed(costs: Costs, chance: float, **changes: Any) -> float:

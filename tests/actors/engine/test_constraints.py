@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from exspec.actors.answers import Grammar, Json
 from exspec.actors.engine import Engine, EngineConfig, Request, RequestError, Sampling
-from exspec.actors.engine.constraint import (
+from exspec.actors.engine.tokens.constraint import (
     Automaton,
     Barred,
     Few,
@@ -28,8 +28,8 @@ from exspec.actors.engine.constraint import (
     tokens_of,
     unpacked,
 )
-from exspec.actors.engine.guide import Masks
-from exspec.actors.engine.sampling import gumbel_noise
+from exspec.actors.engine.tokens.guide import Masks
+from exspec.actors.engine.tokens.sampling import gumbel_noise
 from exspec.jobs.demo import TARGET
 from tests import tiny
 

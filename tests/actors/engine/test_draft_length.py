@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from exspec.actors.engine import DRAFT_LENGTHS, Completion, Engine, Request, SequenceStatistics
-from exspec.actors.engine.draft_length import PROBE, History, Product
+from exspec.actors.engine.drafters.draft_length import PROBE, History, Product
 from exspec.actors.engine.pool import Sequence
 from tests import tiny
 

@@ -88,7 +88,7 @@ def test_prompts_of_different_lengths_are_not_padded_to_the_longest() -> None:
 def test_rounds_move_no_kv() -> None:
     """The fault: every round copied all KV. Pages stay where they were allocated, a token's place never changes."""
     engine = tiny.engine(tiny.model(eos_token_id=None), draft=tiny.model(seed=1))
-    stores = [t for cache in engine.caches for t in (*cache.keys, *cache.values)]
+    stores = [t for cache in (engine.target, *engine.drafter.caches) for t in (*cache.keys, *cache.values)]
     places = [t.data_ptr() for t in stores]
 
     def cached(slot: int, length: int) -> torch.Tensor:
@@ -117,12 +117,12 @@ def test_peak_kv_is_what_pages_and_layers_predict() -> None:
     pages, heads, columns, size, bytes_, layers, models = 24 * 8 + 1, 2, 8, 8, 4, 2, 2
     predicted = models * layers * 2 * pages * heads * columns * size * bytes_
     assert engine.kv_bytes == predicted
-    held = [cache.keys[0].untyped_storage().nbytes() for cache in engine.caches]
+    held = [cache.keys[0].untyped_storage().nbytes() for cache in (engine.target, *engine.drafter.caches)]
     for i in range(1000):
         engine.submit(Request(i, [1 + i % 60] * (1 + i % 7), max_new_tokens=1 + i % 4))
     assert len(engine.run()) == 1000
     assert engine.kv_bytes == predicted
-    assert [cache.keys[0].untyped_storage().nbytes() for cache in engine.caches] == held
+    assert [cache.keys[0].untyped_storage().nbytes() for cache in (engine.target, *engine.drafter.caches)] == held
 
 
 def test_a_full_queue_keeps_the_rows_busy() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from exspec.actors.engine import Request, Sampling
-from exspec.actors.engine.attention import trial
+from exspec.actors.engine.kv.attention import trial
 from tests import tiny
 
 COUNT, FIRST = int(os.environ.get("EXSPEC_FUZZ", "12")), int(os.environ.get("EXSPEC_FUZZ_FROM", "0"))

@@ -12,8 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from exspec.actors.engine import Engine, EngineConfig, Sampling
-from exspec.actors.engine.constraint import Automaton, Node, chain, choice
 from exspec.actors.engine.graphs import Eager, Play, Recordings
+from exspec.actors.engine.tokens.constraint import Automaton, Node, chain, choice
 from tests import tiny
 
 WAITS = {"_local_scalar_dense", "is_nonzero", "item", "nonzero", "masked_select", "equal", "unique", "_unique2"}

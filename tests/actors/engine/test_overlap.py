@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from exspec.actors.engine import Engine, EngineConfig
-from exspec.actors.engine.constraint import Barred
+from exspec.actors.engine.tokens.constraint import Barred
 from tests import tiny
 
 SHAPE: dict[str, Any] = {"batch_size": 2, "window": 4, "overlap": True, "bucket": tiny.CONTEXT}

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from exspec.actors.engine import Engine, EngineConfig, Request, Sampling
-from exspec.actors.engine.attention import trial
-from exspec.actors.engine.fused import CODE, compiler_trial
+from exspec.actors.engine.kv.attention import trial
+from exspec.actors.engine.layers.fused import CODE, compiler_trial
 from tests import tiny
 
 IN_PLACE = trial(torch.device("cpu"), torch.float32, 4, 2, 8, 8) is None

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exspec.actors.engine import Engine, EngineConfig, Request
-from exspec.actors.engine.cached_model import PagedModel
 from exspec.actors.engine.grouping import LengthBuckets
-from exspec.actors.engine.pages import Pages
+from exspec.actors.engine.kv.cached_model import PagedModel
+from exspec.actors.engine.kv.pages import Pages
 from exspec.actors.engine.pool import Sequence
 from tests import tiny
 from tests.tiny import ENDS, VOCABULARY, ArithmeticModel
@@ -55,10 +55,8 @@ def test_random_work_gives_the_oracles_tokens(
     config: EngineConfig, script: list[tuple[list[int], int] | str], right: float
 ) -> None:
     expected: dict[Hashable, list[int]] = {}
-    engine = Engine(ArithmeticModel(), ArithmeticModel(), config)  # type: ignore[arg-type]
-    if config.drafts:
-        engine.drafter = tiny.Scripted(expected, right)
-        engine.caches = engine.caches[:1]
+    scripted = tiny.Scripted(expected, right)
+    engine = Engine(ArithmeticModel(), None, config, drafter=lambda _: scripted)  # type: ignore[arg-type]
     done: dict[Hashable, list[int]] = {}
 
     def step() -> None:

@@ -15,7 +15,7 @@ from transformers.generation.logits_process import (
 )
 
 from exspec.actors.engine import Sampling
-from exspec.actors.engine.sampling import FEW, Sampler, SamplerState, _mix, _search, _top, gumbel_noise
+from exspec.actors.engine.tokens.sampling import FEW, Sampler, SamplerState, _mix, _search, _top, gumbel_noise
 from tests import tiny
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ import torch
 from scipy import stats
 
 from exspec.actors.engine import Sampling
-from exspec.actors.engine.sampling import Sampler, gumbel_noise
+from exspec.actors.engine.tokens.sampling import Sampler, gumbel_noise
 
 DRAWS = 40_000
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -3.0, 1.5])

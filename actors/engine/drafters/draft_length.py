@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.group import Group
 from exspec.actors.engine.pool import Sequence
 
@@ -112,3 +113,13 @@ class Product:
 
     def pays(self, chance: Tensor, goes_on: Tensor, live: Tensor) -> Tensor:
         return (chance * goes_on).sum() >= self.threshold * live.sum()
+
+
+def draft_length(config: EngineConfig) -> DraftLength:
+    """What shortens the rows' drafts before a round."""
+    return History(config.threshold) if config.draft_length in ("implicit", "both") else Fixed()
+
+
+def confidence(config: EngineConfig) -> Confidence:
+    """What shortens the drafts of a model while they are made."""
+    return Product(config.threshold) if config.draft_length in ("explicit", "both") else Unasked()

@@ -1,51 +1,25 @@
-"""Drafters: what proposes the tokens that the target verifies."""
+"""A draft model: a smaller one of the same vocabulary."""
 
-from typing import NamedTuple, Protocol
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
-from exspec.actors.engine.cached_model import CachedModel
-from exspec.actors.engine.draft_length import Confidence
+from exspec.actors.engine.config import EngineConfig
+from exspec.actors.engine.drafters.draft_length import Confidence, confidence
+from exspec.actors.engine.drafters.drafter import Draft, Drafter, Given
 from exspec.actors.engine.graphs import Recorder
 from exspec.actors.engine.group import Group
-from exspec.actors.engine.guide import narrowed
-from exspec.actors.engine.sampling import Sampler
+from exspec.actors.engine.kv.cached_model import CachedModel, context_length
+from exspec.actors.engine.kv.memory import MemoryPlan, model_memory
+from exspec.actors.engine.tokens.guide import narrowed
+from exspec.actors.engine.tokens.sampling import Sampler
 
 
-class Draft(NamedTuple):
-    """tokens: [R, N]. lengths: [R], how many of a row's tokens are proposed; what lies past them means nothing."""
-
-    tokens: Tensor
-    lengths: Tensor
-
-
-class Drafter(Protocol):
-    """Proposes tokens. Any may be wrong; constraints are walked by the engine."""
-
-    def prefill(self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int) -> None:
-        """Take in tokens [R, C] of the sequences in `slots` [R], at positions starts[r] + c: of a prompt, or those that
-        stand in place of what was proposed."""
-        ...
-
-    def propose(self, group: Group, limits: list[int]) -> Draft:
-        """Draft at most limits[r] tokens after row r's pending token."""
-        ...
-
-
-class NoDraft:
-    """Drafts nothing: plain decoding."""
-
-    def prefill(self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int) -> None:
-        pass
-
-    def propose(self, group: Group, limits: list[int]) -> Draft:  # noqa: ARG002
-        return Draft(group.pending.new_zeros(len(group.pending), 0), torch.zeros_like(group.pending))
-
-
-class DraftModel:
-    """A smaller model with the same vocabulary, which keeps its own KV between rounds.
+class DraftModel(Drafter):
+    """Keeps KV of its own between rounds.
 
     The KV of a round's last draft is never computed. So the first step feeds the last two tokens always: after a fully
     accepted draft the first of them fills the gap, otherwise it is written again with the same value. It feeds them
@@ -55,6 +29,42 @@ class DraftModel:
     draft attends as many as its group needs, rounded up to a multiple of `step`: it does not decide what is committed,
     so its shapes are free. confidence: decides after each step which rows go on. recorder: records the whole loop.
     """
+
+    needs_draft = True
+
+    @classmethod
+    def refusal(cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig) -> str | None:
+        if draft is None:
+            return super().refusal(target, draft, config)
+        context, capacity = context_length(draft), min(config.capacity, context_length(target))
+        if context >= capacity:
+            return None
+        return (
+            f"the draft model's context of {context} tokens is shorter than the capacity of {capacity}; lower capacity "
+            "or take a draft with a longer context"
+        )
+
+    @classmethod
+    def models(cls, draft: PretrainedConfig | None) -> list[PretrainedConfig]:
+        return [] if draft is None else [draft]
+
+    @classmethod
+    def memory(cls, draft: PretrainedConfig | None, config: EngineConfig, dtype: torch.dtype) -> MemoryPlan:
+        # A step feeds two columns at most.
+        return sum((model_memory(m, config, dtype, columns=2) for m in cls.models(draft)), start=MemoryPlan())
+
+    @classmethod
+    def build(cls, given: Given) -> Self:
+        assert given.draft is not None
+        sizes = [model.config.get_text_config().vocab_size for model in (given.draft, given.target)]
+        return cls(
+            given.cached(given.draft),
+            (sizes[0], sizes[1]),
+            given.config.capacity,
+            given.step,
+            confidence(given.config),
+            given.recorder,
+        )
 
     def __init__(
         self,
@@ -66,6 +76,7 @@ class DraftModel:
         recorder: Recorder,
     ) -> None:
         vocabulary, target_vocabulary = vocabularies
+        self.caches = [cached]
         self.cached, self.columns, self.step, self.confidence = cached, columns, step, confidence
         self.shared = min(vocabulary, target_vocabulary)
         self.last_token = vocabulary - 1

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from exspec.actors.engine.constraint import unpacked
 from exspec.actors.engine.request import Sampling
+from exspec.actors.engine.tokens.constraint import unpacked
 
 TINY = 1e-30  # a smaller top_p would be 0 in float32 and keep no token at all
 FEW = 256  # of the largest logits, so many at most are picked out; a larger top_k is searched for

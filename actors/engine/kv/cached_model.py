@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from exspec.actors.engine.config import KernelsName
-from exspec.actors.engine.fused import compiled, fuse, put
-from exspec.actors.engine.pages import BIN, Pages
-from exspec.actors.engine.twin import twin
+from exspec.actors.engine.kv.pages import BIN, Pages
+from exspec.actors.engine.layers.fused import compiled, fuse, put
+from exspec.actors.engine.layers.twin import twin
 
 IN_PLACE, GATHERED = "exspec_in_place", "exspec_gathered"  # as `attention.py` registers them
 

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exspec.actors.engine.constraint import BITS, Constraint, Few, Words, only, tokens_in, unpacked
 from exspec.actors.engine.pool import Sequence
+from exspec.actors.engine.tokens.constraint import BITS, Constraint, Few, Words, only, tokens_in, unpacked
 
 Candidates = dict[tuple[int, int], list[int]]
 

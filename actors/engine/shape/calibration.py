@@ -1,6 +1,7 @@
-"""Choosing the shape of decoding by measurement: plain decoding or speculation, B, W, K and bucket.
+"""Choosing the shape of decoding by measurement: plain decoding or speculation, by whom, B, W, K and bucket.
 
-Three steps. A short run on a sample of the requests tells how far drafts survive and how long completions are. A dry
+Three steps. Short runs on a sample of the requests, with each drafter that is at hand, tell how far its drafts
+survive, and how long completions are. A dry
 run of the scheduler for each candidate, with a clock that adds up measured times of its forwards, predicts its
 tokens/s. The best of each kind are then run in turn, and the fastest of them is taken: plain decoding unless
 speculation is faster.
@@ -21,47 +22,31 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from exspec.actors.engine import fused
-from exspec.actors.engine.config import KERNELS, EngineConfig, KernelsName
-from exspec.actors.engine.costs import Clock, Costs, OutOfTimeError
+from exspec.actors.engine.config import KERNELS, EngineConfig, KernelsName, Method
+from exspec.actors.engine.drafters import NONE, at_hand, drafter_class
 from exspec.actors.engine.engine import Engine
 from exspec.actors.engine.grouping import LengthBuckets
-from exspec.actors.engine.memory import fit, plan_memory
+from exspec.actors.engine.kv.pages import Boundless
+from exspec.actors.engine.layers import fused
 from exspec.actors.engine.methods import settle
-from exspec.actors.engine.pages import Boundless
 from exspec.actors.engine.pool import Pool
 from exspec.actors.engine.pool import Sequence as Decoded
-from exspec.actors.engine.request import Request, RequestError
-from exspec.actors.engine.statistics import SequenceStatistics
+from exspec.actors.engine.request import Request
+from exspec.actors.engine.shape.costs import Clock, Costs, OutOfTimeError
+from exspec.actors.engine.shape.memory import fit, plan_memory
+from exspec.actors.engine.shape.sample import Feed, MakeEngine, Sample, drafter_name, look
 
-MakeEngine = Callable[[PreTrainedModel, PreTrainedModel | None, EngineConfig], Engine]
-FREE = ("method", "batch_size", "window", "draft_tokens", "bucket", "kernels", "prefill")
+FREE = ("method", "drafter", "batch_size", "window", "draft_tokens", "bucket", "kernels", "prefill")
 ROWS = {"cuda": (8, 16, 32, 64, 128, 256, 4, 2, 1), "cpu": (8, 16, 4, 2, 1)}  # B that are tried, the likeliest first
 # Kernels that are predicted with. On a CPU compiled ones are made for the finalists alone: each shape takes seconds.
 PREDICTED: dict[str, tuple[KernelsName, ...]] = {"cuda": ("compiled", "eager"), "cpu": ("eager", "packed")}
 PREFILLS = {"cuda": ((1, 128), (4, 128), (16, 128)), "cpu": ((4, 32), (8, 16), (1, 128))}  # rows and columns
-LENGTHS = (1, 2, 3, 4, 5, 6, 8)  # K that are tried
-LOOKED_AT = 5  # K of the first run, beyond which survival is extrapolated
 ROUNDS = 100  # of a dry run
-FINALISTS = 3
+USUAL = 5  # K that B is chosen with
+FINALISTS = 4  # plain decoding among them
 TURNS, FIRST_TURNS = 5, 2  # that the time of the final is cut into, and those that all finalists take part in
 COMPILE_FROM = 10.0  # seconds of measuring: who gives less does not want to wait for a compiler
 MARGIN = 1.02  # speculation must be this much faster than plain decoding to be taken
-
-
-@dataclass(frozen=True)
-class Sample:
-    """What the first run saw.
-
-    requests: those of the sample that can be decoded.
-    survival: chance that the first i + 1 tokens of a draft are all accepted. lengths: tokens of prompt and completion
-    by request. overhead: seconds of bookkeeping for a row of a round.
-    """
-
-    requests: list[Request]
-    survival: tuple[float, ...]
-    lengths: list[tuple[int, int]]
-    overhead: float
 
 
 @dataclass
@@ -89,6 +74,7 @@ class Calibration:
         return [
             {
                 "method": c.config.method,
+                "drafter": drafter_name(c.config),
                 "batch_size": c.config.batch_size,
                 "window": c.config.slots,
                 "draft_tokens": c.config.drafted,
@@ -122,9 +108,17 @@ def calibrate(
     clock, compiling = Clock(), fused.CODE.seconds
     start, began = clock.now(), time.monotonic()
     config = replace(settle(target, draft, config), pages=config.pages)
-    start_from = config if budget is None else _fitted(target, draft, config, budget)
-    sample = look(engine, target, draft, requests, start_from, start + seconds / 4)
-    gc.collect()  # engines refer to themselves, and their KV must not pile up
+    names = _drafters(target, draft, config, free)
+    if budget is not None:
+        _fitted(target, draft, config, budget)  # or nothing would
+    looks: dict[str, Callable[[], Engine]] = {}
+    for name in names or [NONE]:
+        with suppress(ValueError):
+            shape = _looked_at(config, name, free)
+            fits = shape if budget is None else _fitted(target, draft, shape, budget)
+            looks[name] = partial(engine, target, draft, fits)
+    names = [name for name in names if name in looks]
+    sample = look(looks, requests, seconds / 4)
     longest = max(p + n for p, n in sample.lengths)
     device = "cuda" if target.device.type == "cuda" else "cpu"
     held = partial(_held, target, draft, budget=budget)
@@ -137,20 +131,22 @@ def calibrate(
         config = fastest_prefill(target, draft, sample.requests, longest, fitting or [config], clock)
     costs = Costs(target, draft, sample.requests, longest, config, clock)
     made: list[Candidate] = []
-    tried: set[bool] = set()
+    tried: set[str] = set()
+    kinds = {*names, *([NONE] if "method" in free or not names else [])}
 
     def consider(shape: EngineConfig) -> None:
-        if len(tried) == (2 if draft is not None and "method" in free else 1):
+        if tried == kinds:
             costs.deadline = start + seconds / 2  # one of each kind is predicted whatever it takes
-        tried.add(shape.drafts)
+        tried.add(drafter_name(shape))
         with suppress(OutOfTimeError, ValueError, torch.OutOfMemoryError):  # but for the first: it does not fit
             fitted = shape if budget is None else _fitted(target, draft, shape, budget)
             if fitted.batch_size == shape.batch_size:
                 made.append(Candidate(fitted, predict(fitted, costs, sample)))
 
-    shapes = list(_candidates(config, free, draft is not None, device))
+    shapes = list(_candidates(config, free, names, device))
     widths = sorted({s.bucket for s in shapes})
-    coarse = [s for s in shapes if s.bucket == widths[len(widths) // 2] and s.drafted in (0, LOOKED_AT)]
+    usual = [s for s in shapes if s.bucket == widths[len(widths) // 2]]
+    coarse = [s for s in usual if s.drafted == _usual(s, usual)]
     for shape in coarse:
         consider(shape)
     rows = max(made, key=lambda c: c.predicted).config.batch_size if made else None
@@ -160,7 +156,7 @@ def calibrate(
     if not made:
         raise ValueError("calibration: no shape of those that may be chosen fits the memory")
     made.sort(key=lambda c: -c.predicted)
-    finalists = [c for c in made if c.config.drafts][: FINALISTS - 1] + [c for c in made if not c.config.drafts][:1]
+    finalists = _finalists(made)
     if "kernels" in free and seconds >= COMPILE_FROM:
         finalists += _compiled(target, draft, finalists)
         made += [c for c in finalists if c not in made]
@@ -179,53 +175,6 @@ def calibrate(
     return Calibration(best, made, sample, time.monotonic() - began, compiled)
 
 
-def look(
-    make: MakeEngine,
-    target: PreTrainedModel,
-    draft: PreTrainedModel | None,
-    requests: Sequence[Request],
-    config: EngineConfig,
-    end: float,
-) -> Sample:
-    """Decode the requests until all are done or the time is over. Raises ValueError where none can be decoded."""
-    drafted = LOOKED_AT if config.method == "plain" else config.draft_tokens
-    shape = replace(config, draft_tokens=drafted, draft_length="fixed", columns=None)
-    engine = make(target, draft, replace(shape, method="plain" if draft is None else "exspec"))
-    usable, refused = [], []
-    for request in requests:
-        try:
-            engine.submit(request)
-            usable.append(request)
-        except RequestError as error:
-            refused.append(str(error))
-    if not usable:
-        raise ValueError(f"calibration: no request of the sample can be decoded; the first: {(refused or ['none'])[0]}")
-    while engine.busy and (time.monotonic() < end or engine.statistics.rounds < 8):
-        engine.step()
-    done, running = engine.take(), engine.pool.running
-    seen = [*(c.statistics for c in done), *(s.statistics for s in running)]
-    total = sum(seen, start=SequenceStatistics())
-    counts = zip(total.accepted_by_position, total.drafted_by_position, strict=False)
-    lengths = [(c.statistics.prompt_tokens, len(c.tokens)) for c in done]
-    lengths += [(len(s.request.prompt), max(len(s.committed), s.request.max_new_tokens // 2)) for s in running]
-    spent = engine.statistics.seconds
-    rows = max(engine.statistics.busy_rows, 1)
-    return Sample(
-        requests=usable,
-        survival=_extrapolated([a / d for a, d in counts if d]),
-        lengths=lengths,
-        overhead=(spent["group"] + spent["commit"]) / rows,
-    )
-
-
-def _extrapolated(survival: list[float]) -> tuple[float, ...]:
-    """Up to the longest K that is tried: the last ratio goes on."""
-    while survival and len(survival) < max(LENGTHS):
-        last = survival[-1] / survival[-2] if len(survival) > 1 and survival[-2] else survival[-1]
-        survival.append(survival[-1] * min(last, 1.0))
-    return tuple(survival)
-
-
 def predict(config: EngineConfig, costs: Costs, sample: Sample) -> float:
     """Tokens/s of a long job: the scheduler's own rounds, on sequences that are only lengths."""
     rng = random.Random(0)
@@ -234,6 +183,9 @@ def predict(config: EngineConfig, costs: Costs, sample: Sample) -> float:
         LengthBuckets(config.batch_size, config.bucket, fallback=not config.exact),
     )
     source = cycle(sample.lengths)
+    # Without drafts nothing was looked at, where there is who drafts.
+    name = drafter_name(config) if drafter_name(config) in sample.overhead else next(iter(sample.overhead))
+    survival = sample.survival[name]
     seconds, tokens = 0.0, 0
     for number in range(ROUNDS):
         for _ in range(len(pool.free)):
@@ -249,11 +201,11 @@ def predict(config: EngineConfig, costs: Costs, sample: Sample) -> float:
         for sequence in pool.running:
             sequence.waited = 0 if sequence in rows else sequence.waited + 1
         attended = _attended(config, [s.length + 1 for s in rows])
-        device, host = costs.round(config, attended), sample.overhead * len(rows)
+        device, host = costs.round(config, attended), sample.overhead[name] * len(rows)
         seconds += max(device, host) if config.overlap else device + host
         for sequence in rows:
             chance, kept = rng.random(), 1
-            kept += sum(chance < s for s in sample.survival[: config.drafted])
+            kept += sum(chance < s for s in survival[: config.drafted])
             kept = min(kept, sequence.budget, max(attended - sequence.length, 1))
             sequence.tokens += [0] * kept
             tokens += kept
@@ -349,40 +301,76 @@ def _threshold(config: EngineConfig, costs: Costs, sample: Sample) -> float:
     if not config.drafts:
         return config.threshold
     attended = _attended(config, [round(mean(p + n / 2 for p, n in sample.lengths))])
-    expected = 1 + sum(sample.survival[: config.draft_tokens])
-    ratio = costs.draft_step(config, attended) * expected / costs.round(config, attended)
+    ratio = costs.draft_step(config, attended) * sample.gain(config) / costs.round(config, attended)
     return min(max(ratio, 0.01), 0.9)
 
 
-def _candidates(config: EngineConfig, free: Sequence[str], drafts: bool, device: str) -> Iterator[EngineConfig]:
-    """Shapes that differ from `config` in what is free, the likeliest first."""
+def _drafters(
+    target: PreTrainedModel, draft: PreTrainedModel | None, config: EngineConfig, free: Sequence[str]
+) -> list[str]:
+    """Who may draft: all that are at hand, or the one of the config; nobody where plain decoding is asked for."""
+    if not config.drafts and "method" not in free:
+        return []
+    names = at_hand(target.config, None if draft is None else draft.config, config)
+    return names if "drafter" in free else [name for name in names if name == config.drafter]
+
+
+def _looked_at(config: EngineConfig, name: str, free: Sequence[str]) -> EngineConfig:
+    """The shape in which a drafter is looked at."""
+    if name == NONE:
+        return replace(config, method="plain", draft_length="fixed", columns=None)
+    method = config.method if config.drafts else "exspec"
+    drafted = drafter_class(name).looked_at if "draft_tokens" in free or not config.drafts else config.draft_tokens
+    drafted = max(min(drafted, config.bucket - 1), 1)
+    return replace(config, method=method, drafter=name, draft_tokens=drafted, draft_length="fixed", columns=None)
+
+
+def _usual(shape: EngineConfig, shapes: list[EngineConfig]) -> int:
+    """Of the K that are tried with a shape's drafter, the one nearest to that which it was looked at with."""
+    lengths = {s.drafted for s in shapes if drafter_name(s) == drafter_name(shape)}
+    return min(lengths, key=lambda k: abs(k - USUAL))
+
+
+def _candidates(config: EngineConfig, free: Sequence[str], names: list[str], device: str) -> Iterator[EngineConfig]:
+    """Shapes that differ from `config` in what is free, the likeliest first. names: of those who may draft."""
 
     def options(name: str, values: Sequence[Any]) -> Sequence[Any]:
         return values if name in free else (getattr(config, name),)
 
     sizes = options("batch_size", ROWS[device])
-    methods = options("method", ("plain", "exspec") if drafts else ("plain",))
     widths = (128, 256, 512, 1024, config.capacity) if config.attention == "gathered" else (config.capacity,)
     buckets = options("bucket", sorted({min(b, config.capacity) for b in widths}))
+    speculating: Method = config.method if config.drafts else "exspec"
+    plain: tuple[Method, str, int] = ("plain", config.drafter, config.draft_tokens or 1)
+    ways = [plain] if "method" in free or not names else []
+    ways += [(speculating, n, k) for n in names for k in options("draft_tokens", drafter_class(n).lengths)]
     for rows in sizes:
         if "window" not in free and rows > config.window:
             continue
         for bucket in buckets:
             window = (2 if config.overlap else 1) * rows if bucket >= config.capacity else 3 * rows
             windows = options("window", (window,))
-            for method in methods:
-                for drafted in options("draft_tokens", LENGTHS) if method != "plain" else (config.draft_tokens or 1,):
-                    try:
-                        yield replace(
-                            config,
-                            method=method,
-                            batch_size=rows,
-                            window=windows[0],
-                            draft_tokens=drafted,
-                            bucket=bucket,
-                        )
-                    except ValueError:
-                        continue  # a bucket narrower than a verify forward, say
+            for method, name, drafted in ways:
+                with suppress(ValueError):  # a bucket narrower than a verify forward, say
+                    yield replace(
+                        config,
+                        method=method,
+                        drafter=name,
+                        batch_size=rows,
+                        window=windows[0],
+                        draft_tokens=drafted,
+                        bucket=bucket,
+                    )
+
+
+def _finalists(made: list[Candidate]) -> list[Candidate]:
+    """Of candidates, the best first, those that are run: the best without drafts and the best of each drafter, of these
+    as many as there is time for, two at least where there are."""
+    drafting = [c for c in made if c.config.drafts]
+    best = {drafter_name(c.config): c for c in reversed(drafting)}
+    chosen = sorted(best.values(), key=lambda c: -c.predicted)[: FINALISTS - 1]
+    chosen += [c for c in drafting if c not in chosen][: max(2 - len(chosen), 0)]
+    return chosen + [c for c in made if not c.config.drafts][:1]
 
 
 def _fitted(target: PreTrainedModel, draft: PreTrainedModel | None, shape: EngineConfig, budget: int) -> EngineConfig:
@@ -424,7 +412,7 @@ def _final(
     in one than in the next.
     """
     engines = [make(target, draft if c.config.drafts else None, c.config) for c in finalists]
-    feeds = [_Feed(engine, sample) for engine in engines]
+    feeds = [Feed(engine, sample) for engine in engines]
     slice_ = max(0.05, (end - clock.now()) / (TURNS * len(feeds)))
     for feed in feeds:
         with clock.stopped():  # admits, and records what a device records
@@ -447,26 +435,3 @@ def _final(
     faster = median(a / b for a, b in zip(speeds[first], speeds[second], strict=True))
     margin = MARGIN ** (finalists[first].config.drafts - finalists[second].config.drafts)
     return finalists[first] if faster >= margin else finalists[second]
-
-
-class _Feed:
-    """An engine that always has requests waiting. Its first ones end at any time, as if it had long been at work."""
-
-    def __init__(self, engine: Engine, sample: Sample) -> None:
-        self.engine, self.source, self.count = engine, cycle(sample.requests), 0
-        self.random, self.usual = random.Random(0), round(mean(n for _, n in sample.lengths))
-
-    def run(self, end: float) -> float:
-        """Rounds until `end`, one at least; their tokens/s."""
-        start, before = time.perf_counter(), self.engine.statistics.tokens
-        while self.engine.statistics.tokens == before or time.monotonic() < end:
-            while len(self.engine.pool.waiting) < self.engine.pool.slots:
-                self.count += 1
-                request = replace(next(self.source), id=self.count)
-                if self.count <= self.engine.pool.slots:
-                    left = self.random.randint(1, max(self.usual, 1))
-                    request = replace(request, max_new_tokens=min(left, request.max_new_tokens))
-                self.engine.submit(request)
-            self.engine.step()
-            self.engine.take()
-        return (self.engine.statistics.tokens - before) / (time.perf_counter() - start)

@@ -14,10 +14,14 @@ import torch
 from transformers import PreTrainedModel
 
 from exspec.actors.engine.config import EngineConfig
-from exspec.actors.engine.drafting import DraftModel
+from exspec.actors.engine.drafters import NONE
+from exspec.actors.engine.drafters.drafter import Drafter
 from exspec.actors.engine.engine import Engine
+from exspec.actors.engine.group import Group
+from exspec.actors.engine.methods import drafter_of
+from exspec.actors.engine.pool import Sequence as Decoded
 from exspec.actors.engine.request import Request
-from exspec.actors.engine.sampling import Sampler
+from exspec.actors.engine.tokens.sampling import Sampler
 
 
 class Clock:
@@ -66,19 +70,20 @@ class Costs:
         self.points = sorted({min(config.capacity, c) for c in (64, attended, (64 + attended) // 2, config.capacity)})
         self.known: dict[Any, float] = {}
         self.engines: dict[int, Engine] = {}
+        self.drafters: dict[str, Drafter] = {}  # beside the engine
 
     def round(self, config: EngineConfig, attended: int) -> float:
         """Draft and verify of a full group."""
         verify = self._between(attended, lambda a: self.verify(config.batch_size, config.width, a))
         if not config.drafts:
             return verify
-        first = self._between(attended, lambda a: self.propose(config.batch_size, 1, a))
+        first = self._between(attended, lambda a: self.propose(config.drafter, config.batch_size, 1, a))
         return verify + first + (config.draft_tokens - 1) * self.draft_step(config, attended)
 
     def draft_step(self, config: EngineConfig, attended: int) -> float:
         """One more drafted token."""
         one, four = (
-            self._between(attended, lambda a, n=n: self.propose(config.batch_size, n, a))  # type: ignore[misc]
+            self._between(attended, lambda a, n=n: self.propose(config.drafter, config.batch_size, n, a))  # type: ignore[misc]
             for n in (1, 4)
         )
         return max(four - one, 0.0) / 3
@@ -86,7 +91,8 @@ class Costs:
     def prefill(self, config: EngineConfig, length: int) -> float:
         """A prompt of so many tokens."""
         chunks = -(-length // config.prefill_columns)
-        return chunks * self.chunk(config.drafts) / config.prefill_rows
+        drafter = config.drafter if config.drafts else NONE
+        return chunks * self.chunk(drafter) / config.prefill_rows
 
     def _between(self, attended: int, timed: Callable[[int], float]) -> float:
         low = max((p for p in self.points if p <= attended), default=self.points[0])
@@ -97,13 +103,12 @@ class Costs:
     def _engine(self, rows: int) -> Engine:
         if rows not in self.engines:
             shape = replace(
-                self.config,
-                method="exspec" if self.draft is not None else "plain",
+                self.config.plain(),
                 batch_size=rows,
                 window=rows,
                 bucket=self.config.capacity,
                 columns=None,
-                draft_length="fixed",
+                overlap=False,
             )
             self.forget()  # one at a time: each holds KV
             self.engines[rows] = engine = Engine(self.target, self.draft, replace(shape, exact=True))
@@ -111,9 +116,15 @@ class Costs:
                 engine.pool.store.begin(slot, [], 0, engine.config.capacity)
         return self.engines[rows]
 
+    def _drafter(self, name: str, engine: Engine) -> Drafter:
+        if name not in self.drafters:
+            self.drafters[name] = drafter_of(engine.given, name)
+        return self.drafters[name]
+
     def forget(self) -> None:
         """Let go of the engines, and of their memory."""
         self.engines.clear()
+        self.drafters.clear()
         gc.collect()
 
     def verify(self, rows: int, width: int, attended: int) -> float:
@@ -129,22 +140,21 @@ class Costs:
 
         return self._seconds(("verify", rows, width, attended), prepare)
 
-    def propose(self, rows: int, count: int, attended: int) -> float:
+    def propose(self, drafter: str, rows: int, count: int, attended: int) -> float:
         """A whole draft of `count` tokens."""
 
         def prepare() -> Callable[[], Any]:
             engine = self._engine(rows)
-            slots, ones, starts = self._rows(engine, rows, attended)
-            starts, most, sampler = (starts - count).clamp(min=1), torch.full_like(ones, count), self._sampler(rows)
-            drafter = engine.drafter
-            assert isinstance(drafter, DraftModel)
-            given = self._given(engine, attended)
-            return lambda: drafter._loop(slots, ones, ones, starts, most, sampler, count, given)
+            group, its = self._group(engine, rows, max(attended - count, 2)), self._drafter(drafter, engine)
+            for sequence in group.sequences:
+                assert sequence is not None
+                its.admit(sequence.slot, sequence.tokens)
+            return lambda: its.propose(group, [count] * rows)
 
-        return self._seconds(("propose", rows, count, attended), prepare)
+        return self._seconds(("propose", drafter, rows, count, attended), prepare)
 
-    def chunk(self, drafts: bool) -> float:
-        """One prefill forward, of the target and, with `drafts`, of the draft too."""
+    def chunk(self, drafter: str) -> float:
+        """One prefill forward, of the target and of the drafter."""
 
         def prepare() -> Callable[[], Any]:
             rows, columns = self.config.prefill_rows, self.config.prefill_columns
@@ -152,15 +162,25 @@ class Costs:
             slots = torch.arange(rows, device=engine.device) % engine.pool.slots
             ids = torch.ones(rows, columns, dtype=torch.long, device=engine.device)
             first, attended = torch.zeros_like(slots), engine.config.attended(columns)
+            its = self._drafter(drafter, engine)
 
             def run() -> None:
                 engine._fill(slots, ids, first, attended)
-                if drafts:
-                    engine.drafter.prefill(slots, ids, first, attended)
+                its.prefill(slots, ids, first, attended)
 
             return run
 
-        return self._seconds(("prefill", drafts), prepare)
+        return self._seconds(("prefill", drafter), prepare)
+
+    def _group(self, engine: Engine, rows: int, length: int) -> Group:
+        """Rows of so many tokens, whose tokens are chosen as those of the requests are."""
+        sequences, capacity = [], engine.config.capacity
+        for slot, request in zip(range(rows), cycle(self.requests), strict=False):
+            made = Decoded(Request(slot, [1] * length, capacity, request.sampling), length + capacity)
+            made.slot = slot
+            engine.samplers.admit(slot, request.sampling, [1], [])
+            sequences.append(made)
+        return Group.of(sequences, rows, rows, capacity, capacity, engine.device, lambda _: None, engine.samplers)
 
     def _rows(self, engine: Engine, rows: int, attended: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         slots = torch.arange(rows, device=engine.device)

@@ -26,7 +26,7 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from exspec.actors.engine.attention import cache_folder, first_line
+from exspec.actors.engine.kv.attention import cache_folder, first_line
 
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 Run = Callable[..., Any]

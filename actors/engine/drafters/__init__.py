@@ -1,0 +1,35 @@
+"""Who proposes the tokens that the target verifies: a file each, and a line each in the registry."""
+
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from exspec.actors.engine.config import EngineConfig
+    from exspec.actors.engine.drafters.drafter import Drafter
+
+DRAFTERS = {  # by name, the first one at hand is taken where nobody chooses
+    "none": "exspec.actors.engine.drafters.none:NoDraft",
+    "model": "exspec.actors.engine.drafters.model:DraftModel",
+    "suffix": "exspec.actors.engine.drafters.suffix:Suffix",
+}
+NONE = "none"
+
+
+def drafter_class(name: str) -> "type[Drafter]":
+    """The drafter of a name. Raises ValueError for one that is not registered."""
+    if name not in DRAFTERS:
+        raise ValueError(f"drafter: expected one of {', '.join(DRAFTERS)}, not {name!r}")
+    return cast("type[Drafter]", resolve_name(DRAFTERS[name]))
+
+
+def kind(config: "EngineConfig") -> "type[Drafter]":
+    """The drafter of a config: plain decoding has none."""
+    return drafter_class(config.drafter if config.drafts else NONE)
+
+
+def at_hand(target: "PretrainedConfig", draft: "PretrainedConfig | None", config: "EngineConfig") -> list[str]:
+    """The drafters that can draft for a target, with what `draft` is, in the order of the registry."""
+    names = [name for name in DRAFTERS if name != NONE]
+    return [name for name in names if drafter_class(name).refusal(target, draft, config) is None]

@@ -1,0 +1,13 @@
+"""Plain decoding."""
+
+import torch
+
+from exspec.actors.engine.drafters.drafter import Draft, Drafter
+from exspec.actors.engine.group import Group
+
+
+class NoDraft(Drafter):
+    """Drafts nothing."""
+
+    def propose(self, group: Group, limits: list[int]) -> Draft:  # noqa: ARG002
+        return Draft(group.pending.new_zeros(len(group.pending), 0), torch.zeros_like(group.pending))

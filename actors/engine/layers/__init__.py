@@ -1,0 +1,1 @@
+"""A model's layers as the engine runs them."""

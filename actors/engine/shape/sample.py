@@ -1,0 +1,154 @@
+"""A sample of a job's requests, decoded for a short while: to see what drafts are worth, and how fast an engine is."""
+
+import gc
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import cycle
+from statistics import mean
+
+from transformers import PreTrainedModel
+
+from exspec.actors.engine.config import EngineConfig
+from exspec.actors.engine.drafters import NONE, drafter_class
+from exspec.actors.engine.engine import Engine
+from exspec.actors.engine.request import Completion, Request, RequestError
+from exspec.actors.engine.statistics import SequenceStatistics
+
+MakeEngine = Callable[[PreTrainedModel, PreTrainedModel | None, EngineConfig], Engine]
+LEAST = 8  # rounds of a look, however long they take
+
+
+def drafter_name(config: EngineConfig) -> str:
+    return config.drafter if config.drafts else NONE
+
+
+@dataclass
+class Sample:
+    """What the first runs saw.
+
+    requests: those of the sample that can be decoded; the first half was looked at. lengths: tokens of prompt and
+    completion by request. survival: by drafter, the share of all rounds that committed the first i + 1 tokens of a
+    draft; a round in which nothing was drafted counts too. overhead: by drafter, seconds of bookkeeping for a row of a
+    round. completed: prompts and completions.
+    """
+
+    requests: list[Request]
+    lengths: list[tuple[int, int]] = field(default_factory=list)
+    survival: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    overhead: dict[str, float] = field(default_factory=dict)
+    completed: list[tuple[Sequence[int], list[int]]] = field(default_factory=list)
+
+    @property
+    def half(self) -> int:
+        return -(-len(self.requests) // 2)
+
+    def gain(self, config: EngineConfig) -> float:
+        """Tokens that a row's round commits."""
+        return 1 + sum(self.survival[drafter_name(config)][: config.drafted])
+
+
+def look(engines: dict[str, Callable[[], Engine]], requests: Sequence[Request], seconds: float) -> Sample:
+    """Decode the first half of the requests with each of the engines, by drafter, for so many seconds together at most.
+
+    Raises ValueError where no request can be decoded.
+    """
+    sample = Sample([])
+    for name, make in engines.items():
+        engine = make()
+        if not sample.requests:
+            sample.requests += _usable(engine, requests)
+        for request in sample.requests[: sample.half]:
+            engine.submit(request)
+        end = time.monotonic() + seconds / len(engines)
+        while engine.busy and (time.monotonic() < end or engine.statistics.rounds < LEAST):
+            engine.step()
+        _note(sample, name, engine)
+        del engine
+        gc.collect()  # engines refer to themselves, and their KV must not pile up
+    return sample
+
+
+def _usable(engine: Engine, requests: Sequence[Request]) -> list[Request]:
+    usable, refused = [], "none"
+    for request in requests:
+        try:
+            engine.check_request(request)
+            usable.append(request)
+        except RequestError as error:
+            refused = refused if refused != "none" else str(error)
+    if not usable:
+        raise ValueError(f"calibration: no request of the sample can be decoded; the first: {refused}")
+    return usable
+
+
+def _note(sample: Sample, name: str, engine: Engine) -> None:
+    """What an engine's run tells."""
+    done, running = engine.take(), engine.pool.running
+    total = sum([*(c.statistics for c in done), *(s.statistics for s in running)], start=SequenceStatistics())
+    survival = [accepted / total.rounds for accepted in total.accepted_by_position]
+    sample.survival[name] = _extrapolated(survival, max(drafter_class(name).lengths))
+    spent, rows = engine.statistics.seconds, max(engine.statistics.busy_rows, 1)
+    sample.overhead[name] = (spent["group"] + spent["commit"]) / rows
+    if len(done) >= len(sample.completed):  # all engines decode the same; of the one that came furthest
+        prompts = {request.id: request.prompt for request in sample.requests}
+        sample.completed = [(prompts[c.id], c.tokens) for c in done]
+        sample.lengths = [(c.statistics.prompt_tokens, len(c.tokens)) for c in done] + [
+            (len(s.request.prompt), max(len(s.committed), s.request.max_new_tokens // 2)) for s in running
+        ]
+
+
+def _extrapolated(survival: list[float], longest: int) -> tuple[float, ...]:
+    """Up to the longest K that is tried: the last ratio goes on."""
+    while survival and len(survival) < longest:
+        last = survival[-1] / survival[-2] if len(survival) > 1 and survival[-2] else survival[-1]
+        survival.append(survival[-1] * min(last, 1.0))
+    return tuple(survival)
+
+
+class Feed:
+    """An engine that always has requests waiting. Its first ones end at any time, as if it had long been at work.
+
+    A drafter that learns knows what the looks have completed, and is fed the other half; when that comes again it has
+    to have forgotten it, or it would know what is to come.
+    """
+
+    def __init__(self, engine: Engine, sample: Sample) -> None:
+        self.engine, self.sample = engine, sample
+        self.requests = sample.requests[sample.half :] or sample.requests
+        self.known = sample.completed if len(sample.requests) > 1 else []
+        self.source, self.count = cycle(self.requests), 0
+        self.random, self.usual = random.Random(0), round(mean(n for _, n in sample.lengths))
+        self._begin()
+
+    def _begin(self) -> None:
+        self.engine.forget()
+        for prompt, completion in self.known:
+            self.engine.drafter.learn(prompt, completion)
+
+    def run(self, end: float) -> float:
+        """Rounds until `end`, one at least; their tokens/s."""
+        start, before = time.perf_counter(), self.engine.statistics.tokens
+        while self.engine.statistics.tokens == before or time.monotonic() < end:
+            while len(self.engine.pool.waiting) < self.engine.pool.slots:
+                self._submit()
+            self.engine.step()
+            if any(self._again(completion) for completion in self.engine.take()):
+                self._begin()
+        return (self.engine.statistics.tokens - before) / (time.perf_counter() - start)
+
+    def _submit(self) -> None:
+        if self.count % len(self.requests) == 0 and self.count:
+            self._begin()
+        self.count += 1
+        request = replace(next(self.source), id=self.count)
+        if self.count <= self.engine.pool.slots:
+            left = self.random.randint(1, max(self.usual, 1))
+            request = replace(request, max_new_tokens=min(left, request.max_new_tokens))
+        self.engine.submit(request)
+
+    def _again(self, completion: Completion) -> bool:
+        """Whether its request is fed again in this turn: it began in the turn before."""
+        turn = (self.count - 1) // len(self.requests)
+        return (int(str(completion.id)) - 1) // len(self.requests) < turn

@@ -1,0 +1,198 @@
+"""What holds for every drafter in the registry, and for one that a stranger has added with a line."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from exspec.actors.engine import Engine, EngineConfig, Request, Sampling
+from exspec.actors.engine.drafters import DRAFTERS, NONE, at_hand, drafter_class, kind
+from exspec.actors.engine.drafters.drafter import Draft, Drafter
+from exspec.actors.engine.graphs import Eager
+from exspec.actors.engine.group import Group
+from exspec.actors.engine.kv.attention import trial
+from exspec.actors.engine.shape.calibration import calibrate
+from exspec.actors.engine.shape.memory import plan_memory
+from exspec.actors.engine.tokens.constraint import Automaton, Node, chain, choice
+from tests import tiny
+from tests.actors.engine.test_graphs import Traced
+
+STRANGER = "ngram"
+NAMES = [*(name for name in DRAFTERS if name != NONE), STRANGER]
+IN_PLACE = trial(torch.device("cpu"), torch.float32, 4, 2, 8, 8) is None
+# Rows that repeat themselves and each other, so that what looks up finds something; and such that do not.
+PROMPTS = [[*([7, 8, 9, 10] * 5), i % 3] for i in range(9)] + tiny.prompts(8)
+SAMPLED = Sampling(temperature=0.8, top_k=20, top_p=0.9)
+SHAPE = {"batch_size": 4, "window": 10, "draft_tokens": 4, "bucket": 32, "capacity": tiny.CONTEXT, "prefill_columns": 8,
+         "prefill_rows": 1, "page": 8}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stranger's line."""
+    monkeypatch.setitem(DRAFTERS, STRANGER, "tests.actors.engine.drafters.ngram:NGram")
+
+
+class Watched(Drafter):
+    """Has another draft, and sees that it is called as it is promised and keeps to what it is asked for."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter, self.caches = drafter, drafter.caches
+        self.tokens: dict[int, list[int]] = {}
+        self.proposed = self.ended = 0
+
+    def admit(self, slot: int, tokens: list[int]) -> None:
+        self.tokens[slot] = list(tokens)
+        self.drafter.admit(slot, tokens)
+
+    def prefill(self, *fed: Any) -> None:
+        self.drafter.prefill(*fed)
+
+    def propose(self, group: Group, limits: list[int]) -> Draft:
+        for row, sequence in enumerate(group.sequences):
+            assert sequence is None or self.tokens[sequence.slot] == sequence.tokens, "it was told of every token"
+            assert sequence is not None or limits[row] == 0, "a dead row drafts nothing"
+        draft = self.drafter.propose(group, limits)
+        assert (draft.lengths <= torch.tensor(limits)).all()
+        assert draft.tokens.shape[1] <= max(limits)
+        for row, length in enumerate(draft.lengths.tolist()):
+            tokens = draft.tokens[row, :length].tolist()
+            assert draft.known is None or draft.known[row] == tokens
+            assert all(0 <= token < tiny.VOCABULARY for token in tokens)
+        self.proposed += int(draft.lengths.sum())
+        return draft
+
+    def committed(self, tokens: dict[int, list[int]]) -> None:
+        for slot, new in tokens.items():
+            self.tokens[slot] += new
+        self.drafter.committed(tokens)
+
+    def end(self, slot: int, prompt: Any, completion: list[int]) -> None:
+        del self.tokens[slot]
+        self.ended += 1
+        self.drafter.end(slot, prompt, completion)
+
+
+def engine(
+    name: str, dtype: torch.dtype = torch.float32, recorder: Any = None, **config: Any
+) -> tuple[Engine, Watched]:
+    watched: list[Watched] = []
+
+    def make(given: Any) -> Drafter:
+        watched.append(Watched(kind(given.config).build(given)))
+        return watched[0]
+
+    shape = EngineConfig(drafter=name, **SHAPE | config)
+    target, draft = (
+        tiny.model(dtype=dtype),
+        tiny.model(seed=1, dtype=dtype) if drafter_class(name).needs_draft else None,
+    )
+    return Engine(target, draft, shape, None, recorder, make), watched[0]
+
+
+@cache
+def reference(sampling: Sampling | None = None) -> dict[Any, list[int]]:
+    target = tiny.model()
+    return {r.id: tiny.slow_decode(target, r.prompt, r.sampling, 20) for r in tiny.requests(PROMPTS, 20, sampling)}
+
+
+@pytest.mark.parametrize(
+    "sampling", [None, SAMPLED, Sampling(repetition_penalty=1.3)], ids=["greedy", "sampled", "penal"]
+)
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"attention": "gathered"},
+        {"attention": "in_place"},
+        {"attention": "in_place", "overlap": True},
+        {"attention": "gathered", "exact": False, "bucket": 1},
+        {"method": "eqspec"},
+        {"attention": "gathered", "draft_length": "both"},
+        {"attention": "gathered", "pages": 14},
+        {"attention": "gathered", "batch_size": 20, "window": 20},
+    ],
+    ids=["gathered", "in place", "overlap", "free", "eqspec", "lengths", "few pages", "dead rows"],
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_are_those_of_a_slow_loop(name: str, config: dict[str, Any], sampling: Sampling | None) -> None:
+    if config.get("attention") == "in_place" and not IN_PLACE:
+        pytest.skip("attention is not in place here")
+    made, watched = engine(name, **config)
+    assert tiny.decode(made, tiny.requests(PROMPTS, 20, sampling), shuffle=1) == reference(sampling)
+    assert watched.proposed
+    assert watched.ended == len(PROMPTS)
+
+
+@pytest.mark.parametrize("sampling", [None, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16_equals_plain_in_the_same_shape(name: str, sampling: Sampling | None) -> None:
+    rows = tiny.requests(PROMPTS, 20, sampling)
+    made, _ = engine(name, torch.bfloat16)
+    plain = Engine(tiny.model(dtype=torch.bfloat16), None, made.config.plain())
+    assert tiny.decode(made, rows, shuffle=3) == tiny.decode(plain, rows, shuffle=4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_constraints_hold_whoever_drafts(name: str) -> None:
+    """Labels of several tokens, walked by the engine alone, beside rows that are free."""
+    words = [[10, 11], [10, 11, 12], [20, 7, 8, 9], [7, 8, 9]]
+    label = lambda: Automaton(choice(words, chain([40, 41, tiny.ENDS[0]], Node())))  # noqa: E731
+    rows = [
+        replace(r, constraint=label if i % 3 else None, scored=9 * (i % 3 == 1))
+        for i, r in enumerate(tiny.requests(PROMPTS, 20))
+    ]
+    made, watched = engine(name)
+    plain = Engine(tiny.model(), None, made.config.plain())
+    found = tiny.decode(made, rows, shuffle=2)
+    assert found == tiny.decode(plain, rows)
+    assert all(found[r.id] in [[*word, 40, 41, tiny.ENDS[0]] for word in words] for r in rows if r.constraint)
+    assert watched.proposed
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_that_have_room_for_one_token_draft_nothing(name: str) -> None:
+    made, watched = engine(name)
+    expected = {r.id: tokens[:1] for r, tokens in zip(tiny.requests(PROMPTS), reference().values(), strict=True)}
+    assert tiny.decode(made, tiny.requests(PROMPTS, 1)) == expected
+    assert watched.proposed == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recorded_shapes_give_the_same_tokens_and_are_few(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.backends.mkldnn.is_available", lambda: False)
+    recorder = Traced()
+    made, _ = engine(name, recorder=recorder, attention="gathered")
+    found = tiny.decode(made, tiny.requests(PROMPTS, 20))
+    assert found == tiny.decode(engine(name, recorder=Eager(), attention="gathered")[0], tiny.requests(PROMPTS, 20))
+    buckets = tiny.CONTEXT // made.config.bucket
+    assert recorder.recorded <= 3 * buckets + buckets * (1 + made.config.draft_tokens)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_planned_for_and_calibrated(name: str) -> None:
+    """Through the registry alone: nothing outside of it names a drafter."""
+    target, draft = tiny.model(), tiny.model(seed=1) if drafter_class(name).needs_draft else None
+    config = EngineConfig(drafter=name, **SHAPE)
+    assert name in at_hand(target.config, draft and draft.config, config)
+    plan = plan_memory(target.config, draft and draft.config, config, torch.float32)
+    without = plan_memory(target.config, None, config.plain(), torch.float32)
+    assert plan.kv == Engine(target, draft, config).kv_bytes
+    assert plan.total >= without.total
+    rows = [Request(i, p, 10) for i, p in enumerate(PROMPTS)]
+    found = calibrate(target, draft, rows, config, ("method", "drafter", "draft_tokens"), seconds=1.0)
+    assert name in {c.config.drafter for c in found.candidates if c.config.drafts}
+    measured = [row for row in found.table() if row["drafter"] == name and row["measured"]]
+    assert measured, "one of each drafter is run"
+    decoded = tiny.decode(Engine(target, draft, found.config), rows)
+    assert decoded == {r.id: reference()[r.id][:10] for r in rows}
+
+
+def test_a_drafter_that_lacks_what_it_needs_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="method exspec with the drafter model: it needs a draft model"):
+        Engine(tiny.model(), None, EngineConfig())
+    with pytest.raises(ValueError, match="drafter: expected one of none, model, suffix, ngram, not 'medusa'"):
+        EngineConfig(drafter="medusa")
+    with pytest.raises(ValueError, match="method exspec needs a drafter; without one use method plain"):
+        EngineConfig(drafter="none")

@@ -1,0 +1,112 @@
+"""The look-up: counts that are those of the completions it has kept, in bounded memory."""
+
+import random
+import tracemalloc
+
+import pytest
+
+from exspec.actors.engine import Engine, EngineConfig, Request
+from exspec.actors.engine.drafters.suffix import CONTEXT, NODE, PLACE, Row, Suffix, Tree
+from tests import tiny
+
+
+def follow(tree: Tree, tokens: list[int], most: int = 8, worth: float = 0.0) -> list[int]:
+    return tree.follow(*tree.find(tokens[-CONTEXT:]), most, worth)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_tree_counts_what_it_has_kept_whatever_was_taken_out(seed: int) -> None:
+    rng = random.Random(seed)
+    tree = Tree(rng.choice([40, 300, 3000]))
+    for _ in range(60):
+        size = rng.choice([1, 3, 9, 30])
+        tree.learn([rng.randrange(rng.choice([2, 5, 50])) for _ in range(size)])
+        assert len(tree.children) <= tree.nodes
+        tree.check()
+        asked = [rng.randrange(3) for _ in range(12)]
+        node, depth = tree.find(asked[-CONTEXT:])
+        assert depth <= CONTEXT
+        assert len(tree.follow(node, depth, 5, 0.0)) <= 5
+
+
+def test_the_longest_suffix_decides_and_then_the_highest_count() -> None:
+    tree = Tree(10_000)
+    for follower in (5, 6, 6):
+        tree.learn([1, 2, 3, follower])
+    tree.learn([9, 2, 3, 7])
+    assert follow(tree, [1, 2, 3], 1) == [6], "two of three"
+    assert follow(tree, [4, 2, 3], 1) == [6]
+    assert follow(tree, [8, 9, 2, 3], 1) == [7], "a longer context knows better"
+    assert follow(tree, [4, 4, 4]) == [], "of no context nothing is said"
+
+
+def test_a_draft_ends_where_it_is_no_longer_worth_it() -> None:
+    tree = Tree(10_000)
+    for follower in (5, 6, 6):
+        tree.learn([1, 2, 3, follower, 8, 8])
+    assert follow(tree, [1, 2], worth=0.5) == [3, 6, 8, 8]
+    assert follow(tree, [1, 2], worth=0.9) == [3]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_row_finds_the_last_place_where_it_has_been_before(seed: int) -> None:
+    """Grown by steps, against a search through all places."""
+    rng = random.Random(seed)
+    tokens = [rng.randrange(3) for _ in range(60)]
+    row = Row(tokens[:7])
+    for end in range(8, 61):
+        row.extend(tokens[end - 1 : end])
+        assert row.tokens == tokens[:end]
+        for size in (3, 2):
+            places = [p for p in range(size, end) if tokens[p - size : p] == tokens[end - size : end]]
+            if places:
+                place, matched = row.find()
+                assert place == places[-1]
+                assert tokens[place - matched : place] == tokens[end - matched : end]
+                break
+        else:
+            assert row.find() == (0, 0)
+    assert Row(tokens).last == row.last
+
+
+def test_what_repeats_itself_goes_on_repeating() -> None:
+    row = Row([4, 1, 2, 3, 1, 2, 3])
+    place, matched = row.find()
+    assert (place, matched) == (4, 3)
+    assert row.follow(place, 7) == [1, 2, 3, 1, 2, 3, 1]
+
+
+def test_memory_stays_within_what_the_plan_counts() -> None:
+    """After tens of thousands of completions that have nothing in common, and in rows of every length."""
+    store = 4 * 2**20
+    rng = random.Random(0)
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    drafter = Suffix(8, store=store)
+    for _ in range(20_000):
+        drafter.learn([], [rng.randrange(50_000) for _ in range(20)])
+    learned = tracemalloc.get_traced_memory()[0] - before
+    for slot in range(8):
+        drafter.admit(slot, [rng.randrange(50_000) for _ in range(4000)])
+        drafter.committed({slot: [rng.randrange(50_000) for _ in range(96)]})
+    rows = tracemalloc.get_traced_memory()[0] - before - learned
+    tracemalloc.stop()
+    assert 0.4 * store < learned <= store, f"{learned / len(drafter.tree.children):.0f} bytes a node, not {NODE}"
+    assert rows <= 8 * 4096 * PLACE, f"{rows / 8 / 4096:.0f} bytes a token, not {PLACE}"
+
+
+def test_the_second_time_it_knows() -> None:
+    """A prompt that comes again is drafted whole, and nothing is known after `forget`."""
+    target, prompt = tiny.model(), [3, 4]
+    expected = tiny.generate(target, prompt, 20)
+    assert len(set(expected)) > 5
+    made = Engine(target, None, EngineConfig(drafter="suffix", batch_size=1, window=1, capacity=64, bucket=64))
+    rounds = []
+    for turn in range(3):
+        if turn == 2:
+            made.forget()
+        made.submit(Request(turn, prompt, 20))
+        (done,) = made.run()
+        assert done.tokens == expected
+        rounds.append(done.statistics.rounds)
+    assert rounds[1] <= -(-len(expected) // 6) < rounds[0] == rounds[2]
