@@ -36,8 +36,8 @@ def _figures(
 ) -> dict[str, Any]:
     job, shape = description["job"], description["shape"]
     found = {"output": output, "target": job["target"], "draft": job["draft"], "method": shape["method"],
-             "drafter": shape["drafter"], "batch_size": shape["batch_size"], "draft_tokens": shape["draft_tokens"], "device": description["device"],
-             "actors": len(figures["rows_by_actor"])}  # fmt: skip
+             "drafter": shape["drafter"], "batch_size": shape["batch_size"], "draft_tokens": shape["draft_tokens"],
+             "device": description["device"], "actors": len(figures["rows_by_actor"])}  # fmt: skip
     found |= {name: figures[name] for name in COMPARED}
     if price_per_gpu_hour is not None:
         gpus = 1.0 if job["num_gpus"] is None else job["num_gpus"]

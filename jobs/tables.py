@@ -9,7 +9,7 @@ def bench_tables(rows: list[dict[str, Any]], title: str) -> tuple[Table, Table]:
     """Figures of methods side by side, as `bench.compare` returns them: speed and exactness, and what rounds did."""
     speed = _grid(title, "method", "tokens/s", "min-max", "x generate", "x plain", "= float32", "= plain")
     rounds = _grid(
-        "what rounds did", "method", "drafter", "acceptance", "wasted", "tokens a round", "occupancy", "dead columns"
+        "what rounds did", "method", "drafter", "acceptance", "wasted", "tokens/round", "occupancy", "dead cols"
     )
     for row in rows:
         low, high = row["tokens_per_second_range"]

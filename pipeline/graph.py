@@ -3,7 +3,8 @@
 import json
 import logging
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
@@ -17,6 +18,7 @@ from exspec.actors.generator import Generator
 from exspec.actors.models import load_part
 from exspec.actors.work import WORK
 from exspec.pipeline.connect import ACTOR, gpus
+from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Chunk
 from exspec.pipeline.input.prompts import Prompts
 from exspec.pipeline.input.requests import mapped, read_mapped
@@ -26,7 +28,7 @@ from exspec.pipeline.job import Job
 from exspec.pipeline.ledger import RayLedger
 from exspec.pipeline.metrics import RayMeter
 from exspec.pipeline.output.columns import ID, carried_columns
-from exspec.pipeline.output.contents import read_range
+from exspec.pipeline.output.contents import read_groups, read_range
 from exspec.pipeline.output.parts import PartSink, Task
 from exspec.pipeline.shape import pair_of
 from exspec.pipeline.storage import Folder
@@ -34,6 +36,7 @@ from exspec.pipeline.weights import local_model
 
 ROWS_PER_SLOT = 3  # rows in flight in an actor for each of its slots, or the ends of chunks would leave slots empty
 MOST_ROWS, ENOUGH_ROWS = 1 << 20, 1 << 14  # that one reader goes through: of one shard, and of several
+LEARNT = 1000  # completions that a drafter learns of what the job has written, as an actor starts
 READER = 0.005  # CPUs: two find room in what each actor leaves
 FOREVER = 7 * 24 * 3600  # seconds; a chunk of long completions may well take an hour
 
@@ -207,10 +210,11 @@ class PairLoader:
     """Loads a job's pair and makes its engine, in the actor's process. `window`: the most slots that may still fit.
 
     Pages go with it, below the batch too: a batch whose rows have too few of them waits, and is decoded all the same.
+    parts: names of files that the job has written, from whose completions a drafter may learn.
     """
 
-    def __init__(self, job: Job, config: EngineConfig, on: str) -> None:
-        self.job, self.config, self.on = job, config, on
+    def __init__(self, job: Job, config: EngineConfig, on: str, parts: Sequence[str] = ()) -> None:
+        self.job, self.config, self.on, self.parts = job, config, on, parts
 
     def __call__(self, window: int | None) -> tuple[Engine, Any]:
         import torch
@@ -223,4 +227,21 @@ class PairLoader:
             pages = max(config.fewest_pages, config.page_count * window // config.window)
             config = replace(config, window=max(config.batch_size, window), pages=pages)
         pair = pair_of(self.job, self.on, kind(self.config).needs_draft)
-        return Engine(pair.target, pair.draft, config), pair.tokenizer
+        engine = Engine(pair.target, pair.draft, config)
+        for completion in completions(self.job, self.parts) if engine.drafter.learns else ():
+            engine.drafter.learn([], pair.tokenizer(completion, add_special_tokens=False)["input_ids"])
+        return engine, pair.tokenizer
+
+
+def completions(job: Job, parts: Sequence[str], most: int = LEARNT) -> Iterator[str]:
+    """Completions out of files that a job has written, from the last file on. A file that is not there any more is left
+    out: another process may have merged it."""
+    folder, count = Folder(job.output, job.storage_options), 0
+    for name in reversed(parts):
+        with suppress(JobError):
+            for table in read_groups(folder, name, ["completion"]):
+                for text in filter(None, table["completion"].to_pylist()):
+                    yield text
+                    count += 1
+                    if count == most:
+                        return

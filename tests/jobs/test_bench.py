@@ -123,7 +123,8 @@ def test_a_columns_item_and_what_is_wrong_with_it(tmp_path: Path) -> None:
             ["--methods", "plain,magic"],
             "--methods: 'magic' is unknown, expected some of plain, eqspec, exspec, auto, generate, assisted",
         ),
-        (["--target", "somewhere"], "--target and --draft: expected both or neither"),
+        (["--draft", "somewhere"], "--draft: expected --target too, or neither (the demo pair)"),
+        (["--drafter", "oracle"], "--drafter: expected one of auto, none, model, suffix, not 'oracle'"),
         (["--prompts", "missing.jsonl"], "missing.jsonl: No such file or directory"),
         (["--max-new-tokens", "1024"], "no prompt is left that fits the model's context with 1024 new tokens"),
     ],
@@ -142,7 +143,8 @@ def test_bad_options_are_one_sentence_and_exit_code_2(
 
 def test_the_tables_fit_a_terminal() -> None:
     row = {
-        "method": "exspec+implicit:8", "tokens_per_second": 12586.0, "tokens_per_second_range": (12000.0, 13455.0),
+        "method": "exspec+implicit:8", "drafter": "early_exit",
+        "tokens_per_second": 12586.0, "tokens_per_second_range": (12000.0, 13455.0),
         "ratio_to_generate": 11.26, "ratio_to_plain": 1.0, "exact_vs_float32": 1.0, "exact_vs_plain": 1.0,
         "acceptance_rate": 0.964, "drafted": 2566, "wasted": 119, "tokens_per_round": 5.58, "occupancy": 0.92,
         "dead_columns": 0.1,

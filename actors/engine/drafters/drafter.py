@@ -56,12 +56,14 @@ class Drafter(ABC):
     are dead, and have a slot that nobody is admitted to.
 
     needs_draft: whether it works with a draft. lengths: the K that are worth a trial. looked_at: the K that it is first
-    measured with, beyond which it is extrapolated. caches: its KV, which the engine checks and counts.
+    measured with, beyond which it is extrapolated. learns: whether it makes use of completions. caches: its KV, which
+    the engine checks and counts.
     """
 
     needs_draft: ClassVar[bool] = False
     lengths: ClassVar[tuple[int, ...]] = (1, 2, 3, 4, 5, 6, 8)
     looked_at: ClassVar[int] = 5
+    learns: ClassVar[bool] = False
     caches: Sequence[CachedModel] = ()
 
     @classmethod

@@ -3,7 +3,6 @@
 SuffixDecoding (Oliaro et al. 2024, arXiv:2411.04975) and prompt look-up. No model, no KV, all of it on the host.
 """
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
@@ -23,18 +22,20 @@ STORE = 64 * MEBIBYTE  # for what was learned of completions
 NODE, PLACE = 260, 300  # bytes of a node of the tree, and of a token of a running sequence
 BITS = 21  # of a token id, so that three of them are a number of 63
 GRAMS = (3, 2)  # tokens by which a sequence finds a place in itself
+LEAST = 0.1  # chance of a draft below which it is worth nothing: a longer one would only take the host's time
 
 
 class Suffix(Drafter):
-    """Proposes what followed the longest suffix of the sequence, of CONTEXT tokens at most, that has occurred.
+    """Proposes, token by token, the likeliest of what followed the suffixes of the sequence, of CONTEXT tokens at most.
 
-    Of completions that have ended the likeliest continuation, of the sequence itself the last. worth: a draft ends
-    where the chance of all of it, by what has occurred, falls below this. Where verify has a fixed width its columns
-    are paid for, and any chance is worth it.
+    What followed one c of the n times that it stood in completions that have ended goes on with chance c / (n + 1).
+    Where the sequence itself has had its last m tokens before, what followed the last time goes on with m / (m + 1).
+    A draft ends where the chance of all of it falls below `worth`.
     """
 
     lengths: ClassVar[tuple[int, ...]] = (1, 2, 3, 5, 8, 12, 16)
     looked_at: ClassVar[int] = 16
+    learns: ClassVar[bool] = True
 
     @classmethod
     def refusal(cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig) -> str | None:  # noqa: ARG003
@@ -47,11 +48,12 @@ class Suffix(Drafter):
 
     @classmethod
     def build(cls, given: Given) -> Self:
+        # The columns of a fixed width are paid for.
         by_chance = not given.config.fixed_shapes or given.config.draft_length in ("explicit", "both")
-        return cls(given.config.slots, given.config.threshold if by_chance else 0.0)
+        return cls(given.config.slots, given.config.threshold if by_chance else LEAST)
 
-    def __init__(self, slots: int, worth: float = 0.0, store: int = STORE) -> None:
-        self.worth, self.store = worth, store
+    def __init__(self, slots: int, worth: float = LEAST, store: int = STORE) -> None:
+        self.worth, self.store = max(worth, LEAST), store
         self.rows = [Row([])] * slots
         self.tree = Tree(store // NODE)
 
@@ -71,14 +73,24 @@ class Suffix(Drafter):
         return Draft(sent[:, 1:], sent[:, 0], drafts)
 
     def _row(self, slot: int, most: int) -> list[int]:
-        row = self.rows[slot]
-        node, depth = self.tree.find(row.tokens[-CONTEXT:])
+        row, tree = self.rows[slot], self.tree
+        tokens, length = row.tokens, len(row.tokens)
+        node, depth = tree.find(tokens[-CONTEXT:])
         place, matched = row.find()
-        if depth >= matched:
-            return self.tree.follow(node, depth, most, self.worth)
-        if self.worth:  # what followed m tokens once goes on with chance m / (m + 1)
-            most = min(most, int(math.log(self.worth) / math.log(matched / (matched + 1))))
-        return row.follow(place, most)
+        chance = 1.0
+        while len(tokens) < length + most:
+            token, sure = tree.guess(node)
+            if matched and matched / (matched + 1) > sure:
+                token, sure = tokens[place], matched / (matched + 1)
+            chance *= sure
+            if chance < self.worth:
+                break
+            tokens.append(token)
+            node, depth = tree.step(node, depth, token)
+            place, matched = row.step(place, matched)
+        draft = tokens[length:]
+        del tokens[length:]
+        return draft
 
     def committed(self, tokens: dict[int, list[int]]) -> None:
         for slot, new in tokens.items():
@@ -127,10 +139,11 @@ class Row:
                 return place, size
         return 0, 0
 
-    def follow(self, place: int, most: int) -> list[int]:
-        """What stood there; what comes to the end of the sequence goes on with itself."""
-        tokens = self.tokens[place : place + most]
-        return (tokens * -(-most // len(tokens)))[:most]
+    def step(self, place: int, matched: int) -> tuple[int, int]:
+        """The same after one more token, where (place, matched) was found before it."""
+        if matched and self.tokens[place] == self.tokens[-1]:
+            return place + 1, min(matched + 1, CONTEXT)
+        return self.find()
 
 
 def _key(tokens: list[int], place: int, size: int) -> int:
@@ -147,14 +160,15 @@ class Tree:
     A node is a string that has occurred, of one token more at most; its children are the strings with a token more.
     Everything is kept in one dictionary and in lists by the number of a node, which are smaller than objects.
 
-    count: by node, how often. best: the token of the child with the highest count, -1: unknown. link: the node of the
-    string without its first token. nodes: that there may be; where there are more the oldest completions are taken out.
+    count: by node, how often. best: the token of the child with the highest count, -1: unknown. top: that count. link:
+    the node of the string without its first token. nodes: that there may be; where there are more the oldest
+    completions are taken out.
     """
 
     def __init__(self, nodes: int) -> None:
         self.nodes = nodes
         self.children: dict[int, int] = {}  # by node and token
-        self.count, self.best, self.link = [0], [-1], [0]
+        self.count, self.best, self.top, self.link = [0], [-1], [0], [0]
         self.unused: list[int] = []
         self.kept: deque[np.ndarray] = deque()
 
@@ -166,7 +180,7 @@ class Tree:
             self._remove(self.kept.popleft().tolist())
 
     def _add(self, tokens: list[int]) -> None:
-        children, count, best, link, unused = self.children, self.count, self.best, self.link, self.unused
+        children, count, best, top, link = self.children, self.count, self.best, self.top, self.link
         standing = [0]  # on the strings that end here, the shortest first
         for token in tokens:
             shorter, after = 0, [0]
@@ -174,72 +188,71 @@ class Tree:
                 key = node << BITS | token
                 child = children.get(key)
                 if child is None:
-                    if unused:
-                        child = unused.pop()
+                    if self.unused:
+                        child = self.unused.pop()
                         link[child] = shorter
                     else:
                         child = len(count)
                         count.append(0)
                         best.append(-1)
+                        top.append(0)
                         link.append(shorter)
                     children[key] = child
                 count[child] = often = count[child] + 1
-                if (other := best[node]) != token and (other < 0 or often >= count[children[node << BITS | other]]):
-                    best[node] = token
+                if often >= top[node]:
+                    best[node], top[node] = token, often
                 after.append(child)
                 shorter = child
             standing = after[: CONTEXT + 1]
 
     def _remove(self, tokens: list[int]) -> None:
         """Take out what `_add` has put in."""
-        children, count, best = self.children, self.count, self.best
+        children, count, best, top = self.children, self.count, self.best, self.top
         standing = [0]
         for token in tokens:
             after = [0]
             for node in standing:
                 key = node << BITS | token
                 child = children[key]
-                count[child] -= 1
-                if not count[child]:
-                    del children[key]
-                    best[child] = -1
-                    self.unused.append(child)
-                    if best[node] == token:
+                count[child] = often = count[child] - 1
+                if best[node] == token:
+                    top[node] = often
+                    if not often:
                         best[node] = -1
+                if not often:
+                    del children[key]
+                    best[child], top[child] = -1, 0
+                    self.unused.append(child)
                 after.append(child)
             standing = after[: CONTEXT + 1]
 
     def find(self, tokens: list[int]) -> tuple[int, int]:
-        """The node of the longest suffix of the tokens, CONTEXT at most, that something is known to follow, and its
-        length; (0, 0) where there is none."""
-        children, best, link = self.children, self.best, self.link
+        """The node of the longest suffix of the tokens that has occurred, and its length; of CONTEXT tokens at most."""
         node = depth = 0
         for token in tokens:
-            while (child := children.get(node << BITS | token)) is None and node:
-                node, depth = link[node], depth - 1
-            node, depth = (0, 0) if child is None else (child, depth + 1)
-        while node and best[node] < 0:
-            node, depth = link[node], depth - 1
+            node, depth = self.step(node, depth, token)
         return node, depth
 
-    def follow(self, node: int, depth: int, most: int, worth: float) -> list[int]:
-        """The likeliest tokens after a node, while the chance of all is at least `worth`."""
-        children, count, best, link = self.children, self.count, self.best, self.link
-        tokens: list[int] = []
-        chance = 1.0
-        while len(tokens) < most:
-            while node and best[node] < 0:
-                node, depth = link[node], depth - 1
-            if not node:  # of no context
-                break
-            token = best[node]
-            child = children[node << BITS | token]
-            chance *= count[child] / count[node]
-            if chance < worth:
-                break
-            tokens.append(token)
-            node, depth = (child, depth + 1) if depth < CONTEXT else (link[child], depth)
-        return tokens
+    def step(self, node: int, depth: int, token: int) -> tuple[int, int]:
+        """The same after one more token, where (node, depth) was found before it."""
+        children, link = self.children, self.link
+        if depth == CONTEXT:
+            node, depth = link[node], depth - 1
+        while (child := children.get(node << BITS | token)) is None and node:
+            node, depth = link[node], depth - 1
+        return (0, 0) if child is None else (child, depth + 1)
+
+    def guess(self, node: int) -> tuple[int, float]:
+        """The likeliest token after a node or after a suffix of it, and its chance; (-1, 0) where nothing is known. Of
+        no context nothing is said."""
+        count, top, link = self.count, self.top, self.link
+        surest, chance = 0, 0.0
+        while node:
+            sure = top[node] / (count[node] + 1)
+            if sure > chance:
+                surest, chance = node, sure
+            node = link[node]
+        return self.best[surest] if surest else -1, chance
 
     def check(self) -> None:
         """Raise AssertionError where the counts are not those of the completions that are kept."""

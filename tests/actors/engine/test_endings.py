@@ -163,7 +163,7 @@ def test_bad_settings_are_named(settings: dict[str, object], message: str) -> No
 
 
 def test_what_the_models_cannot_serve_is_refused() -> None:
-    with pytest.raises(ValueError, match="method exspec needs a draft model; without one use method plain"):
+    with pytest.raises(ValueError, match="method exspec with the drafter model: it needs a draft model"):
         Engine(tiny.model(), None, EngineConfig(method="exspec"))
     short = tiny.model(max_position_embeddings=32)
     with pytest.raises(ValueError, match="draft model's context of 32 tokens is shorter than the capacity of 96"):

@@ -1,0 +1,34 @@
+"""A drafter that learns is told what the job has written before."""
+
+from pathlib import Path
+
+import pytest
+
+from exspec.actors.engine import EngineConfig
+from exspec.actors.engine.drafters.suffix import Suffix
+from exspec.pipeline.graph import PairLoader, completions
+from exspec.pipeline.prepare import prepare
+from exspec.pipeline.run import execute
+from tests.pipeline import jobs
+
+Pair = tuple[str, str]
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_an_actor_begins_with_the_latest_completions(pair: Pair, tmp_path: Path) -> None:
+    jobs.write_shards(tmp_path / "in", rows=40)
+    job = jobs.job(pair, tmp_path / "in", tmp_path / "out")
+    assert execute(prepare(job)) == 0
+    parts = [*sorted(path.name for path in (tmp_path / "out").glob("part-*")), "part-that-was-merged.parquet"]
+    written = {row["completion"] for row in jobs.read_output(tmp_path / "out").values() if row["completion"]}
+    assert set(completions(job, parts)) == written
+    assert len(list(completions(job, parts, most=7))) == 7
+    config = EngineConfig(drafter="suffix", batch_size=4, window=4, bucket=64, capacity=64, prefill_columns=8)
+    engine, tokenizer = PairLoader(job, config, "cpu", parts)(None)
+    assert isinstance(engine.drafter, Suffix)
+    for text in written:
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        node, depth = engine.drafter.tree.find(tokens[:8])
+        assert depth == len(tokens[:8])
+        assert len(tokens) <= 8 or engine.drafter.tree.guess(node)[1] > 0
+    assert PairLoader(job, config, "cpu")(None)[0].drafter.tree.children == {}, "of a job that has written nothing"
