@@ -34,7 +34,7 @@ class Suffix(Drafter):
     """
 
     lengths: ClassVar[tuple[int, ...]] = (1, 2, 3, 5, 8, 12, 16)
-    looked_at: ClassVar[int] = 16
+    looked_at: ClassVar[int] = 8
     learns: ClassVar[bool] = True
 
     @classmethod

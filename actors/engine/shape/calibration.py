@@ -112,7 +112,8 @@ def calibrate(
     if budget is not None:
         _fitted(target, draft, config, budget)  # or nothing would
     looks: dict[str, Callable[[], Engine]] = {}
-    for name in names or [NONE]:
+    learning = [name for name in names if drafter_class(name).learns]
+    for name in [*([n for n in names if n not in learning] or [NONE]), *learning]:  # who learns needs some completions
         with suppress(ValueError):
             shape = _looked_at(config, name, free)
             fits = shape if budget is None else _fitted(target, draft, shape, budget)

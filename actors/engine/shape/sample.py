@@ -5,7 +5,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import cycle
+from itertools import cycle, islice
 from statistics import mean
 
 from transformers import PreTrainedModel
@@ -28,7 +28,7 @@ def drafter_name(config: EngineConfig) -> str:
 class Sample:
     """What the first runs saw.
 
-    requests: those of the sample that can be decoded; the first half was looked at. lengths: tokens of prompt and
+    requests: those of the sample that can be decoded; the first `taken` were decoded. lengths: tokens of prompt and
     completion by request. survival: by drafter, the share of all rounds that committed the first i + 1 tokens of a
     draft; a round in which nothing was drafted counts too. overhead: by drafter, seconds of bookkeeping for a row of a
     round. completed: prompts and completions.
@@ -39,10 +39,7 @@ class Sample:
     survival: dict[str, tuple[float, ...]] = field(default_factory=dict)
     overhead: dict[str, float] = field(default_factory=dict)
     completed: list[tuple[Sequence[int], list[int]]] = field(default_factory=list)
-
-    @property
-    def half(self) -> int:
-        return -(-len(self.requests) // 2)
+    taken: int = 0
 
     def gain(self, config: EngineConfig) -> float:
         """Tokens that a row's round commits."""
@@ -50,19 +47,26 @@ class Sample:
 
 
 def look(engines: dict[str, Callable[[], Engine]], requests: Sequence[Request], seconds: float) -> Sample:
-    """Decode the first half of the requests with each of the engines, by drafter, for so many seconds together at most.
+    """Decode requests with each of the engines, by drafter, for so many seconds together at most.
 
-    Raises ValueError where no request can be decoded.
+    None of the requests is decoded twice while there are others: who learns is given what was completed before it, and
+    shall not know what comes. Raises ValueError where no request can be decoded.
     """
     sample = Sample([])
     for name, make in engines.items():
         engine = make()
         if not sample.requests:
             sample.requests += _usable(engine, requests)
-        for request in sample.requests[: sample.half]:
-            engine.submit(request)
+        for prompt, completion in sample.completed:
+            engine.drafter.learn(prompt, completion)
+        left = iter(sample.requests[sample.taken :] or sample.requests)
         end = time.monotonic() + seconds / len(engines)
-        while engine.busy and (time.monotonic() < end or engine.statistics.rounds < LEAST):
+        while time.monotonic() < end or engine.statistics.rounds < LEAST:
+            for request in islice(left, len(engine.pool.free) - len(engine.pool.waiting)):
+                engine.submit(request)
+                sample.taken += 1
+            if not engine.busy:
+                break
             engine.step()
         _note(sample, name, engine)
         del engine
@@ -91,12 +95,10 @@ def _note(sample: Sample, name: str, engine: Engine) -> None:
     sample.survival[name] = _extrapolated(survival, max(drafter_class(name).lengths))
     spent, rows = engine.statistics.seconds, max(engine.statistics.busy_rows, 1)
     sample.overhead[name] = (spent["group"] + spent["commit"]) / rows
-    if len(done) >= len(sample.completed):  # all engines decode the same; of the one that came furthest
-        prompts = {request.id: request.prompt for request in sample.requests}
-        sample.completed = [(prompts[c.id], c.tokens) for c in done]
-        sample.lengths = [(c.statistics.prompt_tokens, len(c.tokens)) for c in done] + [
-            (len(s.request.prompt), max(len(s.committed), s.request.max_new_tokens // 2)) for s in running
-        ]
+    prompts = {request.id: request.prompt for request in sample.requests}
+    sample.completed += [(prompts[c.id], c.tokens) for c in done]
+    sample.lengths += [(c.statistics.prompt_tokens, len(c.tokens)) for c in done]
+    sample.lengths += [(len(s.request.prompt), max(len(s.committed), s.request.max_new_tokens // 2)) for s in running]
 
 
 def _extrapolated(survival: list[float], longest: int) -> tuple[float, ...]:
@@ -110,14 +112,14 @@ def _extrapolated(survival: list[float], longest: int) -> tuple[float, ...]:
 class Feed:
     """An engine that always has requests waiting. Its first ones end at any time, as if it had long been at work.
 
-    A drafter that learns knows what the looks have completed, and is fed the other half; when that comes again it has
-    to have forgotten it, or it would know what is to come.
+    A drafter that learns knows what the looks have completed, and is fed other requests; when those come again it has
+    to have forgotten them, or it would know what is to come.
     """
 
     def __init__(self, engine: Engine, sample: Sample) -> None:
         self.engine, self.sample = engine, sample
-        self.requests = sample.requests[sample.half :] or sample.requests
-        self.known = sample.completed if len(sample.requests) > 1 else []
+        others = sample.requests[sample.taken :]
+        self.requests, self.known = (others, sample.completed) if others else (sample.requests, [])
         self.source, self.count = cycle(self.requests), 0
         self.random, self.usual = random.Random(0), round(mean(n for _, n in sample.lengths))
         self._begin()
