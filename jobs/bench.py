@@ -93,6 +93,8 @@ class Settings:
                 )
         if self.target is None and self.draft is not None:
             raise ValueError("--draft: expected --target too, or neither (the demo pair)")
+        if self.target is not None and self.draft is None and "assisted" in self.methods:
+            raise ValueError("--methods: assisted needs --draft; name the others")
 
 
 @dataclass

@@ -124,6 +124,7 @@ def test_a_columns_item_and_what_is_wrong_with_it(tmp_path: Path) -> None:
             "--methods: 'magic' is unknown, expected some of plain, eqspec, exspec, auto, generate, assisted",
         ),
         (["--draft", "somewhere"], "--draft: expected --target too, or neither (the demo pair)"),
+        (["--target", "somewhere"], "--methods: assisted needs --draft; name the others"),
         (["--drafter", "oracle"], "--drafter: expected one of auto, none, model, suffix, not 'oracle'"),
         (["--prompts", "missing.jsonl"], "missing.jsonl: No such file or directory"),
         (["--max-new-tokens", "1024"], "no prompt is left that fits the model's context with 1024 new tokens"),
