@@ -85,7 +85,13 @@ class Settings:
         if self.kernels not in ("auto", *KERNELS):
             raise ValueError(f"--kernels: expected one of auto, {', '.join(KERNELS)}, not {self.kernels!r}")
         for method in self.methods:
-            if method not in (*METHODS, *RIVALS, "auto") and not VARIANT.fullmatch(method):
+            variant = VARIANT.fullmatch(method)
+            drafter = variant and (variant[2] or self.drafter)
+            if drafter and drafter not in ("auto", *DRAFTERS):
+                raise ValueError(f"--methods: {method}: expected a drafter of {', '.join(DRAFTERS)}, not {drafter!r}")
+            if drafter == NONE:
+                raise ValueError(f"--methods: {method} needs a drafter; without one name plain")
+            if method not in (*METHODS, *RIVALS, "auto") and not variant:
                 raise ValueError(
                     f"--methods: {method!r} is unknown, expected some of {', '.join((*METHODS, 'auto', *RIVALS))}; "
                     "exspec also with a drafter, as exspec@suffix, as exspec+explicit, +implicit or +both, and with a "

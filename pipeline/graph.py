@@ -36,7 +36,8 @@ from exspec.pipeline.weights import local_model
 
 ROWS_PER_SLOT = 3  # rows in flight in an actor for each of its slots, or the ends of chunks would leave slots empty
 MOST_ROWS, ENOUGH_ROWS = 1 << 20, 1 << 14  # that one reader goes through: of one shard, and of several
-LEARNT = 1000  # completions that a drafter learns of what the job has written, as an actor starts
+LEARNT = 1 << 16  # tokens that a drafter learns of what the job has written, as an actor starts: less than a second
+LATEST = 100  # files that it may be in
 READER = 0.005  # CPUs: two find room in what each actor leaves
 FOREVER = 7 * 24 * 3600  # seconds; a chunk of long completions may well take an hour
 
@@ -228,20 +229,22 @@ class PairLoader:
             config = replace(config, window=max(config.batch_size, window), pages=pages)
         pair = pair_of(self.job, self.on, kind(self.config).needs_draft)
         engine = Engine(pair.target, pair.draft, config)
-        for completion in completions(self.job, self.parts) if engine.drafter.learns else ():
-            engine.drafter.learn([], pair.tokenizer(completion, add_special_tokens=False)["input_ids"])
+        if engine.drafter.learns:
+            written = [t for t in self._written(pair.tokenizer) if max(t, default=0) < engine.vocabulary]
+            for tokens in reversed(written):  # of what it has learned first it forgets first
+                engine.drafter.learn([], tokens)
         return engine, pair.tokenizer
 
-
-def completions(job: Job, parts: Sequence[str], most: int = LEARNT) -> Iterator[str]:
-    """Completions out of files that a job has written, from the last file on. A file that is not there any more is left
-    out: another process may have merged it."""
-    folder, count = Folder(job.output, job.storage_options), 0
-    for name in reversed(parts):
-        with suppress(JobError):
-            for table in read_groups(folder, name, ["completion"]):
-                for text in filter(None, table["completion"].to_pylist()):
-                    yield text
-                    count += 1
-                    if count == most:
-                        return
+    def _written(self, tokenizer: Any) -> Iterator[list[int]]:
+        """Tokens of completions that the job has written, from the last file on. A file that is not there any more is
+        left out: another process may have merged it."""
+        folder, count = Folder(self.job.output, self.job.storage_options), 0
+        for name in reversed(self.parts):
+            with suppress(JobError):
+                for table in read_groups(folder, name, ["completion"]):
+                    for text in filter(None, table["completion"].to_pylist()):
+                        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+                        count += len(tokens)
+                        if count > LEARNT:
+                            return
+                        yield tokens

@@ -27,7 +27,7 @@ from exspec.pipeline.connect import (
     on_a_device,
 )
 from exspec.pipeline.errors import BrokenOffError, JobError, StoppedError
-from exspec.pipeline.graph import LEARNT, PairLoader, results
+from exspec.pipeline.graph import LATEST, PairLoader, results
 from exspec.pipeline.input.plan import Plan, Shard
 from exspec.pipeline.input.shards import changed
 from exspec.pipeline.job import Job
@@ -200,7 +200,7 @@ class _Run:
         carried = carried_schema(job, self.prepared.mapped)
         answers, last = job.answer_columns(), job.map_output
         sink = PartSink(self.folder, str(writer.state.job), writer.prefix, carried, answers, last)
-        make = self.load or PairLoader(job, config, job.device, writer.state.names()[-LEARNT:])
+        make = self.load or PairLoader(job, config, job.device, writer.state.names()[-LATEST:])
         ledger = RayLedger()
         chunk = self.plan.rows_per_chunk
         found = results(job, config.slots, chunk, self.prepared.room(config), tasks, schema, sink, make, ledger)

@@ -67,7 +67,7 @@ def shape_of(job: Job, context: int, rows: int, stored: dict[str, Any] | None) -
         raise JobError(str(error)) from error
     if stored or rows < job.tune_from or config.method == "eqspec":
         if not stored and {"method", "drafter"} <= set(free) and job.draft is None:
-            config = replace(config, method="plain")  # nobody has seen yet what looking up is worth
+            config = replace(config, method="plain", drafter=NONE)  # nobody has seen yet what looking up is worth
         free = ()
     elif free:
         free += ALWAYS
@@ -166,6 +166,10 @@ def settle(job: Job, shape: Shape, requests: list[Request], device: str) -> Sett
     budget = memory_budget(job, torch.device(device))  # before the weights take their part of it
     wanted = "drafter" in shape.free or kind(shape.config).needs_draft
     pair = pair_of(job, device, wanted and wants_draft(job))
+    if shape.free:
+        found = calibrate(pair.target, pair.draft, requests, shape.config, shape.free, job.tune_seconds, budget)
+        config = found.config if job.threshold is None else replace(found.config, threshold=job.threshold)
+        return Settled(config, found.table(), found.seconds, found.compiled)
     draft = pair.draft.config if pair.draft is not None else None
     fitted = fit(pair.target.config, draft, shape.config, pair.target.dtype, budget)
     if fitted.batch_size < shape.config.batch_size and shape.stored:
@@ -173,11 +177,7 @@ def settle(job: Job, shape: Shape, requests: list[Request], device: str) -> Sett
             f"memory: {budget / MEBIBYTE:.0f} MiB are too few for the batch of {shape.config.batch_size} that this job "
             "decodes in; give as much as its first run had, or start over with --restart"
         )
-    if not shape.free:
-        return Settled(fitted, [])
-    found = calibrate(pair.target, pair.draft, requests, shape.config, shape.free, job.tune_seconds, budget)
-    config = found.config if job.threshold is None else replace(found.config, threshold=job.threshold)
-    return Settled(config, found.table(), found.seconds, found.compiled)
+    return Settled(fitted, [])
 
 
 def pair_of(job: Job, device: str, draft: bool) -> Pair:

@@ -17,7 +17,7 @@ DRAFT_LENGTHS: tuple[DraftLengthName, ...] = ("fixed", "explicit", "implicit", "
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How an engine decodes. With `exact`, everything but the method's name is part of the shapes tokens come out of.
+    """How an engine decodes. With `exact`, everything but method and drafter is part of the shapes tokens come out of.
 
     method: plain decodes without drafts; eqspec speculates on a fixed batch, realigned every round; exspec
         speculates on a window that is refilled at once, in groups of like length.

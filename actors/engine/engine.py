@@ -109,6 +109,7 @@ class Engine:
         self._fill, self._forward = recorder.wrap(self.target.fill), recorder.wrap(self.target.forward)
         self._choose, self._pick = recorder.wrap(self._choices), recorder.wrap(picked)
         self.counters = EngineCounters()
+        self.learning = True  # the drafter is told of what has ended
         self._flying: Round | None = None  # while rounds overlap, the last one
         self._finished: list[Completion] = []
         self._ids: set[Hashable] = set()
@@ -392,7 +393,9 @@ class Engine:
                 ending = ending or self._finish(sequence, sequence.constraint)
             kept += len(sequence.tokens) - before
             if ending:
-                self.drafter.end(sequence.slot, sequence.request.prompt, sequence.committed)
+                self.drafter.end(sequence.slot)
+                if self.learning:
+                    self.drafter.learn(sequence.request.prompt, sequence.committed)
                 self._finished.append(self.pool.end(sequence, *ending))
             else:
                 new[sequence.slot] = sequence.tokens[before:]

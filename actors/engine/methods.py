@@ -96,7 +96,7 @@ def drafter_of(given: Given, name: str | None = None) -> Drafter:
     made = kind(given.config) if name is None else drafter_class(name)
     other = None if given.draft is None else given.draft.config
     if why := made.refusal(given.target.config, other, given.config):
-        raise ValueError(f"method {given.config.method} with the drafter {given.config.drafter}: {why}")
+        raise ValueError(f"method {given.config.method} with the drafter {name or given.config.drafter}: {why}")
     return made.build(given)
 
 

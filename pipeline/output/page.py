@@ -112,11 +112,13 @@ def render(report: "Report", figures: dict[str, Any], url: str, samples: list[di
 
 
 def _subtitle(written: dict[str, Any], figures: dict[str, Any], url: str) -> str:
+    from exspec.actors.engine.drafters import drafter_class
+
     job, shape = written["job"], written["shape"]
     models, method = job["target"], shape["method"]
     if method != "plain":
         method += f" by {shape['drafter']}"
-        models += f" with {job['draft']}" if job["draft"] else ""
+        models += f" with {job['draft']}" if drafter_class(shape["drafter"]).needs_draft else ""
     date = f", {time.strftime('%Y-%m-%d %H:%M', time.localtime(figures['began']))}" if figures["began"] else ""
     return f"{url}{date}; {models}; {method} on {written['device']}"
 

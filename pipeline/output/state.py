@@ -129,6 +129,7 @@ class State:
 
     def _begin(self, entry: Entry) -> None:
         self.job, self.description, self.done = entry["job"], entry["description"], None
+        self.description.get("shape", {}).setdefault("drafter", "model")  # a job that began before there were others
         self.began = float(entry["at"])
         self.plan = Plan.from_json(entry["plan"])
         self._table.executescript("DELETE FROM file; DELETE FROM chunk;")

@@ -92,7 +92,8 @@ class Drafter(ABC):
         return cls()
 
     def admit(self, slot: int, tokens: list[int]) -> None:
-        """A sequence has come into a slot, with its prompt and, if it comes back, what it had committed."""
+        """A sequence has come into a slot, with its prompt and, if it comes back, what it had committed. The list goes
+        on growing: what is to be kept has to be copied."""
 
     def prefill(self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int) -> None:
         """Take in tokens [R, C] of the sequences in `slots` [R], at positions starts[r] + c: of a prompt, or those that
@@ -105,11 +106,11 @@ class Drafter(ABC):
     def committed(self, tokens: dict[int, list[int]]) -> None:
         """What was committed, by slot, of sequences that go on."""
 
-    def end(self, slot: int, prompt: Sequence[int], completion: list[int]) -> None:
+    def end(self, slot: int) -> None:
         """The sequence in a slot has ended."""
 
     def learn(self, prompt: Sequence[int], completion: list[int]) -> None:
-        """A sequence that has ended elsewhere: in another engine, or in an earlier run."""
+        """A sequence has ended: in this engine, in another, or in an earlier run."""
 
     def forget(self) -> None:
         """Let go of what it has learned of sequences that have ended."""

@@ -20,6 +20,7 @@ from exspec.actors.engine.kv.memory import MEBIBYTE, MemoryPlan
 CONTEXT = 8  # tokens that are looked up, at most
 STORE = 64 * MEBIBYTE  # for what was learned of completions
 NODE, PLACE = 260, 300  # bytes of a node of the tree, and of a token of a running sequence
+KEPT = 144  # bytes of a completion that is kept, beside four for each of its tokens
 BITS = 21  # of a token id, so that three of them are a number of 63
 GRAMS = (3, 2)  # tokens by which a sequence finds a place in itself
 LEAST = 0.1  # chance of a draft below which it is worth nothing: a longer one would only take the host's time
@@ -55,7 +56,7 @@ class Suffix(Drafter):
     def __init__(self, slots: int, worth: float = LEAST, store: int = STORE) -> None:
         self.worth, self.store = max(worth, LEAST), store
         self.rows = [Row([])] * slots
-        self.tree = Tree(store // NODE)
+        self.tree = Tree(store)
 
     def admit(self, slot: int, tokens: list[int]) -> None:
         self.rows[slot] = Row(tokens)
@@ -96,15 +97,14 @@ class Suffix(Drafter):
         for slot, new in tokens.items():
             self.rows[slot].extend(new)
 
-    def end(self, slot: int, prompt: Sequence[int], completion: list[int]) -> None:
+    def end(self, slot: int) -> None:
         self.rows[slot] = Row([])
-        self.learn(prompt, completion)
 
     def learn(self, prompt: Sequence[int], completion: list[int]) -> None:
         self.tree.learn([*prompt[-CONTEXT:], *completion])
 
     def forget(self) -> None:
-        self.tree = Tree(self.store // NODE)
+        self.tree = Tree(self.store)
 
 
 class Row:
@@ -160,24 +160,31 @@ class Tree:
     A node is a string that has occurred, of one token more at most; its children are the strings with a token more.
     Everything is kept in one dictionary and in lists by the number of a node, which are smaller than objects.
 
-    count: by node, how often. best: the token of the child with the highest count, -1: unknown. top: that count. link:
-    the node of the string without its first token. nodes: that there may be; where there are more the oldest
-    completions are taken out.
+    count: by node, how often. best: the token of the child that had the highest count when it was counted last, -1:
+    unknown. top: the count of that child. link: the node of the string without its first token. store: bytes, an eighth
+    of them for the completions themselves; where more are needed the oldest are taken out.
     """
 
-    def __init__(self, nodes: int) -> None:
-        self.nodes = nodes
+    def __init__(self, store: int) -> None:
+        self.room = store // 8
+        self.nodes = (store - self.room) // NODE
         self.children: dict[int, int] = {}  # by node and token
         self.count, self.best, self.top, self.link = [0], [-1], [0], [0]
         self.unused: list[int] = []
         self.kept: deque[np.ndarray] = deque()
+        self.held = 0  # bytes of `kept`
 
     def learn(self, tokens: list[int]) -> None:
-        """Count a completion, with the last tokens before it."""
+        """Count a completion, with the last tokens before it; of one that might fill half of the tree by itself, its
+        last tokens."""
+        tokens = tokens[-max(self.nodes // (2 * (CONTEXT + 1)), 1) :]
         self.kept.append(np.array(tokens, dtype=np.int32))
+        self.held += KEPT + 4 * len(tokens)
         self._add(tokens)
-        while len(self.children) > self.nodes:
-            self._remove(self.kept.popleft().tolist())
+        while len(self.children) > self.nodes or self.held > self.room:
+            oldest = self.kept.popleft()
+            self.held -= KEPT + 4 * len(oldest)
+            self._remove(oldest.tolist())
 
     def _add(self, tokens: list[int]) -> None:
         children, count, best, top, link = self.children, self.count, self.best, self.top, self.link
@@ -265,6 +272,10 @@ class Tree:
                     found[string] = found.get(string, 0) + 1
         assert len(self.children) == len(found), f"{len(self.children)} nodes, expected {len(found)}"
         assert len(self.count) == 1 + len(found) + len(self.unused), "nodes are lost"
+        assert self.held == sum(KEPT + 4 * len(kept) for kept in self.kept), "what is kept is miscounted"
+        for node, token in enumerate(self.best):
+            top = self.count[self.children[node << BITS | token]] if token >= 0 else 0
+            assert self.top[node] == top, f"node {node}: its best child counts {top}, not {self.top[node]}"
         for string, often in found.items():
             node = 0
             for token in string:

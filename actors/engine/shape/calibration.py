@@ -107,17 +107,15 @@ def calibrate(
     """
     clock, compiling = Clock(), fused.CODE.seconds
     start, began = clock.now(), time.monotonic()
-    config = replace(settle(target, draft, config), pages=config.pages)
     names = _drafters(target, draft, config, free)
-    if budget is not None:
-        _fitted(target, draft, config, budget)  # or nothing would
-    looks: dict[str, Callable[[], Engine]] = {}
-    learning = [name for name in names if drafter_class(name).learns]
-    for name in [*([n for n in names if n not in learning] or [NONE]), *learning]:  # who learns needs some completions
-        with suppress(ValueError):
-            shape = _looked_at(config, name, free)
-            fits = shape if budget is None else _fitted(target, draft, shape, budget)
-            looks[name] = partial(engine, target, draft, fits)
+    if names and config.drafter not in names:
+        config = replace(config, drafter=names[0])
+    if not names and config.drafts:
+        config = replace(config, method="plain", drafter=NONE)
+    config = replace(settle(target, draft, config), pages=config.pages)
+    if budget is not None:  # or nothing would fit
+        _fitted(target, draft, replace(config, method="plain", drafter=NONE) if "method" in free else config, budget)
+    looks = _looks(engine, target, draft, config, names, free, budget)
     names = [name for name in names if name in looks]
     sample = look(looks, requests, seconds / 4)
     longest = max(p + n for p, n in sample.lengths)
@@ -133,10 +131,9 @@ def calibrate(
     costs = Costs(target, draft, sample.requests, longest, config, clock)
     made: list[Candidate] = []
     tried: set[str] = set()
-    kinds = {*names, *([NONE] if "method" in free or not names else [])}
 
     def consider(shape: EngineConfig) -> None:
-        if tried == kinds:
+        if tried == kinds and made:
             costs.deadline = start + seconds / 2  # one of each kind is predicted whatever it takes
         tried.add(drafter_name(shape))
         with suppress(OutOfTimeError, ValueError, torch.OutOfMemoryError):  # but for the first: it does not fit
@@ -145,6 +142,7 @@ def calibrate(
                 made.append(Candidate(fitted, predict(fitted, costs, sample)))
 
     shapes = list(_candidates(config, free, names, device))
+    kinds = {drafter_name(shape) for shape in shapes}
     widths = sorted({s.bucket for s in shapes})
     usual = [s for s in shapes if s.bucket == widths[len(widths) // 2]]
     coarse = [s for s in usual if s.drafted == _usual(s, usual)]
@@ -309,11 +307,41 @@ def _threshold(config: EngineConfig, costs: Costs, sample: Sample) -> float:
 def _drafters(
     target: PreTrainedModel, draft: PreTrainedModel | None, config: EngineConfig, free: Sequence[str]
 ) -> list[str]:
-    """Who may draft: all that are at hand, or the one of the config; nobody where plain decoding is asked for."""
+    """Who may draft: all that are at hand, or the one of the config; nobody where plain decoding is asked for.
+
+    Raises ValueError where drafts are asked for, and nobody can make them.
+    """
     if not config.drafts and "method" not in free:
         return []
     names = at_hand(target.config, None if draft is None else draft.config, config)
-    return names if "drafter" in free else [name for name in names if name == config.drafter]
+    found = names if "drafter" in free else [name for name in names if name == config.drafter]
+    if not found and "method" not in free:
+        raise ValueError(f"calibration: method {config.method} has no drafter at hand; expected one, or method plain")
+    return found
+
+
+def _looks(
+    make: MakeEngine,
+    target: PreTrainedModel,
+    draft: PreTrainedModel | None,
+    config: EngineConfig,
+    names: list[str],
+    free: Sequence[str],
+    budget: int | None,
+) -> dict[str, Callable[[], Engine]]:
+    """What makes the engines that the drafters are looked at in, of those that fit. Who learns comes last, and never
+    alone: it needs completions."""
+    found: dict[str, Callable[[], Engine]] = {}
+    for name in (*names, NONE):
+        with suppress(ValueError):
+            shape = _looked_at(config, name, free)
+            found[name] = partial(
+                make, target, draft, shape if budget is None else _fitted(target, draft, shape, budget)
+            )
+    learning = {name: found.pop(name) for name in names if name in found and drafter_class(name).learns}
+    if len(found) > 1:
+        del found[NONE]
+    return found | learning
 
 
 def _looked_at(config: EngineConfig, name: str, free: Sequence[str]) -> EngineConfig:
@@ -322,12 +350,13 @@ def _looked_at(config: EngineConfig, name: str, free: Sequence[str]) -> EngineCo
         return replace(config, method="plain", draft_length="fixed", columns=None)
     method = config.method if config.drafts else "exspec"
     drafted = drafter_class(name).looked_at if "draft_tokens" in free or not config.drafts else config.draft_tokens
-    drafted = max(min(drafted, config.bucket - 1), 1)
+    if config.exact:
+        drafted = max(min(drafted, config.bucket - 1), 1)
     return replace(config, method=method, drafter=name, draft_tokens=drafted, draft_length="fixed", columns=None)
 
 
 def _usual(shape: EngineConfig, shapes: list[EngineConfig]) -> int:
-    """Of the K that are tried with a shape's drafter, the one nearest to that which it was looked at with."""
+    """Of the K that are tried with a shape's drafter, the one that B is chosen with."""
     lengths = {s.drafted for s in shapes if drafter_name(s) == drafter_name(shape)}
     return min(lengths, key=lambda k: abs(k - USUAL))
 
@@ -342,7 +371,7 @@ def _candidates(config: EngineConfig, free: Sequence[str], names: list[str], dev
     widths = (128, 256, 512, 1024, config.capacity) if config.attention == "gathered" else (config.capacity,)
     buckets = options("bucket", sorted({min(b, config.capacity) for b in widths}))
     speculating: Method = config.method if config.drafts else "exspec"
-    plain: tuple[Method, str, int] = ("plain", config.drafter, config.draft_tokens or 1)
+    plain: tuple[Method, str, int] = ("plain", NONE, config.draft_tokens or 1)
     ways = [plain] if "method" in free or not names else []
     ways += [(speculating, n, k) for n in names for k in options("draft_tokens", drafter_class(n).lengths)]
     for rows in sizes:

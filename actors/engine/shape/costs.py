@@ -118,7 +118,8 @@ class Costs:
 
     def _drafter(self, name: str, engine: Engine) -> Drafter:
         if name not in self.drafters:
-            self.drafters[name] = drafter_of(engine.given, name)
+            # Whatever the candidates' buckets: drafts are timed for what their rows attend.
+            self.drafters[name] = drafter_of(replace(engine.given, step=engine.config.page_size), name)
         return self.drafters[name]
 
     def forget(self) -> None:

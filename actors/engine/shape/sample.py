@@ -3,9 +3,9 @@
 import gc
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import cycle, islice
+from itertools import cycle
 from statistics import mean
 
 from transformers import PreTrainedModel
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.drafters import NONE, drafter_class
 from exspec.actors.engine.engine import Engine
-from exspec.actors.engine.request import Completion, Request, RequestError
+from exspec.actors.engine.request import Request, RequestError
 from exspec.actors.engine.statistics import SequenceStatistics
 
 MakeEngine = Callable[[PreTrainedModel, PreTrainedModel | None, EngineConfig], Engine]
@@ -28,7 +28,7 @@ def drafter_name(config: EngineConfig) -> str:
 class Sample:
     """What the first runs saw.
 
-    requests: those of the sample that can be decoded; the first `taken` were decoded. lengths: tokens of prompt and
+    requests: those of the sample that can be decoded; the looks had the first `taken`. lengths: tokens of prompt and
     completion by request. survival: by drafter, the share of all rounds that committed the first i + 1 tokens of a
     draft; a round in which nothing was drafted counts too. overhead: by drafter, seconds of bookkeeping for a row of a
     round. completed: prompts and completions.
@@ -49,42 +49,47 @@ class Sample:
 def look(engines: dict[str, Callable[[], Engine]], requests: Sequence[Request], seconds: float) -> Sample:
     """Decode requests with each of the engines, by drafter, for so many seconds together at most.
 
-    None of the requests is decoded twice while there are others: who learns is given what was completed before it, and
-    shall not know what comes. Raises ValueError where no request can be decoded.
+    Each has requests of its own while there are any, and some are left: who learns is told what was completed before,
+    and must not know what comes. Raises ValueError where no request can be decoded.
     """
     sample = Sample([])
     for name, make in engines.items():
         engine = make()
         if not sample.requests:
             sample.requests += _usable(engine, requests)
-        for prompt, completion in sample.completed:
+        share = len(sample.requests) // (len(engines) + 1)
+        its = sample.requests[sample.taken : sample.taken + share]
+        for prompt, completion in sample.completed if its else []:
             engine.drafter.learn(prompt, completion)
-        left = iter(sample.requests[sample.taken :] or sample.requests)
-        end = time.monotonic() + seconds / len(engines)
-        while time.monotonic() < end or engine.statistics.rounds < LEAST:
-            for request in islice(left, len(engine.pool.free) - len(engine.pool.waiting)):
-                engine.submit(request)
-                sample.taken += 1
-            if not engine.busy:
-                break
-            engine.step()
+        engine.learning = bool(its)
+        _decode(engine, its or sample.requests, seconds / len(engines))
+        sample.taken += len(its)
         _note(sample, name, engine)
         del engine
         gc.collect()  # engines refer to themselves, and their KV must not pile up
     return sample
 
 
+def _decode(engine: Engine, requests: list[Request], seconds: float) -> None:
+    for request in requests:
+        engine.submit(request)
+    end = time.monotonic() + seconds
+    while engine.busy and (time.monotonic() < end or engine.statistics.rounds < LEAST):
+        engine.step()
+
+
 def _usable(engine: Engine, requests: Sequence[Request]) -> list[Request]:
-    usable, refused = [], "none"
+    usable: dict[Hashable, Request] = {}
+    refused = []
     for request in requests:
         try:
             engine.check_request(request)
-            usable.append(request)
+            usable.setdefault(request.id, request)
         except RequestError as error:
-            refused = refused if refused != "none" else str(error)
+            refused.append(str(error))
     if not usable:
-        raise ValueError(f"calibration: no request of the sample can be decoded; the first: {refused}")
-    return usable
+        raise ValueError(f"calibration: no request of the sample can be decoded; the first: {(refused or ['none'])[0]}")
+    return list(usable.values())
 
 
 def _note(sample: Sample, name: str, engine: Engine) -> None:
@@ -112,45 +117,29 @@ def _extrapolated(survival: list[float], longest: int) -> tuple[float, ...]:
 class Feed:
     """An engine that always has requests waiting. Its first ones end at any time, as if it had long been at work.
 
-    A drafter that learns knows what the looks have completed, and is fed other requests; when those come again it has
-    to have forgotten them, or it would know what is to come.
+    Its drafter knows what the looks have completed, is fed other requests, and learns nothing of them: they come again.
     """
 
     def __init__(self, engine: Engine, sample: Sample) -> None:
-        self.engine, self.sample = engine, sample
-        others = sample.requests[sample.taken :]
-        self.requests, self.known = (others, sample.completed) if others else (sample.requests, [])
-        self.source, self.count = cycle(self.requests), 0
+        self.engine, self.count = engine, 0
+        others = sample.requests[sample.taken :] if sample.taken else []
+        self.source = cycle(others or sample.requests)
         self.random, self.usual = random.Random(0), round(mean(n for _, n in sample.lengths))
-        self._begin()
-
-    def _begin(self) -> None:
-        self.engine.forget()
-        for prompt, completion in self.known:
-            self.engine.drafter.learn(prompt, completion)
+        engine.learning = False
+        for prompt, completion in sample.completed if others else []:
+            engine.drafter.learn(prompt, completion)
 
     def run(self, end: float) -> float:
         """Rounds until `end`, one at least; their tokens/s."""
         start, before = time.perf_counter(), self.engine.statistics.tokens
         while self.engine.statistics.tokens == before or time.monotonic() < end:
             while len(self.engine.pool.waiting) < self.engine.pool.slots:
-                self._submit()
+                self.count += 1
+                request = replace(next(self.source), id=self.count)
+                if self.count <= self.engine.pool.slots:
+                    left = self.random.randint(1, max(self.usual, 1))
+                    request = replace(request, max_new_tokens=min(left, request.max_new_tokens))
+                self.engine.submit(request)
             self.engine.step()
-            if any(self._again(completion) for completion in self.engine.take()):
-                self._begin()
+            self.engine.take()
         return (self.engine.statistics.tokens - before) / (time.perf_counter() - start)
-
-    def _submit(self) -> None:
-        if self.count % len(self.requests) == 0 and self.count:
-            self._begin()
-        self.count += 1
-        request = replace(next(self.source), id=self.count)
-        if self.count <= self.engine.pool.slots:
-            left = self.random.randint(1, max(self.usual, 1))
-            request = replace(request, max_new_tokens=min(left, request.max_new_tokens))
-        self.engine.submit(request)
-
-    def _again(self, completion: Completion) -> bool:
-        """Whether its request is fed again in this turn: it began in the turn before."""
-        turn = (self.count - 1) // len(self.requests)
-        return (int(str(completion.id)) - 1) // len(self.requests) < turn

@@ -1,15 +1,17 @@
 """Calibration: the prediction follows costs and acceptance, the choice keeps to what is free, and no token changes."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from exspec.actors.engine import Engine, EngineConfig, Request
+from exspec.actors.engine.drafters.suffix import CONTEXT, Suffix
 from exspec.actors.engine.shape.calibration import FREE, calibrate, predict
 from exspec.actors.engine.shape.memory import plan_memory
-from exspec.actors.engine.shape.sample import Sample
+from exspec.actors.engine.shape.sample import Feed, Sample, look
 from tests import tiny
 
 SHAPE = EngineConfig(batch_size=4, window=8, draft_tokens=3, bucket=32, capacity=tiny.CONTEXT, prefill_columns=8,
@@ -79,7 +81,7 @@ def test_only_what_is_free_changes_and_tokens_never(free: tuple[str, ...]) -> No
     found = calibrate(target, draft, requests(), SHAPE, free, seconds=1.0)
     settings = {"prefill": ("prefill_rows", "prefill_columns")}
     for name in FREE:
-        if name not in free:
+        if name not in free and (name, found.config.method) != ("drafter", "plain"):
             for setting in settings.get(name, (name,)):
                 assert getattr(found.config, setting) == getattr(SHAPE, setting)
     assert any(c.config.drafts for c in found.candidates)
@@ -103,7 +105,8 @@ def test_a_budget_leaves_out_what_does_not_fit() -> None:
     def planned(shape: EngineConfig) -> int:
         return plan_memory(target.config, draft.config, shape, torch.float32).total
 
-    smallest, two = (planned(replace(SHAPE, batch_size=n, window=n)) for n in (1, 2))
+    two = planned(replace(SHAPE, batch_size=2, window=2))
+    smallest = planned(replace(SHAPE, method="plain", batch_size=1, window=1))
     with pytest.raises(ValueError, match=r"are too few for one sequence of 96 tokens; expected at least"):
         calibrate(target, draft, requests(), SHAPE, seconds=0.5, budget=smallest - 1)
     found = calibrate(target, draft, requests(), SHAPE, seconds=0.5, budget=two)
@@ -114,3 +117,42 @@ def test_a_budget_leaves_out_what_does_not_fit() -> None:
 def test_a_sample_that_cannot_be_decoded_is_refused_by_its_first() -> None:
     with pytest.raises(ValueError, match="no request of the sample can be decoded; the first: request 'long'"):
         calibrate(tiny.model(), tiny.model(seed=1), [Request("long", [1] * 500)], SHAPE, seconds=0.5)
+
+
+def test_without_a_draft_the_look_up_is_tried() -> None:
+    """Whatever drafter the config names, which may not be at hand."""
+    found = calibrate(tiny.model(), None, requests(), SHAPE, seconds=1.0)
+    assert {c.config.drafter for c in found.candidates if c.config.drafts} == {"suffix"}
+    assert any(not c.config.drafts for c in found.candidates)
+
+
+def test_speculation_that_nobody_can_draft_for_is_refused() -> None:
+    with pytest.raises(ValueError, match="calibration: method exspec has no drafter at hand"):
+        calibrate(tiny.model(), None, requests(), SHAPE, ("batch_size",), seconds=0.5)
+
+
+@pytest.mark.parametrize("count", [1, 2, 12])
+def test_who_learns_is_never_asked_for_what_it_knows(count: int) -> None:
+    """Its look has other requests than those before, its final has others again; or it knows nothing."""
+    made: dict[str, Engine] = {}
+
+    def make(name: str) -> Engine:
+        shape = replace(SHAPE, method="plain") if name == "none" else replace(SHAPE, drafter=name)
+        made[name] = Engine(tiny.model(), None, shape)
+        return made[name]
+
+    rows = requests()[:count]
+    sample = look({name: partial(make, name) for name in ("none", "suffix")}, rows, 60.0)
+    drafter = made["suffix"].drafter
+    assert isinstance(drafter, Suffix)
+    told = {tuple(kept.tolist()) for kept in drafter.tree.kept}
+    known = {tuple([*p[-CONTEXT:], *c]) for p, c in sample.completed}
+    assert told == (known if count == 12 else set())
+    assert sample.taken == (8 if count == 12 else 0)
+    fed = Feed(Engine(tiny.model(), None, replace(SHAPE, drafter="suffix")), sample)
+    fed.run(0.0)
+    drafter = fed.engine.drafter
+    assert isinstance(drafter, Suffix)
+    assert len(drafter.tree.kept) == (8 if count == 12 else 0)
+    others = [s.request.prompt for s in (*fed.engine.pool.running, *fed.engine.pool.waiting)]
+    assert count != 12 or all(prompt not in [p for p, _ in sample.completed] for prompt in others)

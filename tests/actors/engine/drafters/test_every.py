@@ -69,10 +69,13 @@ class Watched(Drafter):
             self.tokens[slot] += new
         self.drafter.committed(tokens)
 
-    def end(self, slot: int, prompt: Any, completion: list[int]) -> None:
+    def end(self, slot: int) -> None:
         del self.tokens[slot]
+        self.drafter.end(slot)
+
+    def learn(self, prompt: Any, completion: list[int]) -> None:
         self.ended += 1
-        self.drafter.end(slot, prompt, completion)
+        self.drafter.learn(prompt, completion)
 
 
 def engine(

@@ -20,11 +20,12 @@ def draft(drafter: Suffix, tokens: list[int], most: int = 8) -> list[int]:
 @pytest.mark.parametrize("seed", range(8))
 def test_the_tree_counts_what_it_has_kept_whatever_was_taken_out(seed: int) -> None:
     rng = random.Random(seed)
-    tree = Tree(rng.choice([40, 300, 3000]))
+    tree = Tree(rng.choice([40, 300, 3000]) * NODE)
     for _ in range(60):
         size = rng.choice([1, 3, 9, 30])
         tree.learn([rng.randrange(rng.choice([2, 5, 50])) for _ in range(size)])
         assert len(tree.children) <= tree.nodes
+        assert tree.held <= tree.room
         tree.check()
         asked = [rng.randrange(3) for _ in range(12)]
         kept = [tuple(k.tolist()) for k in tree.kept]
@@ -111,7 +112,8 @@ def test_what_repeats_itself_goes_on_repeating() -> None:
 
 
 def test_memory_stays_within_what_the_plan_counts() -> None:
-    """After tens of thousands of completions that have nothing in common, and in rows of every length."""
+    """After tens of thousands of completions that have nothing in common, of such that are all alike, of a very long
+    one, and in long rows."""
     store = 4 * 2**20
     rng = random.Random(0)
     tracemalloc.start()
@@ -120,10 +122,16 @@ def test_memory_stays_within_what_the_plan_counts() -> None:
     for _ in range(20_000):
         drafter.learn([], [rng.randrange(50_000) for _ in range(20)])
     learned = tracemalloc.get_traced_memory()[0] - before
+    for _ in range(20_000):
+        drafter.learn([], [1, 2, 3])
+    alike = tracemalloc.get_traced_memory()[0] - before
+    drafter.learn([], [rng.randrange(50_000) for _ in range(100_000)])
+    long = tracemalloc.get_traced_memory()[0] - before
+    learned = max(learned, alike, long)
     for slot in range(8):
         drafter.admit(slot, [rng.randrange(50_000) for _ in range(4000)])
         drafter.committed({slot: [rng.randrange(50_000) for _ in range(96)]})
-    rows = tracemalloc.get_traced_memory()[0] - before - learned
+    rows = tracemalloc.get_traced_memory()[0] - before - long
     tracemalloc.stop()
     assert 0.4 * store < learned <= store, f"{learned / len(drafter.tree.children):.0f} bytes a node, not {NODE}"
     assert rows <= 8 * 4096 * PLACE, f"{rows / 8 / 4096:.0f} bytes a token, not {PLACE}"
