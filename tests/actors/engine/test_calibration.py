@@ -146,7 +146,7 @@ def test_who_learns_is_never_asked_for_what_it_knows(count: int) -> None:
     drafter = made["suffix"].drafter
     assert isinstance(drafter, Suffix)
     told = {tuple(kept.tolist()) for kept in drafter.tree.kept}
-    known = {tuple([*p[-CONTEXT:], *c]) for p, c in sample.completed}
+    known = {(*p[-CONTEXT:], *c) for p, c in sample.completed}
     assert told == (known if count == 12 else set())
     assert sample.taken == (8 if count == 12 else 0)
     fed = Feed(Engine(tiny.model(), None, replace(SHAPE, drafter="suffix")), sample)
