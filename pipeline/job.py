@@ -244,7 +244,7 @@ class Job(BaseModel):
     def _one_or_many(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
 
-    @field_validator(*AUTO[1:], "rows_per_chunk", mode="before")
+    @field_validator(*AUTO[2:], "rows_per_chunk", mode="before")
     @classmethod
     def _auto(cls, value: Any) -> Any:
         number = int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value

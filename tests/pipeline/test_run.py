@@ -99,14 +99,31 @@ def test_what_is_auto_is_measured_once_and_kept(pair: Pair, source: Path, tmp_pa
         assert again[str(n)]["completion"] == words.decode(tokens[:-1] if tokens[-1] in tiny.ENDS else tokens)
 
 
-def test_a_small_job_takes_defaults_and_a_job_without_a_draft_is_plain(
+def test_a_small_job_takes_defaults_and_a_job_without_a_draft_looks_up_where_that_is_measured(
     pair: Pair, source: Path, tmp_path: Path
 ) -> None:
-    auto = dict.fromkeys(("method", "batch_size", "window", "draft_tokens", "bucket"), "auto")
-    small = prepare(jobs.job(pair, source, tmp_path / "out", **auto)).shape
-    assert (small.free, small.config.method, small.config.batch_size) == ((), "exspec", 8)
-    alone = prepare(jobs.job((pair[0], None), source, tmp_path / "out", tune_from=1, **auto)).shape  # type: ignore[arg-type]
-    assert (alone.config.method, alone.free) == ("plain", ("batch_size", "window", "bucket", "kernels", "prefill"))
+    auto = dict.fromkeys(("method", "drafter", "batch_size", "window", "draft_tokens", "bucket"), "auto")
+
+    def shape(draft: str | None = None, **settings: Any) -> tuple[str, str, bool]:
+        job = jobs.job((pair[0], draft), source, tmp_path / "out", **auto | settings)  # type: ignore[arg-type]
+        found = prepare(job).shape
+        return found.config.method, found.config.drafter, bool(found.free)
+
+    assert shape(pair[1]) == ("exspec", "model", False)
+    assert shape(pair[1], tune_from=1) == ("exspec", "model", True)
+    assert shape() == ("plain", "none", False), "what looking up is worth nobody has seen"
+    assert shape(tune_from=1) == ("exspec", "suffix", True)
+    assert shape(drafter="suffix") == shape(pair[1], drafter="suffix") == ("exspec", "suffix", False)
+    assert shape(method="exspec") == ("exspec", "suffix", False)
+    assert shape(pair[1], drafter="none", tune_from=1) == ("plain", "none", True)
+    for settings, message in [
+        ({"drafter": "model"}, "drafter model needs a draft; without one use another, or auto"),
+        ({"drafter": "suffix", "method": "plain"}, "method plain drafts nothing, and drafter is suffix"),
+        ({"drafter": "none", "method": "exspec"}, "method exspec needs a drafter"),
+        ({"drafter": "oracle"}, "drafter: expected one of none, model, suffix, not 'oracle'"),
+    ]:
+        with pytest.raises(JobError, match=message):
+            shape(**settings)
 
 
 def test_a_budget_leaves_fewer_pages_and_too_small_a_one_is_refused(
