@@ -22,7 +22,7 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from exspec.actors.engine import METHODS, Engine, EngineConfig, EngineStatistics, Request, SequenceStatistics
 from exspec.actors.engine.config import KERNELS
-from exspec.actors.engine.drafters import DRAFTERS, NONE, at_hand
+from exspec.actors.engine.drafters import DRAFTERS, NONE, at_hand, label
 from exspec.actors.engine.engine import model_end_ids
 from exspec.actors.engine.kv.cached_model import context_length
 from exspec.actors.engine.layers import fused
@@ -34,7 +34,6 @@ from exspec.actors.engine.shape.calibration import (
     fastest_prefill,
     prefill_shapes,
 )
-from exspec.actors.engine.shape.sample import drafter_name
 from exspec.actors.engine.statistics import EngineCounters
 from exspec.actors.models import Pair, forget_sampling, load_model, load_pair
 from exspec.jobs.demo import DRAFT, TARGET
@@ -78,6 +77,9 @@ class Settings:
     threshold: float = 0.3
     tune_seconds: float = 20.0
     drafter: str = "auto"
+    exit_depth: int | None = None
+    check_depth: int | None = None
+    exit_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.drafter not in ("auto", *DRAFTERS):
@@ -156,6 +158,7 @@ class Bench:
         options: dict[str, Any] = {"method": method, "drafter": self.drafter,
                    "batch_size": s.batch_size, "window": max(s.window, s.batch_size),
                    "draft_tokens": s.draft_tokens, "capacity": self.capacity, "exact": s.exact,
+                   "exit_depth": s.exit_depth, "check_depth": s.check_depth, "exit_tokens": s.exit_tokens,
                    "threshold": s.threshold, "kernels": self.runner.kernels, "page": self.runner.page,
                    "prefill_rows": self.runner.prefill_rows,
                    "prefill_columns": self.runner.prefill_columns}  # fmt: skip
@@ -358,7 +361,7 @@ def compare(bench: Bench, turns: list[dict[str, Outcome]]) -> list[dict[str, Any
         rows.append(
             {
                 "method": method,
-                "drafter": None if method in RIVALS else drafter_name(bench.config(method)),
+                "drafter": None if method in RIVALS else label(bench.config(method)),
                 "tokens_per_second": round(statistics.median(speeds), 1),
                 "tokens_per_second_range": [round(min(speeds), 1), round(max(speeds), 1)],
                 "ratio_to_generate": _ratio(turns, method, "generate"),
@@ -368,6 +371,7 @@ def compare(bench: Bench, turns: list[dict[str, Outcome]]) -> list[dict[str, Any
                 "exact_vs_plain": _share_equal(last.tokens, shaped[shape]),
                 "drafted": sequences.drafted,
                 "wasted": sequences.drafted - sequences.accepted,
+                "early_acceptance_rate": round(sequences.early_acceptance_rate, 4) if sequences.early_drafted else None,
                 "acceptance_rate": round(sequences.acceptance_rate, 4) if sequences.drafted else None,
                 "tokens_per_round": round(sequences.mean_accepted_length, 3) if engine.rounds else None,
                 "occupancy": round(engine.occupancy, 4) if engine.rounds else None,

@@ -346,7 +346,7 @@ def bench(
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: one per core.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of every method, in turn.")] = 3,
     drafter: Annotated[
-        str, typer.Option(help="Who drafts where a method does not say: none, model, suffix or another, or auto.")
+        str, typer.Option(help="Who drafts where a method does not say: none, model, suffix, early_exit or auto.")
     ] = "auto",
     methods: Annotated[
         str,
@@ -359,6 +359,9 @@ def bench(
         str, typer.Option(help="What runs the layers: eager, packed, compiled, or auto for what is fastest here.")
     ] = "auto",
     threshold: Annotated[float, typer.Option(help="Chance of acceptance below which a policy ends a draft.")] = 0.3,
+    exit_depth: Annotated[int | None, typer.Option(min=1, help="Layers after which early_exit drafts.")] = None,
+    check_depth: Annotated[int | None, typer.Option(min=1, help="Layers after which early_exit checks.")] = None,
+    exit_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens that early_exit drafts before that.")] = None,
     tune_seconds: Annotated[float, typer.Option(min=0.1, help="Seconds of the calibration of auto.")] = 20.0,
     synthetic: Annotated[
         str | None, typer.Option(help="TARGET:DRAFT, shapes with random weights, for every B and acceptance below.")
@@ -420,6 +423,9 @@ def bench(
         threshold=threshold,
         tune_seconds=tune_seconds,
         drafter=drafter,
+        exit_depth=exit_depth,
+        check_depth=check_depth,
+        exit_tokens=exit_tokens,
     )
     job.run(settings)
 

@@ -36,7 +36,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from exspec.actors.engine import Engine, EngineConfig, Request, Sampling, SequenceStatistics
 from exspec.actors.engine.config import AttentionName, KernelsName
-from exspec.actors.engine.drafters import NONE
 from exspec.actors.engine.drafters.drafter import Draft, Drafter
 from exspec.actors.engine.graphs import Eager, Recorder
 from exspec.actors.engine.group import Group
@@ -340,8 +339,8 @@ class Bench:
         measured = {
             "plain": (costs.verify(rows, 1, attended), target_bytes),
             "verify": (costs.verify(rows, s.draft_tokens + 1, attended), target_bytes),
-            "draft": (costs.propose("model", rows, s.draft_tokens, attended), s.draft_tokens * draft_bytes),
-            "prefill": (costs.chunk(NONE), model_bytes(self.target)),
+            "draft": (costs.propose(config, s.draft_tokens, attended), s.draft_tokens * draft_bytes),
+            "prefill": (costs.chunk(config.plain()), model_bytes(self.target)),
         }
         return {
             name: {
@@ -640,7 +639,7 @@ class Measurement:
             within(deadline)
             capacity = max(self.bench.shape.capacity, columns)
             config = self.config(8, 1, method="plain", prefill_rows=rows, prefill_columns=columns, capacity=capacity)
-            seconds = Costs(self.target, None, self.bench.requests(8), capacity, config).chunk(NONE)
+            seconds = Costs(self.target, None, self.bench.requests(8), capacity, config).chunk(config)
             yield {"method": "prefill", "rows": rows, "columns": columns, "ms": round(seconds * 1e3, 3),
                    "tokens_per_second": round(rows * columns / seconds, 1)}  # fmt: skip
             self.forget()

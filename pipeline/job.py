@@ -42,6 +42,7 @@ class DraftLength(StrEnum):
     both = "both"
 
 
+DRAFTING = ("exit_depth", "check_depth", "exit_tokens")  # settings of drafters, as an engine's config has them
 AUTO = ("method", "drafter", "batch_size", "window", "draft_tokens", "bucket")  # settings that may be measured
 Auto = int | Literal["auto"]
 # What the engine can compute in float32; its own limits are the same (actors/engine/request.py).
@@ -160,7 +161,7 @@ class Job(BaseModel):
 
     method: Method = setting("Decoding", Method.auto, "plain, eqspec, exspec, or auto: the faster of plain and exspec.")
     drafter: str = setting(
-        "Decoding", "auto", "Who drafts: none, model, suffix or another; auto: the fastest of those at hand."
+        "Decoding", "auto", "Who drafts: none, model, suffix, early_exit; auto: the fastest of those at hand."
     )
     batch_size: Auto = setting("Decoding", "auto", "B: rows of a forward.")
     window: Auto = setting("Decoding", "auto", "W: slots of the pool.")
@@ -175,6 +176,15 @@ class Job(BaseModel):
         "Chance of acceptance below which a draft ends, unless fixed. Default: what pays, or 0.3.",
         gt=0,
         lt=1,
+    )
+    exit_depth: int | None = setting(
+        "Decoding", None, "Layers after which early_exit drafts. Default: an eighth, or what is measured.", ge=1
+    )
+    check_depth: int | None = setting(
+        "Decoding", None, "Layers after which early_exit checks. Default: a quarter, or what is measured.", ge=1
+    )
+    exit_tokens: int | None = setting(
+        "Decoding", None, "Tokens that early_exit drafts before it checks them. Default: 2, or what is measured.", ge=1
     )
     tune_seconds: float = setting("Decoding", 20.0, "Seconds to measure what is auto, about.", gt=0)
     tune_from: int = setting(
@@ -413,7 +423,7 @@ FREE = {
     "target_revision", "draft_revision", "model_sampling",
 }  # fmt: skip
 # With fixed shapes the target alone decides every token: these change how soon it comes, or which rows there are.
-FREE_IF_EXACT = {"draft", "drafter", "method", "threshold", "limit", "draft (content)"}
+FREE_IF_EXACT = {"draft", "drafter", "method", "threshold", "limit", "draft (content)", *DRAFTING}
 
 
 def load_job(kind: type[J], file: Path | None, flags: dict[str, Any], pair: dict[str, str] | None = None) -> J:

@@ -10,7 +10,7 @@ import torch
 from transformers import PretrainedConfig
 
 from exspec.actors.engine import EngineConfig, Request
-from exspec.actors.engine.drafters import DRAFTERS, NONE, drafter_class, kind
+from exspec.actors.engine.drafters import DRAFTERS, NONE, drafter_class, kind, label
 from exspec.actors.engine.kv.memory import MEBIBYTE, MemoryPlan
 from exspec.actors.engine.shape.calibration import calibrate
 from exspec.actors.engine.shape.memory import fit, free_memory, plan_memory
@@ -20,7 +20,7 @@ from exspec.pipeline.input.plan import Plan, decode_schema
 from exspec.pipeline.input.prompts import Prompts
 from exspec.pipeline.input.requests import requests
 from exspec.pipeline.input.rows import RowError
-from exspec.pipeline.job import AUTO, Job
+from exspec.pipeline.job import AUTO, DRAFTING, Job
 from exspec.pipeline.weights import local_model
 
 LONGEST = 4096  # tokens of a request unless the job says otherwise
@@ -61,6 +61,7 @@ def shape_of(job: Job, context: int, rows: int, stored: dict[str, Any] | None) -
             exact=job.exact,
             draft_length=job.draft_length.value,
             threshold=job.threshold or EngineConfig.threshold,
+            **_asked(job),
         )
         config = _taken_up(replace(config, **stored), job) if stored else config
     except ValueError as error:
@@ -92,6 +93,11 @@ def _drafting(job: Job) -> dict[str, Any]:
     return {"drafter": drafter} | ({"method": method} if method else {})
 
 
+def _asked(job: Job) -> dict[str, Any]:
+    """Settings of drafters that the job names."""
+    return {name: value for name in DRAFTING if (value := getattr(job, name)) is not None}
+
+
 def wants_draft(job: Job) -> bool:
     """Whether what the job names as its draft may be used."""
     if job.draft is None or job.method == "plain" or job.drafter == NONE:
@@ -102,6 +108,7 @@ def wants_draft(job: Job) -> bool:
 def _taken_up(stored: EngineConfig, job: Job) -> EngineConfig:
     """The shape that a job began in, by the drafter that there is now: which one changes no token, and neither does
     plain decoding in this shape."""
+    stored = replace(stored, **_asked(job))
     drafted = stored.width - 1  # K, or the columns that plain decoding left dead
     drafter = stored.drafter if job.drafter == "auto" else job.drafter
     if stored.method == "plain" and (job.drafter == "auto" or not drafted):
@@ -149,7 +156,7 @@ class Settled:
 
     def __str__(self) -> str:
         c = self.config
-        method = f"{c.method} ({c.drafter})" if c.drafts else c.method
+        method = f"{c.method} ({label(c)})" if c.drafts else c.method
         shape = f"{method}, B={c.batch_size}, slots={c.slots}, K={c.drafted}, bucket={c.bucket}, {c.kernels}"
         if c.method != "eqspec":
             shape += f", KV of {c.page_count * c.page_size} tokens"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from exspec.actors.engine.drafters import DRAFTERS, NONE
+from exspec.actors.engine.drafters import NONE, check_name
 
 Method = Literal["plain", "eqspec", "exspec"]
 METHODS: tuple[Method, ...] = ("plain", "eqspec", "exspec")
@@ -39,6 +39,8 @@ class EngineConfig:
     draft_length: how long a draft gets. `fixed`: K. Shorter where the chance that all of it will be accepted would fall
         below `threshold`: by the draft's own confidence (`explicit`), by what was accepted of the sequence so far
         (`implicit`), or by either (`both`). Changes no token.
+    exit_depth, check_depth: layers that `early_exit` drafts after, and those that it checks after; default: an eighth
+        and a quarter of the target's. exit_tokens: tokens that it drafts before it checks them; default: 2.
     kernels: what runs a model's layers. `eager`: transformers' modules as they are. `packed`: their linear layers in
         oneDNN's layout, which holds them twice; for CPUs. `compiled`: each layer as one piece of a few kernels; where
         nothing can be compiled, or attention is not in place, it is eager.
@@ -63,6 +65,9 @@ class EngineConfig:
     capacity: int = 1024
     draft_length: DraftLengthName = "fixed"
     threshold: float = 0.3
+    exit_depth: int | None = None
+    check_depth: int | None = None
+    exit_tokens: int | None = None
     prefill_rows: int = 4
     prefill_columns: int = 32
     page: int = 32
@@ -75,8 +80,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ValueError(f"method: expected one of {', '.join(METHODS)}, not {self.method!r}")
-        if self.drafter not in DRAFTERS:
-            raise ValueError(f"drafter: expected one of {', '.join(DRAFTERS)}, not {self.drafter!r}")
+        check_name(self.drafter)
         if self.drafter == NONE and self.drafts:
             raise ValueError(f"method {self.method} needs a drafter; without one use method plain")
         if self.draft_length not in DRAFT_LENGTHS:
@@ -87,9 +91,10 @@ class EngineConfig:
             raise ValueError(f"attention: expected one of {', '.join(ATTENTIONS)}, not {self.attention!r}")
         if not 0 < self.threshold < 1:
             raise ValueError(f"threshold: expected a number between 0 and 1, not {self.threshold}")
-        for name in ("batch_size", "window", "bucket", "capacity", "prefill_rows", "prefill_columns", "page"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected a positive number, not {getattr(self, name)}")
+        positive = ("batch_size", "window", "bucket", "capacity", "prefill_rows", "prefill_columns", "page")
+        for name in (*positive, "exit_depth", "check_depth", "exit_tokens"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name}: expected a positive number, not {value}")
         if self.draft_tokens < (1 if self.drafts else 0):
             raise ValueError(f"draft_tokens: expected a positive number, not {self.draft_tokens}")
         if self.window < self.batch_size:
@@ -150,7 +155,8 @@ class EngineConfig:
     def plain(self) -> "EngineConfig":
         """Plain decoding whose forwards have the shape of this config's: what its tokens must equal."""
         plain = replace(self, method="plain", drafter=NONE, columns=self.width)
-        return replace(plain, draft_length="fixed", threshold=EngineConfig.threshold)
+        names = ("draft_length", "threshold", "exit_depth", "check_depth", "exit_tokens")
+        return replace(plain, **{name: getattr(EngineConfig, name) for name in names})
 
     def round_shape(self, live: int, longest: int) -> tuple[int, int]:
         """Rows of a round with `live` sequences, and the KV columns it attends where the longest has so many tokens."""

@@ -36,19 +36,21 @@ class Outcome(NamedTuple):
     """What came of a row's round.
 
     tokens: the drafts that the target agrees with and its own token after them. drafted: how many were proposed.
-    columns: of the row's forward. scores: of the candidates, by place; of places with no choice there are none.
+    columns: of the row's forward. scores: of the candidates, by place; of places with no choice there are none. early:
+    tokens that the drafter's own verifier was shown, and those that it agreed with.
     """
 
     tokens: list[int]
     drafted: int
     columns: int
     scores: dict[int, Scores]
+    early: tuple[int, int] = (0, 0)
 
 
 class Round(NamedTuple):
     """A round that the device is at work on. arriving: the target's tokens [R, Q] after the pending one and after each
-    draft, the lengths of the drafts [R, 1], and the drafts [R, N], side by side. scores: of the candidates, the tokens
-    that may stand at a place, the logits [R, Q, M], of scored rows.
+    draft, the drafter's own count [R, 2], the lengths of the drafts [R, 1], and the drafts [R, N], side by side.
+    scores: of the candidates, the tokens that may stand at a place, the logits [R, Q, M], of scored rows.
     """
 
     group: Group
@@ -317,7 +319,7 @@ class Engine:
         most = max(map(len, walked))
         values = [[len(tokens), *tokens, *[0] * (most - len(tokens))] for tokens in walked]
         lengths, tokens = torch.tensor(values).to(self.device, non_blocking=True).split([1, most], dim=1)
-        stands = Draft(tokens, lengths[:, 0])
+        stands = Draft(tokens, lengths[:, 0], early=draft.early)
         if any(tokens != drafted[row][: len(tokens)] for row, tokens in enumerate(walked)):
             self.drafter.prefill(group.slots, self._fed(group, stands), group.starts, group.attended)
         return stands
@@ -335,33 +337,40 @@ class Engine:
         width = tokens.shape[1]
         scores, candidates = None, Candidates()
         if group.guide is None:
-            choices = self._choose(group.slots, tokens, group.starts, group.sampler, group.attended)
+            choices = self._choose(group.slots, tokens, group.starts, group.sampler, group.attended, draft.since)
         else:
-            logits = self._forward(group.slots, tokens, group.starts, group.attended)
+            logits = self._forward(group.slots, tokens, group.starts, group.attended, 0, draft.since)
             # The masks are made while the device computes.
             masks, candidates = group.guide.along(width), group.guide.candidates(width)
             asked = candidate_ids(candidates, len(group.sequences), width, self.device) if candidates else None
             choices, scores = self._pick(logits, tokens, group.starts, group.sampler, masks, asked)
-        rows = torch.cat([choices, draft.lengths[:, None], draft.tokens], dim=1)
+        early = tokens.new_zeros(len(tokens), 2) if draft.early is None else draft.early
+        rows = torch.cat([choices, early, draft.lengths[:, None], draft.tokens], dim=1)
         return Round(group, width, Arriving(rows), None if scores is None else Arriving(scores), candidates)
 
-    def _choices(self, slots: Tensor, tokens: Tensor, starts: Tensor, sampler: Sampler, attended: int) -> Tensor:
-        """The tokens [R, Q] that follow tokens [R, Q]."""
-        return picked(self.target.forward(slots, tokens, starts, attended), tokens, starts, sampler)[0]
+    def _choices(
+        self, slots: Tensor, tokens: Tensor, starts: Tensor, sampler: Sampler, attended: int, since: int = 0
+    ) -> Tensor:
+        """The tokens [R, Q] that follow tokens [R, Q], which have been through `since` layers already."""
+        logits = self.target.forward(slots, tokens, starts, attended, first=since)
+        return picked(logits, tokens, starts, sampler)[0]
 
     @phase
     def _wait(self, started: Round) -> list[Outcome]:
         """The round's wait for the device: what came of each row."""
         width, rows = started.width, started.arriving.wait().numpy()
-        chosen, lengths, drafted = rows[:, :width], rows[:, width], rows[:, width + 1 :]
+        chosen, early, lengths, drafted = np.split(rows, [width, width + 2, width + 3], axis=1)
+        lengths = lengths[:, 0]
         drafts = drafted.shape[1]
         agreed = (drafted == chosen[:, :drafts]) & (np.arange(drafts) < lengths[:, None])
         accepted = np.logical_and.accumulate(agreed, axis=1).sum(axis=1)
         # What a constraint has cut off was proposed too, in vain.
         proposed = started.group.guide.proposed if started.group.guide else lengths.tolist()
         outcomes = [
-            Outcome(tokens[: kept + 1], length, width, {})
-            for tokens, kept, length in zip(chosen.tolist(), accepted.tolist(), proposed, strict=True)
+            Outcome(tokens[: kept + 1], length, width, {}, (shown, agreed))
+            for tokens, kept, length, (shown, agreed) in zip(
+                chosen.tolist(), accepted.tolist(), proposed, early.tolist(), strict=True
+            )
         ]
         logits = started.scores.wait().double() if started.scores else None
         for (r, q), tokens in started.candidates.items():
@@ -387,7 +396,7 @@ class Engine:
             committed = len(sequence.tokens) - before
             # Drafts past an end are as if they had never been drafted.
             drafted = min(outcome.drafted, committed) if ending else outcome.drafted
-            sequence.counters.round(grouped, drafted, min(accepted, committed))
+            sequence.counters.round(grouped, drafted, min(accepted, committed), outcome.early)
             if group.guide and sequence.constraint:
                 sequence.counters.forced += group.guide.forced(row, committed)
                 ending = ending or self._finish(sequence, sequence.constraint)

@@ -8,7 +8,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from exspec.actors.engine.config import EngineConfig
-from exspec.actors.engine.drafters import drafter_class, kind
+from exspec.actors.engine.drafters import kind
 from exspec.actors.engine.drafters.draft_length import DraftLength, draft_length
 from exspec.actors.engine.drafters.drafter import Drafter, Given, MakeDrafter
 from exspec.actors.engine.drafters.none import NoDraft
@@ -91,12 +91,12 @@ def _trial(model: PretrainedConfig, device: torch.device, dtype: torch.dtype, pa
     return trial(device, dtype, model.get_text_config().num_attention_heads, kv_heads, size, page)
 
 
-def drafter_of(given: Given, name: str | None = None) -> Drafter:
-    """The drafter of a name, or the one of the config. Raises ValueError where it cannot draft with these models."""
-    made = kind(given.config) if name is None else drafter_class(name)
-    other = None if given.draft is None else given.draft.config
-    if why := made.refusal(given.target.config, other, given.config):
-        raise ValueError(f"method {given.config.method} with the drafter {name or given.config.drafter}: {why}")
+def drafter_of(given: Given) -> Drafter:
+    """The drafter of the config. Raises ValueError where it cannot draft with these models."""
+    made, other = kind(given.config), None if given.draft is None else given.draft.config
+    why = made.refusal(given.target.config, other, given.config) or made.trial(given.target, given.config)
+    if why:
+        raise ValueError(f"method {given.config.method} with the drafter {given.config.drafter}: {why}")
     return made.build(given)
 
 
@@ -117,9 +117,10 @@ def build(
     )
     if config.method == "eqspec":
         grouping, prefill = FixedBatch(), WholePrefill()
-    given = Given(target, draft, config, cached, recorder, config.bucket if few else config.page_size)
+    verifier = cached(target)
+    given = Given(target, verifier, draft, config, cached, recorder, config.bucket if few else config.page_size)
     its = drafter(given) if config.drafts else NoDraft()
-    return Parts(cached(target), its, given, draft_length(config), grouping, prefill, store)
+    return Parts(verifier, its, given, draft_length(config), grouping, prefill, store)
 
 
 def _stores(target: PreTrainedModel, config: EngineConfig) -> tuple[Store, Callable[[PreTrainedModel], CachedModel]]:

@@ -39,6 +39,8 @@ class SequenceStatistics(Addable):
 
     drafted_by_position, accepted_by_position: tokens proposed, and those the target agreed with, by place in the draft.
     grouped_rounds: rounds whose rows all lay in one length bucket; ragged_rounds: the others.
+    early_drafted, early_accepted: where the drafter has a verifier of its own, tokens that it was shown, and those that
+        it agreed with.
     forced: tokens that a constraint left no alternative to.
     """
 
@@ -48,6 +50,8 @@ class SequenceStatistics(Addable):
     ragged_rounds: int = 0
     drafted_by_position: Counts = ()
     accepted_by_position: Counts = ()
+    early_drafted: int = 0
+    early_accepted: int = 0
     forced: int = 0
     seconds_queued: float = 0.0
     seconds_prefill: float = 0.0
@@ -68,6 +72,11 @@ class SequenceStatistics(Addable):
     @property
     def acceptance_rate(self) -> float:
         return ratio(self.accepted, self.drafted)
+
+    @property
+    def early_acceptance_rate(self) -> float:
+        """Of the drafter's own verifier."""
+        return ratio(self.early_accepted, self.early_drafted)
 
     @property
     def mean_accepted_length(self) -> float:
@@ -111,6 +120,7 @@ class SequenceCounters:
     def __init__(self, prompt_tokens: int) -> None:
         self.prompt_tokens = prompt_tokens
         self.grouped_rounds = self.ragged_rounds = self.forced = 0
+        self.early_drafted = self.early_accepted = 0
         self.drafted: list[int] = []  # by number n of drafts: the rounds that had n, and those that n were accepted of
         self.accepted: list[int] = []
 
@@ -118,8 +128,11 @@ class SequenceCounters:
     def rounds(self) -> int:
         return self.grouped_rounds + self.ragged_rounds
 
-    def round(self, grouped: bool, drafted: int, accepted: int) -> None:
-        """Count a round with so many drafts, of which so many were accepted. grouped: of one length bucket."""
+    def round(self, grouped: bool, drafted: int, accepted: int, early: tuple[int, int] = (0, 0)) -> None:
+        """Count a round with so many drafts, of which so many were accepted. grouped: of one length bucket. early: what
+        the drafter's own verifier was shown, and agreed with."""
+        self.early_drafted += early[0]
+        self.early_accepted += early[1]
         if grouped:
             self.grouped_rounds += 1
         else:
@@ -139,6 +152,8 @@ class SequenceCounters:
             ragged_rounds=self.ragged_rounds,
             drafted_by_position=_by_position(self.drafted),
             accepted_by_position=_by_position(self.accepted),
+            early_drafted=self.early_drafted,
+            early_accepted=self.early_accepted,
             forced=self.forced,
         )
 

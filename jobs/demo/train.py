@@ -1,18 +1,20 @@
 """Trains the demo pair from nothing but the generated messages, and writes it where `exspec` looks for it.
 
-    python -m exspec.jobs.demo.train [--output FOLDER] [--minutes 35] [--draft-minutes 8] [--device cpu|cuda]
+    python -m exspec.jobs.demo.train [--output FOLDER] [--minutes 34] [--exit-minutes 16] [--draft-minutes 8]
 
 Writes `target/` and `draft/` (safetensors in bfloat16, tokenizer, chat template) and `training.json`, which says
 how long it trained, on what hardware, and what the held-out messages gave. The two models see different messages
 of the same kind; held-out messages come from a third seed.
+
+The target is trained a while longer with losses at its exits: what its first layers say is to be worth a draft
+(LayerSkip, arXiv:2404.16710).
 """
 
 import json
-import math
 import platform
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,10 +39,12 @@ CHAT_TEMPLATE = """\
 VOCABULARY = 1024
 CONTEXT = 1024
 SHORT = 250  # characters; training begins with messages up to this long, where the copying of facts is learned fastest
-HELD_OUT_SEED, TARGET_SEED, DRAFT_SEED, TOKENIZER_SEED = 1, 2, 3, 4
+HELD_OUT_SEED, TARGET_SEED, DRAFT_SEED, TOKENIZER_SEED, EXITS_SEED = 1, 2, 3, 4, 6
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 TARGET = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, **_HEADS}
 DRAFT = {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 2, **_HEADS}
+EXITS = (1, 2)  # layers after which the target learns to say the next token too
+EXIT_WEIGHT = 0.3  # of the loss at an exit, beside that of the last layer
 TOKENS_PER_STEP = 3072
 
 
@@ -117,48 +121,69 @@ def batches(seed: int, longest: int, tokenizer: PreTrainedTokenizerFast) -> Iter
             yield ids, labels
 
 
-def train(model: Any, seed: int, tokenizer: PreTrainedTokenizerFast, minutes: float, device: str) -> dict[str, Any]:
+def train(
+    model: Any,
+    seed: int,
+    tokenizer: PreTrainedTokenizerFast,
+    minutes: float,
+    device: str,
+    exits: Sequence[int] = (),
+    rate: float = 0.004,
+) -> dict[str, Any]:
     """Train until the time is up; the learning rate follows the clock: short warm-up, flat, then linear to zero.
 
     Matrices of the layers learn by Muon, the rest by AdamW. Only record tokens carry loss, so only they get logits.
+    exits: layers whose hidden states, through the final norm and the head, are to give the next token as well.
     """
     model.to(device).train()
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if not any(p is m for m in matrices)]
     optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(matrices, lr=0.004, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=0.004, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.Muon(matrices, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
-    peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     short, every = (batches(seed, longest, tokenizer) for longest in (SHORT, 100_000))
-    start, step, tokens, running = time.monotonic(), 0, 0, math.log(VOCABULARY)
+    start, step, tokens, running = time.monotonic(), 0, 0, [0.0] * (1 + len(exits))
     while (share := (time.monotonic() - start) / (60 * minutes)) < 1:
-        ids, labels = (t.to(device) for t in next(short if share < 0.3 else every))
-        with torch.autocast(device, dtype=torch.bfloat16):
-            hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state  # [B, S, D]
-            on_record = labels != -100
-            logits = model.lm_head(hidden[on_record])  # [tokens, V]
-        loss = torch.nn.functional.cross_entropy(logits.float(), labels[on_record])
-        loss.backward()
+        ids, labels = (t.to(device) for t in next(short if share < 0.3 and not exits else every))
+        losses = _losses(model, ids, labels, exits, device)
+        (losses[0] + EXIT_WEIGHT * sum(losses[1:])).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scale = min(1.0, (step + 1) / 50, (1 - share) / 0.6)
-        for optimizer, peak in zip(optimizers, peaks, strict=True):
-            optimizer.param_groups[0]["lr"] = peak * scale
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = rate * scale
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        step, tokens, running = step + 1, tokens + ids.numel(), 0.98 * running + 0.02 * loss.item()
+        kept = 0.98 if step else 0.0
+        running = [kept * old + (1 - kept) * new.item() for old, new in zip(running, losses, strict=True)]
+        step, tokens = step + 1, tokens + ids.numel()
         if step % 50 == 0:
+            told = "  ".join(f"{loss:.4f}" for loss in running)
             print(
-                f"step {step:5d}  {60 * minutes * share:5.0f} s  {tokens / 1e6:6.2f} M tokens  loss {running:.4f}",
-                flush=True,
+                f"step {step:5d}  {60 * minutes * share:5.0f} s  {tokens / 1e6:6.2f} M tokens  loss {told}", flush=True
             )
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
         "minutes": round((time.monotonic() - start) / 60, 1),
         "steps": step,
         "tokens": tokens,
-        "loss": round(running, 5),
-    }
+        "loss": round(running[0], 5),
+    } | (
+        {"loss_at_exits": {str(n): round(loss, 4) for n, loss in zip(exits, running[1:], strict=True)}} if exits else {}
+    )
+
+
+def _losses(
+    model: Any, ids: torch.Tensor, labels: torch.Tensor, exits: Sequence[int], device: str
+) -> list[torch.Tensor]:
+    """Cross-entropy of the last layer's tokens, and of those of each exit."""
+    on_record = labels != -100
+    with torch.autocast(device, dtype=torch.bfloat16):
+        output = model.model(input_ids=ids, use_cache=False, output_hidden_states=bool(exits))
+        states = [output.last_hidden_state[on_record]]  # [tokens, D]
+        states += [model.model.norm(output.hidden_states[n][on_record]) for n in exits]
+        logits = [model.lm_head(h) for h in states]
+    return [torch.nn.functional.cross_entropy(rows.float(), labels[on_record]) for rows in logits]
 
 
 @torch.no_grad()
@@ -192,32 +217,41 @@ def hardware(device: str) -> str:
 
 def main(
     output: Annotated[Path, typer.Option(help="Folder to write target/, draft/ and training.json into.")] = PAIR,
-    minutes: Annotated[float, typer.Option(help="Minutes of training for the target.")] = 34,
-    draft_minutes: Annotated[float, typer.Option(help="Minutes of training for the draft.")] = 8,
+    minutes: Annotated[float, typer.Option(help="Minutes of training for the target. 0: the one that is there.")] = 34,
+    exit_minutes: Annotated[float, typer.Option(help="Minutes of training for the target's exits, after that.")] = 16,
+    draft_minutes: Annotated[float, typer.Option(help="Minutes of training for the draft. 0: as it is.")] = 8,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cuda" if torch.cuda.is_available() else "cpu",
 ) -> None:
     """Train the demo pair."""
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
     end = tokenizer.vocab[END]
-    summary: dict[str, Any] = {
+    told = output / "training.json"
+    summary: dict[str, Any] = json.loads(told.read_text()) if told.exists() else {}
+    summary |= {
         "data": "messages generated by exspec.jobs.demo.messages, seeds "
-        f"{TARGET_SEED} (target), {DRAFT_SEED} (draft), {HELD_OUT_SEED} (held out)",
+        f"{TARGET_SEED} (target), {EXITS_SEED} (its exits), {DRAFT_SEED} (draft), {HELD_OUT_SEED} (held out)",
         "hardware": hardware(device),
         "torch": torch.__version__,
     }
-    for name, shape, seed, budget in (
-        ("target", TARGET, TARGET_SEED, minutes),
-        ("draft", DRAFT, DRAFT_SEED, draft_minutes),
-    ):
+    steps: tuple[tuple[str, str, dict[str, int], int, float, dict[str, Any]], ...] = (
+        ("target", "target", TARGET, TARGET_SEED, minutes, {}),
+        ("exits", "target", TARGET, EXITS_SEED, exit_minutes, {"exits": EXITS, "rate": 0.002}),
+        ("draft", "draft", DRAFT, DRAFT_SEED, draft_minutes, {}),
+    )
+    for name, folder, shape, seed, budget, how in steps:
+        if not budget:
+            continue
         model: Any = build_model(shape, end)
-        summary[name] = train(model, seed, tokenizer, budget, device)
-        model.to(torch.bfloat16).save_pretrained(output / name)
-        tokenizer.save_pretrained(output / name)
+        if how:
+            model = LlamaForCausalLM.from_pretrained(output / folder, dtype=torch.float32)
+        summary[name] = train(model, seed, tokenizer, budget, device, **how)
+        model.to(torch.bfloat16).save_pretrained(output / folder)
+        tokenizer.save_pretrained(output / folder)
         # What is measured is what was saved: the weights rounded to bfloat16, computed with in float32.
         summary[name] |= evaluate(model.float(), tokenizer, 200, device)
         print(name, summary[name], flush=True)
-        (output / "training.json").write_text(json.dumps(summary, indent=2) + "\n")
+        told.write_text(json.dumps(summary, indent=2) + "\n")
 
 
 if __name__ == "__main__":

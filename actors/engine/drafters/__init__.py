@@ -13,20 +13,36 @@ DRAFTERS = {  # by name, the first one at hand is taken where nobody chooses
     "none": "exspec.actors.engine.drafters.none:NoDraft",
     "model": "exspec.actors.engine.drafters.model:DraftModel",
     "suffix": "exspec.actors.engine.drafters.suffix:Suffix",
+    "early_exit": "exspec.actors.engine.drafters.early_exit:EarlyExit",
 }
 NONE = "none"
 
 
+def check_name(name: str, *others: str) -> None:
+    """Raises ValueError for a drafter that is neither registered nor one of the others."""
+    if name not in (*others, *DRAFTERS):
+        raise ValueError(f"drafter: expected one of {', '.join((*others, *DRAFTERS))}, not {name!r}")
+
+
 def drafter_class(name: str) -> "type[Drafter]":
     """The drafter of a name. Raises ValueError for one that is not registered."""
-    if name not in DRAFTERS:
-        raise ValueError(f"drafter: expected one of {', '.join(DRAFTERS)}, not {name!r}")
+    check_name(name)
     return cast("type[Drafter]", resolve_name(DRAFTERS[name]))
 
 
+def name_of(config: "EngineConfig") -> str:
+    """The name of a config's drafter: plain decoding has none."""
+    return config.drafter if config.drafts else NONE
+
+
 def kind(config: "EngineConfig") -> "type[Drafter]":
-    """The drafter of a config: plain decoding has none."""
-    return drafter_class(config.drafter if config.drafts else NONE)
+    """The drafter of a config."""
+    return drafter_class(name_of(config))
+
+
+def label(config: "EngineConfig") -> str:
+    """The name of a config's drafter, with its settings."""
+    return kind(config).label(config) if config.drafts else NONE
 
 
 def at_hand(target: "PretrainedConfig", draft: "PretrainedConfig | None", config: "EngineConfig") -> list[str]:

@@ -7,7 +7,7 @@ it has to do with.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -17,28 +17,33 @@ from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.graphs import Recorder
 from exspec.actors.engine.group import Group
 from exspec.actors.engine.kv.cached_model import CachedModel
-from exspec.actors.engine.kv.memory import MemoryPlan
+from exspec.actors.engine.kv.memory import MemoryPlan, model_memory
 
 
 class Draft(NamedTuple):
     """tokens: [R, N]. lengths: [R], how many of a row's tokens are proposed; what lies past them means nothing.
-    known: the same by row on the host, where it was drafted there: nobody has to wait for it."""
+    known: the same by row on the host, where it was drafted there: nobody has to wait for it. early: [R, 2], where the
+    drafter has a verifier of its own, how many tokens it was shown and how many it agreed with. since: layers of the
+    target that have computed the pending token and the draft already, where shapes are free."""
 
     tokens: Tensor
     lengths: Tensor
     known: list[list[int]] | None = None
+    early: Tensor | None = None
+    since: int = 0
 
 
 @dataclass(frozen=True)
 class Given:
     """What a drafter is made of.
 
-    target: the model that verifies. draft: what is there to draft with, if anything. config: settled. cached: gives a
-    model KV in the engine's slots. recorder: records functions of fixed shapes. step: KV columns that are attended
-    are rounded up to a multiple of it, so that shapes are few.
+    target: the model that verifies. verifier: it with its KV. draft: what is there to draft with, if anything. config:
+    settled. cached: gives a model KV in the engine's slots. recorder: records functions of fixed shapes. step: KV
+    columns that are attended are rounded up to a multiple of it, so that shapes are few.
     """
 
     target: PreTrainedModel
+    verifier: CachedModel
     draft: PreTrainedModel | None
     config: EngineConfig
     cached: Callable[[PreTrainedModel], CachedModel]
@@ -77,14 +82,36 @@ class Drafter(ABC):
         return "it needs a draft model" if cls.needs_draft and draft is None else None
 
     @classmethod
+    def trial(cls, target: PreTrainedModel, config: EngineConfig) -> str | None:  # noqa: ARG003
+        """Why it cannot draft for this very model, as a look at it tells, if it cannot."""
+        return None
+
+    @classmethod
     def models(cls, draft: PretrainedConfig | None) -> list[PretrainedConfig]:  # noqa: ARG003
         """The models beside the target that it keeps KV of in the engine's slots."""
         return []
 
     @classmethod
-    def memory(cls, draft: PretrainedConfig | None, config: EngineConfig, dtype: torch.dtype) -> MemoryPlan:  # noqa: ARG003
+    def memory(
+        cls,
+        target: PretrainedConfig,  # noqa: ARG003
+        draft: PretrainedConfig | None,
+        config: EngineConfig,
+        dtype: torch.dtype,
+    ) -> MemoryPlan:
         """What it takes beside the target."""
-        return MemoryPlan()
+        # A draft's step feeds two columns at most.
+        return sum((model_memory(m, config, dtype, columns=2) for m in cls.models(draft)), start=MemoryPlan())
+
+    @classmethod
+    def variants(cls, target: PretrainedConfig, config: EngineConfig) -> list[dict[str, Any]]:  # noqa: ARG003
+        """Settings of its own, by name, that are worth a trial."""
+        return [{}]
+
+    @classmethod
+    def label(cls, config: EngineConfig) -> str:
+        """Its name, with the settings of its own that the config has."""
+        return config.drafter
 
     @classmethod
     def build(cls, given: Given) -> Self:  # noqa: ARG003

@@ -13,7 +13,6 @@ from exspec.actors.engine.drafters.drafter import Draft, Drafter, Given
 from exspec.actors.engine.graphs import Recorder
 from exspec.actors.engine.group import Group
 from exspec.actors.engine.kv.cached_model import CachedModel, context_length
-from exspec.actors.engine.kv.memory import MemoryPlan, model_memory
 from exspec.actors.engine.tokens.guide import narrowed
 from exspec.actors.engine.tokens.sampling import Sampler
 
@@ -47,11 +46,6 @@ class DraftModel(Drafter):
     @classmethod
     def models(cls, draft: PretrainedConfig | None) -> list[PretrainedConfig]:
         return [] if draft is None else [draft]
-
-    @classmethod
-    def memory(cls, draft: PretrainedConfig | None, config: EngineConfig, dtype: torch.dtype) -> MemoryPlan:
-        # A step feeds two columns at most.
-        return sum((model_memory(m, config, dtype, columns=2) for m in cls.models(draft)), start=MemoryPlan())
 
     @classmethod
     def build(cls, given: Given) -> Self:
@@ -121,7 +115,7 @@ class DraftModel(Drafter):
             if i > 0:
                 logits = self._logits(slots, tokens[:, -1:], starts + i, attended)
             if must is not None and masks is not None:
-                logits = narrowed(logits, i, must, masks)
+                logits = narrowed(logits, torch.full_like(pending[:, None], i), must, masks)
             token = sampler.propose(logits, (starts + 1 + i)[:, None], tokens)
             tokens = torch.cat([tokens, token], dim=1)
             chance, kept = self.confidence.survives(chance, logits, token)

@@ -44,7 +44,13 @@ class Suffix(Drafter):
         return f"it looks up tokens below {1 << BITS}, and the target has {size}" if size > 1 << BITS else None
 
     @classmethod
-    def memory(cls, draft: PretrainedConfig | None, config: EngineConfig, dtype: torch.dtype) -> MemoryPlan:  # noqa: ARG003
+    def memory(
+        cls,
+        target: PretrainedConfig,  # noqa: ARG003
+        draft: PretrainedConfig | None,  # noqa: ARG003
+        config: EngineConfig,
+        dtype: torch.dtype,  # noqa: ARG003
+    ) -> MemoryPlan:
         return MemoryPlan(host=STORE + config.slots * config.capacity * PLACE)
 
     @classmethod

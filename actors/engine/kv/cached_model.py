@@ -5,7 +5,7 @@ Both stores have the same `forward`: row r feeds tokens[r] to the sequence in sl
 tokens are cached; what was cached from there on is forgotten. So rollback is a smaller start.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from exspec.actors.engine.config import KernelsName
 from exspec.actors.engine.kv.pages import BIN, Pages
 from exspec.actors.engine.layers.fused import compiled, fuse, put
+from exspec.actors.engine.layers.spans import gate
 from exspec.actors.engine.layers.twin import twin
 
 IN_PLACE, GATHERED = "exspec_in_place", "exspec_gathered"  # as `attention.py` registers them
@@ -27,11 +28,13 @@ class CachedModel(Protocol):
     @property
     def bytes(self) -> int: ...
 
-    def forward(self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int, keep: int = 0) -> Tensor:
+    def forward(
+        self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int, keep: int = 0, first: int = 0
+    ) -> Tensor:
         """Feed tokens [R, Q] at positions starts[r] + q and return logits [R, Q, V], or of the last `keep` columns.
 
         slots, starts: [R]. A position is dead that is negative, or not below `attended`: it leaves no trace and its
-        logits mean nothing.
+        logits mean nothing. first: layers that have computed these tokens already, see `PagedModel.remember`.
         """
         ...
 
@@ -81,6 +84,9 @@ class PagedModel:
         self.values = [torch.zeros_like(k) for k in self.keys]
         self.last_position = context_length(model.config) - 1
         self.write = torch.zeros(0, dtype=torch.long, device=model.device)
+        self.shape = torch.Size()  # of the tokens of the forward at hand
+        self.states: dict[int, Tensor] = {}  # hidden states that have left so many layers: [pages + 1, P, D]
+        self.first, self.last, self.fills = 0, layers, False  # the layers of the forward at hand, and what it is for
         self._where: Callable[..., Any] = where
         if kernels == "compiled":
             fuse(self.model, self)
@@ -88,23 +94,44 @@ class PagedModel:
 
     @property
     def bytes(self) -> int:
-        return sum(t.nbytes for t in (*self.keys, *self.values))
+        return sum(t.nbytes for t in (*self.keys, *self.values, *self.states.values()))
+
+    def remember(self, layers: Iterable[int]) -> None:
+        """Keep from now on the hidden states that leave each of these layers, counted from 1: a token's lie where its
+        keys and values do. A forward may leave after any layer, and begin behind one of these."""
+        if not self.states:
+            gate(self.model, self)
+        for layer in layers:
+            size = (*self.keys[0].shape[:2], self.model.config.get_text_config().hidden_size)
+            self.states.setdefault(layer, torch.zeros(size, dtype=self.keys[0].dtype, device=self.keys[0].device))
 
     @torch.inference_mode()
-    def forward(self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int, keep: int = 0) -> Tensor:
-        self._last = len(self.keys)
+    def forward(
+        self,
+        slots: Tensor,
+        tokens: Tensor,
+        starts: Tensor,
+        attended: int,
+        keep: int = 0,
+        first: int = 0,
+        last: int | None = None,
+    ) -> Tensor:
+        """last: the layer that the logits are taken after, counted from 1; None: all."""
+        self.first, self.last, self.fills = first, last or len(self.keys), False
         logits: Tensor = self._run(slots, tokens, starts, attended, logits_to_keep=keep).logits
         return logits
 
     @torch.inference_mode()
-    def fill(self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int) -> None:
-        self._last = len(self.keys) - 1  # what comes after the last layer's keys and values nobody asks for
+    def fill(self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int, last: int | None = None) -> None:
+        """last: the last layer that is filled, counted from 1; None: all."""
+        self.first, self.last, self.fills = 0, last or len(self.keys), True
         with suppress(Filled):
-            self._run(slots, tokens, starts, attended)
+            self._run(slots, tokens, starts, attended, logits_to_keep=1)
 
     def _run(self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int, **options: Any) -> Any:
         pages = self.pages
         read = -(-attended // pages.size) if self.gathers else pages.table.shape[1]
+        self.shape = tokens.shape
         positions, places, self.write = self._where(
             pages.on_device, slots, starts, tokens.shape[1], attended, pages.size, read
         )
@@ -131,7 +158,19 @@ class PagedModel:
 
     def ends_in(self, layer: int) -> bool:
         """Whether the forward at hand asks for nothing past the keys and values of this layer."""
-        return layer == self._last
+        return self.fills and layer + 1 == self.last and self.last not in self.states
+
+    def enter(self, layer: int) -> Tensor:
+        """The hidden states [R, Q, D] that the tokens of the forward at hand have left a layer with."""
+        store = self.states[layer]
+        return store.view(-1, store.shape[-1])[self.write].view(*self.shape, -1)
+
+    def leave(self, layer: int, hidden: Tensor) -> None:
+        if layer in self.states:
+            store = self.states[layer]
+            store.view(-1, store.shape[-1]).index_put_((self.write,), hidden.reshape(-1, store.shape[-1]))
+        if self.fills and layer == self.last:
+            raise Filled
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
         """Families that count positions from here are given them."""
@@ -189,7 +228,16 @@ class RealignedModel:
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
 
     @torch.inference_mode()
-    def forward(self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int, keep: int = 0) -> Tensor:  # noqa: ARG002
+    def forward(
+        self,
+        slots: Tensor,
+        tokens: Tensor,
+        starts: Tensor,
+        attended: int,  # noqa: ARG002
+        keep: int = 0,
+        first: int = 0,
+    ) -> Tensor:
+        assert not first, "no layer has computed tokens that no forward was given"
         # A position before the first cannot be cached on the left: such a row's tokens come first, and its logits last.
         early = (starts < 0)[:, None]
         tokens, starts = torch.where(early, tokens.roll(-1, 1), tokens), starts.clamp(min=0)

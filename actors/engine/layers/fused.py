@@ -27,6 +27,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from exspec.actors.engine.kv.attention import cache_folder, first_line
+from exspec.actors.engine.layers.spans import layers_of
 
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 Run = Callable[..., Any]
@@ -209,13 +210,11 @@ def put(store: Tensor, new: Tensor, write: Tensor) -> Tensor:
 
 
 def fuse(model: nn.Module, cache: Cache) -> None:
-    """Compile the layers of a model, which are the longest list of modules in it.
+    """Compile the layers of a model.
 
     Linear layers side by side lie in one piece of memory from now on, of which their weights, the caller's, are parts.
     """
-    lists: list[list[nn.Module]] = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList)]
-    longest: list[nn.Module] = max(lists, key=len)
-    for place, layer in enumerate(longest):
+    for place, layer in enumerate(layers_of(model)):
         for module in layer.modules():
             join([child for child in module.children() if type(child) is nn.Linear])
         layer.forward = Region(layer, place, cache)

@@ -23,7 +23,7 @@ import torch
 from transformers import PreTrainedModel
 
 from exspec.actors.engine.config import KERNELS, EngineConfig, KernelsName, Method
-from exspec.actors.engine.drafters import NONE, at_hand, drafter_class
+from exspec.actors.engine.drafters import NONE, at_hand, drafter_class, kind, label
 from exspec.actors.engine.engine import Engine
 from exspec.actors.engine.grouping import LengthBuckets
 from exspec.actors.engine.kv.pages import Boundless
@@ -34,8 +34,9 @@ from exspec.actors.engine.pool import Sequence as Decoded
 from exspec.actors.engine.request import Request
 from exspec.actors.engine.shape.costs import Clock, Costs, OutOfTimeError
 from exspec.actors.engine.shape.memory import fit, plan_memory
-from exspec.actors.engine.shape.sample import Feed, MakeEngine, Sample, drafter_name, look
+from exspec.actors.engine.shape.sample import Feed, MakeEngine, Sample, look
 
+Way = dict[str, Any]  # a drafter: its name, and settings of its own
 FREE = ("method", "drafter", "batch_size", "window", "draft_tokens", "bucket", "kernels", "prefill")
 ROWS = {"cuda": (8, 16, 32, 64, 128, 256, 4, 2, 1), "cpu": (8, 16, 4, 2, 1)}  # B that are tried, the likeliest first
 # Kernels that are predicted with. On a CPU compiled ones are made for the finalists alone: each shape takes seconds.
@@ -74,7 +75,7 @@ class Calibration:
         return [
             {
                 "method": c.config.method,
-                "drafter": drafter_name(c.config),
+                "drafter": label(c.config),
                 "batch_size": c.config.batch_size,
                 "window": c.config.slots,
                 "draft_tokens": c.config.drafted,
@@ -107,16 +108,16 @@ def calibrate(
     """
     clock, compiling = Clock(), fused.CODE.seconds
     start, began = clock.now(), time.monotonic()
-    names = _drafters(target, draft, config, free)
-    if names and config.drafter not in names:
-        config = replace(config, drafter=names[0])
-    if not names and config.drafts:
+    ways = _ways(target, draft, config, free)
+    if ways:
+        config = replace(config, **ways[0])
+    elif config.drafts:
         config = replace(config, method="plain", drafter=NONE)
     config = replace(settle(target, draft, config), pages=config.pages)
     if budget is not None:  # or nothing would fit
         _fitted(target, draft, replace(config, method="plain", drafter=NONE) if "method" in free else config, budget)
-    looks = _looks(engine, target, draft, config, names, free, budget)
-    names = [name for name in names if name in looks]
+    looks = _looks(engine, target, draft, config, ways, free, budget)
+    ways = [way for way in ways if _label(config, way) in looks]
     sample = look(looks, requests, seconds / 4)
     longest = max(p + n for p, n in sample.lengths)
     device = "cuda" if target.device.type == "cuda" else "cpu"
@@ -135,14 +136,14 @@ def calibrate(
     def consider(shape: EngineConfig) -> None:
         if tried == kinds and made:
             costs.deadline = start + seconds / 2  # one of each kind is predicted whatever it takes
-        tried.add(drafter_name(shape))
+        tried.add(label(shape))
         with suppress(OutOfTimeError, ValueError, torch.OutOfMemoryError):  # but for the first: it does not fit
             fitted = shape if budget is None else _fitted(target, draft, shape, budget)
             if fitted.batch_size == shape.batch_size:
                 made.append(Candidate(fitted, predict(fitted, costs, sample)))
 
-    shapes = list(_candidates(config, free, names, device))
-    kinds = {drafter_name(shape) for shape in shapes}
+    shapes = list(_candidates(config, free, ways, device))
+    kinds = {label(shape) for shape in shapes}
     widths = sorted({s.bucket for s in shapes})
     usual = [s for s in shapes if s.bucket == widths[len(widths) // 2]]
     coarse = [s for s in usual if s.drafted == _usual(s, usual)]
@@ -183,7 +184,7 @@ def predict(config: EngineConfig, costs: Costs, sample: Sample) -> float:
     )
     source = cycle(sample.lengths)
     # Without drafts nothing was looked at, where there is who drafts.
-    name = drafter_name(config) if drafter_name(config) in sample.overhead else next(iter(sample.overhead))
+    name = label(config) if label(config) in sample.overhead else next(iter(sample.overhead))
     survival = sample.survival[name]
     seconds, tokens = 0.0, 0
     for number in range(ROUNDS):
@@ -304,10 +305,11 @@ def _threshold(config: EngineConfig, costs: Costs, sample: Sample) -> float:
     return min(max(ratio, 0.01), 0.9)
 
 
-def _drafters(
+def _ways(
     target: PreTrainedModel, draft: PreTrainedModel | None, config: EngineConfig, free: Sequence[str]
-) -> list[str]:
-    """Who may draft: all that are at hand, or the one of the config; nobody where plain decoding is asked for.
+) -> list[Way]:
+    """Who may draft, and how, the likeliest first: all that are at hand, or the one of the config; nobody where plain
+    decoding is asked for.
 
     Raises ValueError where drafts are asked for, and nobody can make them.
     """
@@ -317,7 +319,13 @@ def _drafters(
     found = names if "drafter" in free else [name for name in names if name == config.drafter]
     if not found and "method" not in free:
         raise ValueError(f"calibration: method {config.method} has no drafter at hand; expected one, or method plain")
-    return found
+    found.sort(key=lambda name: name != config.drafter)
+    ways = [{"drafter": n, **way} for n in found for way in drafter_class(n).variants(target.config, config)]
+    return [way for way in ways if drafter_class(way["drafter"]).trial(target, replace(config, **way)) is None]
+
+
+def _label(config: EngineConfig, way: Way) -> str:
+    return label(replace(config, method=config.method if config.drafts else "exspec", **way))
 
 
 def _looks(
@@ -325,44 +333,43 @@ def _looks(
     target: PreTrainedModel,
     draft: PreTrainedModel | None,
     config: EngineConfig,
-    names: list[str],
+    ways: list[Way],
     free: Sequence[str],
     budget: int | None,
 ) -> dict[str, Callable[[], Engine]]:
-    """What makes the engines that the drafters are looked at in, of those that fit. Who learns comes last, and never
-    alone: it needs completions."""
+    """What makes the engines that the drafters are looked at in, of those that fit, by label. Who learns comes last,
+    and never alone: it needs completions."""
+    shapes = [_looked_at(config, way, free) for way in ways]
+    shapes.append(replace(config, method="plain", drafter=NONE, draft_length="fixed", columns=None))
     found: dict[str, Callable[[], Engine]] = {}
-    for name in (*names, NONE):
+    for shape in shapes:
         with suppress(ValueError):
-            shape = _looked_at(config, name, free)
-            found[name] = partial(
-                make, target, draft, shape if budget is None else _fitted(target, draft, shape, budget)
-            )
-    learning = {name: found.pop(name) for name in names if name in found and drafter_class(name).learns}
+            fitted = shape if budget is None else _fitted(target, draft, shape, budget)
+            found[label(shape)] = partial(make, target, draft, fitted)
+    learning = {label(s): found.pop(label(s)) for s in shapes if kind(s).learns and label(s) in found}
     if len(found) > 1:
         del found[NONE]
     return found | learning
 
 
-def _looked_at(config: EngineConfig, name: str, free: Sequence[str]) -> EngineConfig:
+def _looked_at(config: EngineConfig, way: Way, free: Sequence[str]) -> EngineConfig:
     """The shape in which a drafter is looked at."""
-    if name == NONE:
-        return replace(config, method="plain", draft_length="fixed", columns=None)
     method = config.method if config.drafts else "exspec"
-    drafted = drafter_class(name).looked_at if "draft_tokens" in free or not config.drafts else config.draft_tokens
+    looked_at = drafter_class(way["drafter"]).looked_at
+    drafted = looked_at if "draft_tokens" in free or not config.drafts else config.draft_tokens
     if config.exact:
         drafted = max(min(drafted, config.bucket - 1), 1)
-    return replace(config, method=method, drafter=name, draft_tokens=drafted, draft_length="fixed", columns=None)
+    return replace(config, **way, method=method, draft_tokens=drafted, draft_length="fixed", columns=None)
 
 
 def _usual(shape: EngineConfig, shapes: list[EngineConfig]) -> int:
     """Of the K that are tried with a shape's drafter, the one that B is chosen with."""
-    lengths = {s.drafted for s in shapes if drafter_name(s) == drafter_name(shape)}
+    lengths = {s.drafted for s in shapes if label(s) == label(shape)}
     return min(lengths, key=lambda k: abs(k - USUAL))
 
 
-def _candidates(config: EngineConfig, free: Sequence[str], names: list[str], device: str) -> Iterator[EngineConfig]:
-    """Shapes that differ from `config` in what is free, the likeliest first. names: of those who may draft."""
+def _candidates(config: EngineConfig, free: Sequence[str], ways: list[Way], device: str) -> Iterator[EngineConfig]:
+    """Shapes that differ from `config` in what is free, the likeliest first. ways: who may draft, and how."""
 
     def options(name: str, values: Sequence[Any]) -> Sequence[Any]:
         return values if name in free else (getattr(config, name),)
@@ -371,33 +378,27 @@ def _candidates(config: EngineConfig, free: Sequence[str], names: list[str], dev
     widths = (128, 256, 512, 1024, config.capacity) if config.attention == "gathered" else (config.capacity,)
     buckets = options("bucket", sorted({min(b, config.capacity) for b in widths}))
     speculating: Method = config.method if config.drafts else "exspec"
-    plain: tuple[Method, str, int] = ("plain", NONE, config.draft_tokens or 1)
-    ways = [plain] if "method" in free or not names else []
-    ways += [(speculating, n, k) for n in names for k in options("draft_tokens", drafter_class(n).lengths)]
+    plain = {"method": "plain", "drafter": NONE, "draft_tokens": config.draft_tokens or 1}
+    methods: list[dict[str, Any]] = [plain] if "method" in free or not ways else []
+    for way in ways:
+        lengths = options("draft_tokens", drafter_class(way["drafter"]).lengths)
+        methods += [{"method": speculating, **way, "draft_tokens": k} for k in lengths]
     for rows in sizes:
         if "window" not in free and rows > config.window:
             continue
         for bucket in buckets:
             window = (2 if config.overlap else 1) * rows if bucket >= config.capacity else 3 * rows
             windows = options("window", (window,))
-            for method, name, drafted in ways:
+            for method in methods:
                 with suppress(ValueError):  # a bucket narrower than a verify forward, say
-                    yield replace(
-                        config,
-                        method=method,
-                        drafter=name,
-                        batch_size=rows,
-                        window=windows[0],
-                        draft_tokens=drafted,
-                        bucket=bucket,
-                    )
+                    yield replace(config, **method, batch_size=rows, window=windows[0], bucket=bucket)
 
 
 def _finalists(made: list[Candidate]) -> list[Candidate]:
     """Of candidates, the best first, those that are run: the best without drafts and the best of each drafter, of these
     as many as there is time for, two at least where there are."""
     drafting = [c for c in made if c.config.drafts]
-    best = {drafter_name(c.config): c for c in reversed(drafting)}
+    best = {label(c.config): c for c in reversed(drafting)}
     chosen = sorted(best.values(), key=lambda c: -c.predicted)[: FINALISTS - 1]
     chosen += [c for c in drafting if c not in chosen][: max(2 - len(chosen), 0)]
     return chosen + [c for c in made if not c.config.drafts][:1]

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from exspec.actors.engine.config import EngineConfig
-from exspec.actors.engine.drafters import NONE
+from exspec.actors.engine.drafters import label
 from exspec.actors.engine.drafters.drafter import Drafter
 from exspec.actors.engine.engine import Engine
 from exspec.actors.engine.group import Group
@@ -77,13 +77,13 @@ class Costs:
         verify = self._between(attended, lambda a: self.verify(config.batch_size, config.width, a))
         if not config.drafts:
             return verify
-        first = self._between(attended, lambda a: self.propose(config.drafter, config.batch_size, 1, a))
+        first = self._between(attended, lambda a: self.propose(config, 1, a))
         return verify + first + (config.draft_tokens - 1) * self.draft_step(config, attended)
 
     def draft_step(self, config: EngineConfig, attended: int) -> float:
         """One more drafted token."""
         one, four = (
-            self._between(attended, lambda a, n=n: self.propose(config.drafter, config.batch_size, n, a))  # type: ignore[misc]
+            self._between(attended, lambda a, n=n: self.propose(config, n, a))  # type: ignore[misc]
             for n in (1, 4)
         )
         return max(four - one, 0.0) / 3
@@ -91,8 +91,7 @@ class Costs:
     def prefill(self, config: EngineConfig, length: int) -> float:
         """A prompt of so many tokens."""
         chunks = -(-length // config.prefill_columns)
-        drafter = config.drafter if config.drafts else NONE
-        return chunks * self.chunk(drafter) / config.prefill_rows
+        return chunks * self.chunk(config) / config.prefill_rows
 
     def _between(self, attended: int, timed: Callable[[int], float]) -> float:
         low = max((p for p in self.points if p <= attended), default=self.points[0])
@@ -116,10 +115,16 @@ class Costs:
                 engine.pool.store.begin(slot, [], 0, engine.config.capacity)
         return self.engines[rows]
 
-    def _drafter(self, name: str, engine: Engine) -> Drafter:
+    def _drafter(self, config: EngineConfig, engine: Engine) -> Drafter:
+        """The drafter of a config, beside the engine."""
+        name = label(config)
         if name not in self.drafters:
             # Whatever the candidates' buckets: drafts are timed for what their rows attend.
-            self.drafters[name] = drafter_of(replace(engine.given, step=engine.config.page_size), name)
+            its = replace(config, method="exspec") if config.drafts else config
+            shape = {"capacity": engine.config.capacity, "bucket": engine.config.bucket}
+            its = replace(its, batch_size=engine.config.batch_size, window=engine.config.window, **shape)
+            given = replace(engine.given, config=its, step=engine.config.page_size)
+            self.drafters[name] = drafter_of(given)
         return self.drafters[name]
 
     def forget(self) -> None:
@@ -141,20 +146,21 @@ class Costs:
 
         return self._seconds(("verify", rows, width, attended), prepare)
 
-    def propose(self, drafter: str, rows: int, count: int, attended: int) -> float:
+    def propose(self, config: EngineConfig, count: int, attended: int) -> float:
         """A whole draft of `count` tokens."""
+        rows = config.batch_size
 
         def prepare() -> Callable[[], Any]:
             engine = self._engine(rows)
-            group, its = self._group(engine, rows, max(attended - count, 2)), self._drafter(drafter, engine)
+            group, its = self._group(engine, rows, max(attended - count, 2)), self._drafter(config, engine)
             for sequence in group.sequences:
                 assert sequence is not None
                 its.admit(sequence.slot, sequence.tokens)
             return lambda: its.propose(group, [count] * rows)
 
-        return self._seconds(("propose", drafter, rows, count, attended), prepare)
+        return self._seconds(("propose", label(config), rows, count, attended), prepare)
 
-    def chunk(self, drafter: str) -> float:
+    def chunk(self, config: EngineConfig) -> float:
         """One prefill forward, of the target and of the drafter."""
 
         def prepare() -> Callable[[], Any]:
@@ -163,7 +169,7 @@ class Costs:
             slots = torch.arange(rows, device=engine.device) % engine.pool.slots
             ids = torch.ones(rows, columns, dtype=torch.long, device=engine.device)
             first, attended = torch.zeros_like(slots), engine.config.attended(columns)
-            its = self._drafter(drafter, engine)
+            its = self._drafter(config, engine)
 
             def run() -> None:
                 engine._fill(slots, ids, first, attended)
@@ -171,7 +177,7 @@ class Costs:
 
             return run
 
-        return self._seconds(("prefill", drafter), prepare)
+        return self._seconds(("prefill", label(config)), prepare)
 
     def _group(self, engine: Engine, rows: int, length: int) -> Group:
         """Rows of so many tokens, whose tokens are chosen as those of the requests are."""

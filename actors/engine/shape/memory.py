@@ -20,7 +20,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """The memory of an engine of this shape."""
     config = replace(config, capacity=min(config.capacity, context_length(target)))
-    return model_memory(target, config, dtype, config.width) + kind(config).memory(draft, config, dtype)
+    return model_memory(target, config, dtype, config.width) + kind(config).memory(target, draft, config, dtype)
 
 
 def fit(

@@ -11,7 +11,7 @@ from statistics import mean
 from transformers import PreTrainedModel
 
 from exspec.actors.engine.config import EngineConfig
-from exspec.actors.engine.drafters import NONE, drafter_class
+from exspec.actors.engine.drafters import kind, label
 from exspec.actors.engine.engine import Engine
 from exspec.actors.engine.request import Request, RequestError
 from exspec.actors.engine.statistics import SequenceStatistics
@@ -20,18 +20,14 @@ MakeEngine = Callable[[PreTrainedModel, PreTrainedModel | None, EngineConfig], E
 LEAST = 8  # rounds of a look, however long they take
 
 
-def drafter_name(config: EngineConfig) -> str:
-    return config.drafter if config.drafts else NONE
-
-
 @dataclass
 class Sample:
     """What the first runs saw.
 
     requests: those of the sample that can be decoded; the looks had the first `taken`. lengths: tokens of prompt and
-    completion by request. survival: by drafter, the share of all rounds that committed the first i + 1 tokens of a
-    draft; a round in which nothing was drafted counts too. overhead: by drafter, seconds of bookkeeping for a row of a
-    round. completed: prompts and completions.
+    completion by request. survival: by label of the drafter, the share of all rounds that committed the first i + 1
+    tokens of a draft; a round in which nothing was drafted counts too. overhead: likewise, seconds of bookkeeping for a
+    row of a round. completed: prompts and completions.
     """
 
     requests: list[Request]
@@ -43,7 +39,7 @@ class Sample:
 
     def gain(self, config: EngineConfig) -> float:
         """Tokens that a row's round commits."""
-        return 1 + sum(self.survival[drafter_name(config)][: config.drafted])
+        return 1 + sum(self.survival[label(config)][: config.drafted])
 
 
 def look(engines: dict[str, Callable[[], Engine]], requests: Sequence[Request], seconds: float) -> Sample:
@@ -97,7 +93,7 @@ def _note(sample: Sample, name: str, engine: Engine) -> None:
     done, running = engine.take(), engine.pool.running
     total = sum([*(c.statistics for c in done), *(s.statistics for s in running)], start=SequenceStatistics())
     survival = [accepted / total.rounds for accepted in total.accepted_by_position]
-    sample.survival[name] = _extrapolated(survival, max(drafter_class(name).lengths))
+    sample.survival[name] = _extrapolated(survival, max(kind(engine.config).lengths))
     spent, rows = engine.statistics.seconds, max(engine.statistics.busy_rows, 1)
     sample.overhead[name] = (spent["group"] + spent["commit"]) / rows
     prompts = {request.id: request.prompt for request in sample.requests}

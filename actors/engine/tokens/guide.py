@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from exspec.actors.engine.pool import Sequence
 from exspec.actors.engine.tokens.constraint import BITS, Constraint, Few, Words, only, tokens_in, unpacked
@@ -194,12 +195,12 @@ def candidate_ids(candidates: Candidates, rows: int, width: int, device: torch.d
     return ids.to(device, non_blocking=True)
 
 
-def narrowed(logits: Tensor, place: int, must: Tensor, masks: Tensor) -> Tensor:
-    """Logits [R, 1, V] of a draft's place with what is known ahead of it: see `Guide.ahead`."""
-    vocabulary = logits.shape[-1]
-    here = must[:, place, None, None]
+def narrowed(logits: Tensor, places: Tensor, must: Tensor, masks: Tensor) -> Tensor:
+    """Logits [R, Q, V] of a draft's places [R, Q] with what is known ahead of it: see `Guide.ahead`."""
+    vocabulary, most = logits.shape[-1], must.shape[1]
+    here = pad(must, (0, 1), value=-1).gather(1, places.clamp(max=most))[..., None]  # [R, Q, 1]
     other = torch.arange(vocabulary, device=logits.device) != here
-    first = ((must >= 0).sum(dim=1) == place)[:, None, None]
+    first = ((must >= 0).sum(dim=1, keepdim=True) == places)[..., None]
     barred = torch.where(here >= 0, other, first & ~unpacked(masks[:, None], vocabulary))
     lacking = barred.all(dim=-1, keepdim=True)  # this vocabulary may be the smaller one
     return logits.masked_fill(barred & ~lacking, -torch.inf)

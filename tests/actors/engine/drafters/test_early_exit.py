@@ -1,0 +1,250 @@
+"""The target's own layers: what they propose, that none of them computes a token twice, and who is refused."""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from exspec.actors.engine import Engine, EngineConfig, SequenceStatistics
+from exspec.actors.engine.drafters import drafter_class
+from exspec.actors.engine.drafters.drafter import Draft
+from exspec.actors.engine.drafters.early_exit import EarlyExit
+from exspec.actors.engine.group import Group
+from exspec.actors.engine.kv.attention import trial
+from exspec.actors.engine.layers.spans import layers_of
+from exspec.actors.engine.shape.memory import plan_memory
+from exspec.actors.engine.tokens.guide import narrowed
+from tests import tiny
+
+LAYERS = 6
+PROMPTS = tiny.prompts(9)
+EXITS = {"exit_depth": 1, "check_depth": 3}
+IN_PLACE = trial(torch.device("cpu"), torch.float32, 4, 2, 8, 8) is None
+WAYS = [
+    {},
+    {"attention": "in_place", "bucket": tiny.CONTEXT},
+    {"exact": False, "bucket": 1},
+    {"exact": False, "bucket": 1, "exit_tokens": 3, "draft_tokens": 5},
+    {"exit_tokens": 1, "draft_tokens": 2},
+    {"exit_depth": 2, "check_depth": 5, "draft_tokens": 7},
+]
+
+
+def model(agreement: float = 0.06, **changes: Any) -> PreTrainedModel:
+    """A target whose later layers change little of what the first ones say: its exits are sometimes right."""
+    made = tiny.model(num_hidden_layers=LAYERS, **changes)
+    with torch.no_grad():
+        for layer in list(layers_of(made))[1:]:
+            layer.self_attn.o_proj.weight *= agreement  # type: ignore[operator]
+            layer.mlp.down_proj.weight *= agreement  # type: ignore[operator]
+    return made
+
+
+class Slow(EarlyExit):
+    """Checks every draft against one that is made without any cache."""
+
+    whole: PreTrainedModel
+    seen: Counter[str]
+
+    @torch.inference_mode()
+    def next_token(self, tokens: list[int], depth: int) -> int:
+        whole: Any = self.whole
+        hidden = whole(input_ids=torch.tensor([tokens]), output_hidden_states=True).hidden_states[depth][:, -1]
+        return int(whole.lm_head(whole.model.norm(hidden)).argmax())
+
+    def propose(self, group: Group, limits: list[int]) -> Draft:
+        draft = super().propose(group, limits)
+        assert draft.early is not None
+        for row, (sequence, limit) in enumerate(zip(group.sequences, limits, strict=True)):
+            expected, early = self.slow(sequence.tokens if sequence else [], limit, -(-max(limits) // self.ahead))
+            assert draft.tokens[row, : draft.lengths[row]].tolist() == expected
+            assert draft.early[row].tolist() == early
+            self.seen.update(proposed=len(expected), shown=early[0], agreed=early[1])
+        return draft
+
+    def slow(self, tokens: list[int], limit: int, turns: int) -> tuple[list[int], list[int]]:
+        """HiSpec as its paper tells it, one column at a time: the draft, and what depth i was shown and agreed with."""
+        (d, i), kept, shown, agreed = self.depths, list[int](), 0, 0
+        for _ in range(turns if limit else 0):
+            if len(kept) == limit:
+                break
+            drafted: list[int] = []
+            for _ in range(self.ahead):
+                drafted.append(self.next_token(tokens + kept + drafted, d))
+            room = limit - len(kept)
+            shown += min(room, self.ahead)
+            for token in [*drafted, -1][:room]:
+                kept.append(self.next_token(tokens + kept, i))
+                if kept[-1] != token:
+                    break
+                agreed += 1
+        return kept, [shown, agreed]
+
+
+def slow_engine(target: PreTrainedModel, **config: Any) -> tuple[Engine, Slow]:
+    made: list[Slow] = []
+
+    def make(given: Any) -> Slow:
+        made.append(Slow.build(given))
+        made[0].whole, made[0].seen = target, Counter()
+        return made[0]
+
+    shape = {"batch_size": 4, "window": 10, "draft_tokens": 4, "bucket": 32, "capacity": tiny.CONTEXT,
+             "prefill_columns": 8, "prefill_rows": 1, "page": 8, "attention": "gathered"}  # fmt: skip
+    return Engine(
+        target, None, EngineConfig(drafter="early_exit", **{**shape, **EXITS, **config}), None, None, make
+    ), made[0]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["gathered", "in place", "free", "three ahead", "one ahead", "deeper"])
+def test_drafts_are_those_of_a_slow_loop_and_so_are_the_tokens(way: dict[str, Any]) -> None:
+    if way.get("attention") == "in_place" and not IN_PLACE:
+        pytest.skip("attention is not in place here")
+    target = model()
+    made, drafter = slow_engine(target, **way)
+    expected = {r.id: tiny.generate(target, r.prompt, 20) for r in tiny.requests(PROMPTS, 20)}
+    assert tiny.decode(made, tiny.requests(PROMPTS, 20), shuffle=0) == expected
+    assert drafter.seen["proposed"] > drafter.seen["shown"] / 2
+    assert 0.1 < drafter.seen["agreed"] / drafter.seen["shown"] < 0.98, "both ways of a check are taken"
+
+
+def test_statistics_tell_both_levels() -> None:
+    made, drafter = slow_engine(model())
+    for request in tiny.requests(PROMPTS, 20):
+        made.submit(request)
+    total = sum((c.statistics for c in made.run()), start=SequenceStatistics())
+    assert (total.early_drafted, total.early_accepted) == (drafter.seen["shown"], drafter.seen["agreed"])
+    assert 0 < total.early_acceptance_rate < 1
+    assert 0 < total.acceptance_rate < 1
+    assert total.early_accepted <= total.drafted, "what was kept is proposed, with a token of the check's own each time"
+
+
+@pytest.mark.parametrize("agreement", [0.0, 0.06, 1.0], ids=["always right", "sometimes", "never"])
+@pytest.mark.parametrize("way", WAYS[2:4], ids=["two ahead", "three ahead"])
+def test_every_layer_computes_a_surviving_token_once(
+    way: dict[str, Any], agreement: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where shapes are free. Every token that is written to a sequence's KV is counted, by layer, with the tokens of
+    its round that stand before it."""
+    made, _ = slow_engine(model(agreement), **way)
+    written: Counter[tuple[int, tuple[int, ...], int]] = Counter()  # slot, tokens of this round up to it, layer
+    fed: dict[tuple[int, int], int] = {}  # token by slot and place, as it was fed last
+    starts: dict[int, int] = {}
+    verifier: Any = made.target
+    run, update = verifier._run, verifier.update
+
+    def watched(slots: Tensor, tokens: Tensor, first: Tensor, *rest: Any, **options: Any) -> Any:
+        rows = zip(slots.tolist(), tokens.tolist(), first.tolist(), strict=True)
+        verifier.here = [(slot, start + q) for slot, row, start in rows for q in range(len(row))]
+        for place, token in zip(verifier.here, tokens.flatten().tolist(), strict=True):
+            fed[place] = token
+        return run(slots, tokens, first, *rest, **options)
+
+    def counted(key: Tensor, value: Tensor, layer: int, *rest: Any, **options: Any) -> Any:
+        for (slot, place), page in zip(verifier.here, (verifier.write // made.config.page_size).tolist(), strict=True):
+            if slot in starts and page:
+                written[slot, tuple(fed[slot, p] for p in range(starts[slot], place + 1)), layer] += 1
+        return update(key, value, layer, *rest, **options)
+
+    monkeypatch.setattr(verifier, "_run", watched)
+    monkeypatch.setattr(verifier, "update", counted)
+    for request in tiny.requests(PROMPTS, 20):
+        made.submit(request)
+    accepted = 0
+    made._admit()
+    while made.busy:
+        group = made._group()
+        before = {s.slot: s for s in group.sequences if s}
+        starts |= {slot: s.length for slot, s in before.items()}
+        made._commit(group, made._wait(made._verify(group, made._draft(group))))
+        for slot, sequence in before.items():
+            round_ = sequence.tokens[starts[slot] : -1]  # the pending token and what was accepted
+            for end in range(1, len(round_) + 1):
+                found = [written[slot, tuple(round_[:end]), layer] for layer in range(LAYERS)]
+                assert found == [1] * LAYERS, f"{end - 1} of {len(round_) - 1} accepted tokens: {found}"
+            accepted += len(round_) - 1
+        written.clear()
+        starts.clear()
+        made.check()
+        made._admit()
+    assert accepted > 20 or agreement == 1.0
+
+
+def test_what_is_known_ahead_is_known_at_each_rows_own_place() -> None:
+    """Rows of a turn stand at different places of their drafts: against a loop over rows and places."""
+    torch.manual_seed(0)
+    logits = torch.randn(3, 2, 40)
+    must = torch.tensor([[7, 8, -1, -1], [-1, -1, -1, -1], [3, 4, 5, 6]])
+    allowed = [[1, 2], [30], [9]]
+    masks = torch.zeros(3, 2, dtype=torch.int32)
+    for row, tokens in enumerate(allowed):
+        for token in tokens:
+            masks[row, token // 32] |= 1 << token % 32
+    places = torch.tensor([[1, 2], [0, 1], [3, 4]])
+    found = narrowed(logits, places, must, masks)
+    for row, column in product(range(3), range(2)):
+        known = [token for token in must[row].tolist() if token >= 0]
+        place = int(places[row, column])
+        may = [known[place]] if place < len(known) else allowed[row] if place == len(known) else list(range(40))
+        assert found[row, column].isfinite().nonzero()[:, 0].tolist() == sorted(may)
+
+
+@pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
+def test_families_can_be_left_in_their_midst(family: str) -> None:
+    changes = {"n_layer": LAYERS} if family == "gpt2" else {"num_hidden_layers": LAYERS}
+    assert EarlyExit.trial(tiny.model(family, **changes), EngineConfig(drafter="early_exit")) is None
+
+
+def test_a_target_whose_layers_hand_on_more_than_hidden_states_is_refused() -> None:
+    target = model()
+    first, *_, last = layers_of(target)
+    calls = [0]
+
+    def count(*_: Any) -> None:
+        calls[0] += 1
+
+    def add(_: Any, inputs: Any) -> Any:
+        return (inputs[0] + 0.1 * calls[0], *inputs[1:])
+
+    first.register_forward_pre_hook(count)
+    last.register_forward_pre_hook(add)
+    with pytest.raises(ValueError, match="early_exit: LlamaForCausalLM left in its midst and gone on with has logits"):
+        Engine(target, None, EngineConfig(drafter="early_exit", capacity=64, bucket=64))
+
+
+def test_depths_that_cannot_be_left_at_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match="leaves at exit_depth 1 and check_depth 2; expected 0 < 1 < 2 < 2, the target"
+    ):
+        Engine(tiny.model(), None, EngineConfig(drafter="early_exit"))
+    with pytest.raises(ValueError, match="leaves at exit_depth 4 and check_depth 4"):
+        Engine(model(), None, EngineConfig(drafter="early_exit", exit_depth=4, check_depth=4))
+    with pytest.raises(ValueError, match="exit_depth: expected a positive number, not 0"):
+        EngineConfig(exit_depth=0)
+
+
+def test_the_depths_that_are_tried_are_told_apart() -> None:
+    """Eighths and quarters of the layers, and what is asked for where somebody asks."""
+    config = EngineConfig(drafter="early_exit")
+    deep = tiny.model(num_hidden_layers=16).config
+    tried = drafter_class("early_exit").variants(deep, config)
+    assert [tuple(way.values()) for way in tried] == [(2, 4, 2), (2, 4, 3), (4, 8, 2)]
+    labels = [EarlyExit.label(replace(config, **way)) for way in tried]
+    assert labels == ["early_exit 2/4/2", "early_exit 2/4/3", "early_exit 4/8/2"]
+    asked = replace(config, exit_depth=3, check_depth=5, exit_tokens=4)
+    assert [tuple(way.values()) for way in EarlyExit.variants(deep, asked)] == [(3, 5, 4)]
+    assert EarlyExit.label(config) == "early_exit"
+
+
+def test_hidden_states_are_planned_for() -> None:
+    target = model()
+    config = EngineConfig(drafter="early_exit", capacity=64, bucket=64, batch_size=2, window=2)
+    plan = plan_memory(target.config, None, config, torch.float32)
+    without = plan_memory(target.config, None, config.plain(), torch.float32)
+    assert plan.kv - without.kv == 2 * (config.page_count + 1) * config.page_size * 32 * 4
+    assert plan.weights == without.weights
