@@ -35,6 +35,7 @@ from transformers.models.auto import AutoModelForCausalLM
 from exspec.actors.engine import Engine, EngineConfig, Request, Sampling
 from exspec.actors.engine.drafters.drafter import Draft, Drafter
 from exspec.actors.engine.group import Group
+from exspec.actors.engine.layers.spans import layers_of
 from exspec.actors.engine.tokens.sampling import gumbel_noise
 
 VOCABULARY = 61
@@ -60,6 +61,16 @@ def model(family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float
     config = type(FAMILIES[family])(**settings | changes)
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config).to(dtype).eval()  # type: ignore[no-any-return]
+
+
+def deep(layers: int = 6, agreement: float = 0.06, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """One whose later layers change so little of what the first one says that its exits are sometimes right."""
+    made = model(num_hidden_layers=layers)
+    with torch.no_grad():
+        for layer in list(layers_of(made))[1:]:
+            layer.self_attn.o_proj.weight *= agreement  # type: ignore[operator]
+            layer.mlp.down_proj.weight *= agreement  # type: ignore[operator]
+    return made.to(dtype)
 
 
 def prompts(count: int, seed: int = 0, longest: int = 40) -> list[list[int]]:
@@ -181,7 +192,9 @@ def requests(
 
 
 def engine(target: Any, drafter: Any = None, draft: Any = None, **config: Any) -> Engine:
-    """An engine with small shapes; `drafter` replaces the draft model."""
+    """An engine with small shapes; `drafter` replaces the draft model, or is the name of another."""
+    if isinstance(drafter, str):
+        config["drafter"], drafter = drafter, None
     shape = EngineConfig(**{
         "batch_size": 4, "window": 10, "draft_tokens": 3, "bucket": 32, "capacity": CONTEXT, "prefill_columns": 8,
         "prefill_rows": 1, "attention": "gathered",

@@ -44,7 +44,6 @@ PREDICTED: dict[str, tuple[KernelsName, ...]] = {"cuda": ("compiled", "eager"), 
 PREFILLS = {"cuda": ((1, 128), (4, 128), (16, 128)), "cpu": ((4, 32), (8, 16), (1, 128))}  # rows and columns
 ROUNDS = 100  # of a dry run
 USUAL = 5  # K that B is chosen with
-FINALISTS = 4  # plain decoding among them
 TURNS, FIRST_TURNS = 5, 2  # that the time of the final is cut into, and those that all finalists take part in
 COMPILE_FROM = 10.0  # seconds of measuring: who gives less does not want to wait for a compiler
 MARGIN = 1.02  # speculation must be this much faster than plain decoding to be taken
@@ -395,11 +394,10 @@ def _candidates(config: EngineConfig, free: Sequence[str], ways: list[Way], devi
 
 
 def _finalists(made: list[Candidate]) -> list[Candidate]:
-    """Of candidates, the best first, those that are run: the best without drafts and the best of each drafter, of these
-    as many as there is time for, two at least where there are."""
+    """Of candidates, the best first, those that are run: the best without drafts and the best of each drafter, two of
+    one that is alone."""
     drafting = [c for c in made if c.config.drafts]
-    best = {label(c.config): c for c in reversed(drafting)}
-    chosen = sorted(best.values(), key=lambda c: -c.predicted)[: FINALISTS - 1]
+    chosen = list({c.config.drafter: c for c in reversed(drafting)}.values())[::-1]
     chosen += [c for c in drafting if c not in chosen][: max(2 - len(chosen), 0)]
     return chosen + [c for c in made if not c.config.drafts][:1]
 

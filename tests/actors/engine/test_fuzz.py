@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from exspec.actors.engine import Request, Sampling
+from exspec.actors.engine.drafters import DRAFTERS, NONE
 from exspec.actors.engine.kv.attention import trial
 from tests import tiny
 
@@ -33,6 +34,9 @@ def shape(rng: random.Random) -> dict[str, Any]:
         "exact": rng.random() < 0.8,
         "kernels": rng.choice(["eager", "packed"]),
         "overlap": rng.random() < 0.5,
+        "drafter": rng.choice([name for name in DRAFTERS if name != NONE]),
+        "exit_depth": rng.choice([None, 1]),
+        "exit_tokens": rng.randint(1, 4),
     }
     if rng.random() < 0.5:  # so few that sequences are taken back
         made["pages"] = -(-tiny.CONTEXT // page) + rng.randint(0, 12)
@@ -63,7 +67,8 @@ def prompt(rng: random.Random, trunk: list[int]) -> list[int]:
 def test_a_random_engine_decodes_as_a_slow_loop(seed: int) -> None:
     rng = random.Random(seed)
     family, settings = rng.choice(sorted(tiny.FAMILIES)), shape(rng)
-    target = tiny.model(family, seed)
+    layers = {"n_layer" if family == "gpt2" else "num_hidden_layers": rng.choice([3, 5])}
+    target = tiny.model(family, seed, **(layers if settings["drafter"] == "early_exit" else {}))
     trunk = [rng.randrange(tiny.VOCABULARY) for _ in range(33)]
     made = tiny.engine(target, draft=tiny.model(family, seed + rng.randint(0, 1)), **settings)
     rows = [Request(i, prompt(rng, trunk), rng.randint(1, 20), sampling(rng)) for i in range(rng.randint(1, 9))]

@@ -35,16 +35,6 @@ WAYS = [
 ]
 
 
-def model(agreement: float = 0.06, **changes: Any) -> PreTrainedModel:
-    """A target whose later layers change little of what the first ones say: its exits are sometimes right."""
-    made = tiny.model(num_hidden_layers=LAYERS, **changes)
-    with torch.no_grad():
-        for layer in list(layers_of(made))[1:]:
-            layer.self_attn.o_proj.weight *= agreement  # type: ignore[operator]
-            layer.mlp.down_proj.weight *= agreement  # type: ignore[operator]
-    return made
-
-
 class Slow(EarlyExit):
     """Checks every draft against one that is made without any cache."""
 
@@ -105,7 +95,7 @@ def slow_engine(target: PreTrainedModel, **config: Any) -> tuple[Engine, Slow]:
 def test_drafts_are_those_of_a_slow_loop_and_so_are_the_tokens(way: dict[str, Any]) -> None:
     if way.get("attention") == "in_place" and not IN_PLACE:
         pytest.skip("attention is not in place here")
-    target = model()
+    target = tiny.deep(LAYERS)
     made, drafter = slow_engine(target, **way)
     expected = {r.id: tiny.generate(target, r.prompt, 20) for r in tiny.requests(PROMPTS, 20)}
     assert tiny.decode(made, tiny.requests(PROMPTS, 20), shuffle=0) == expected
@@ -114,7 +104,7 @@ def test_drafts_are_those_of_a_slow_loop_and_so_are_the_tokens(way: dict[str, An
 
 
 def test_statistics_tell_both_levels() -> None:
-    made, drafter = slow_engine(model())
+    made, drafter = slow_engine(tiny.deep(LAYERS))
     for request in tiny.requests(PROMPTS, 20):
         made.submit(request)
     total = sum((c.statistics for c in made.run()), start=SequenceStatistics())
@@ -131,7 +121,7 @@ def test_every_layer_computes_a_surviving_token_once(
 ) -> None:
     """Where shapes are free. Every token that is written to a sequence's KV is counted, by layer, with the tokens of
     its round that stand before it."""
-    made, _ = slow_engine(model(agreement), **way)
+    made, _ = slow_engine(tiny.deep(LAYERS, agreement), **way)
     written: Counter[tuple[int, tuple[int, ...], int]] = Counter()  # slot, tokens of this round up to it, layer
     fed: dict[tuple[int, int], int] = {}  # token by slot and place, as it was fed last
     starts: dict[int, int] = {}
@@ -201,7 +191,7 @@ def test_families_can_be_left_in_their_midst(family: str) -> None:
 
 
 def test_a_target_whose_layers_hand_on_more_than_hidden_states_is_refused() -> None:
-    target = model()
+    target = tiny.deep(LAYERS)
     first, *_, last = layers_of(target)
     calls = [0]
 
@@ -223,7 +213,7 @@ def test_depths_that_cannot_be_left_at_are_refused() -> None:
     ):
         Engine(tiny.model(), None, EngineConfig(drafter="early_exit"))
     with pytest.raises(ValueError, match="leaves at exit_depth 4 and check_depth 4"):
-        Engine(model(), None, EngineConfig(drafter="early_exit", exit_depth=4, check_depth=4))
+        Engine(tiny.deep(LAYERS), None, EngineConfig(drafter="early_exit", exit_depth=4, check_depth=4))
     with pytest.raises(ValueError, match="exit_depth: expected a positive number, not 0"):
         EngineConfig(exit_depth=0)
 
@@ -242,7 +232,7 @@ def test_the_depths_that_are_tried_are_told_apart() -> None:
 
 
 def test_hidden_states_are_planned_for() -> None:
-    target = model()
+    target = tiny.deep(LAYERS)
     config = EngineConfig(drafter="early_exit", capacity=64, bucket=64, batch_size=2, window=2)
     plan = plan_memory(target.config, None, config, torch.float32)
     without = plan_memory(target.config, None, config.plain(), torch.float32)

@@ -97,7 +97,7 @@ def engine(
 
 def model(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The target."""
-    return tiny.model(dtype=dtype, num_hidden_layers=LAYERS)
+    return tiny.deep(LAYERS, 0.3, dtype)
 
 
 @cache
