@@ -5,9 +5,11 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -22,6 +24,9 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from exspec.actors.engine.config import EngineConfig
+from exspec.actors.engine.drafters.eagle3 import Eagle3
+from exspec.actors.engine.drafters.eagle3_head import Eagle3Head, is_head, load_head, read_config
 from exspec.actors.engine.engine import model_end_ids
 from exspec.actors.engine.kv.cached_model import GATHERED, PagedModel, context_length, kv_shape
 from exspec.actors.engine.kv.pages import Pages
@@ -64,7 +69,7 @@ def load_pair(
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
 ) -> Pair:
-    """Load target and draft from hub ids or folders; `draft` may be None for plain decoding.
+    """Load target and draft from hub ids or folders; `draft` may be a head of EAGLE-3, which its config tells, or None.
 
     trust_remote_code: run Python code that comes with a model. allow_pickle: load weights that are no safetensors.
 
@@ -76,6 +81,10 @@ def load_pair(
     target_model = load_model(target, dtype, device, revision, **may)
     if draft is None:
         return Pair(target_model, None, tokenizer)
+    if is_head(config_of(draft, draft_revision)):
+        head = load_eagle3(draft, dtype, device, draft_revision, allow_pickle=allow_pickle)
+        check_head(target_model.config, head.config, draft)
+        return Pair(target_model, head, tokenizer)
     draft_tokenizer = load_part(AutoTokenizer, draft, draft_revision, trust_remote_code)
     check_vocabularies(tokenizer, draft_tokenizer, target, draft)
     draft_model = load_model(draft, dtype, device, draft_revision, **may)
@@ -87,6 +96,44 @@ def load_pair(
             stacklevel=2,
         )
     return Pair(target_model, draft_model, tokenizer)
+
+
+def config_of(name: str, revision: str | None = None) -> dict[str, Any]:
+    """The config.json of a hub id or folder. Raises ModelError naming it."""
+    try:
+        return dict(PretrainedConfig.get_config_dict(name, revision=revision)[0])
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{name}: {_reason(error, {})}") from error
+
+
+def load_eagle3(
+    name: str,
+    dtype: torch.dtype,
+    device: str | torch.device = "cpu",
+    revision: str | None = None,
+    *,
+    allow_pickle: bool = False,
+) -> Eagle3Head:
+    """The head of EAGLE-3 under a hub id or in a folder. Raises ModelError naming what is wrong with it."""
+    try:
+        folder = Path(name if Path(name).is_dir() else snapshot_download(name, revision=revision))
+        return load_head(folder, dtype, device, allow_pickle=allow_pickle)
+    except (OSError, ValueError) as error:
+        raise ModelError(str(error)) from error
+
+
+def head_config(found: dict[str, Any], name: str) -> PretrainedConfig:
+    """The config of a head, of its config.json alone. Raises ModelError naming what is not supported."""
+    try:
+        return read_config(found)
+    except ValueError as error:
+        raise ModelError(f"{name}: {error}") from error
+
+
+def check_head(target: PretrainedConfig, head: PretrainedConfig, name: str) -> None:
+    """Raises ModelError where a head is for another target."""
+    if why := Eagle3.refusal(target, head, EngineConfig()):
+        raise ModelError(f"{name}: {why}")
 
 
 def load_model(

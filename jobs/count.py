@@ -309,7 +309,10 @@ class Places:
         self.pages = pages
         self.read: list[int] = []
 
-    def forward(self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int, keep: int = 0) -> Tensor:
+    def forward(
+        self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int, keep: int = 0, first: int = 0
+    ) -> Tensor:
+        assert not first
         width, entries = tokens.shape[1], self.pages.table.shape[1]
         _, places, _ = where(self.pages.table, slots, starts, width, attended, self.pages.size, entries)
         start, end = places[:, 0, 0, 0], places[:, 0, 0, 1]

@@ -27,7 +27,7 @@ def tune(job: Job) -> None:
     """Measure what is auto in a job, on this machine, and print what it found and how to fix it in a job file."""
     progress = Progress(quiet=False)
     prepared = examined(job, progress)
-    shape = shape_of(job, prepared.models.context, job.tune_from, None)
+    shape = shape_of(job, prepared.models.configs, job.tune_from, None)
     if not shape.free:
         raise JobError(f"nothing to measure: of {', '.join(AUTO)} none is auto, or the method is eqspec")
     progress.stage(f"measuring, about {job.tune_seconds:.0f} s")

@@ -13,10 +13,20 @@ from transformers.utils import logging
 
 from exspec.actors.answers import AnswerError
 from exspec.actors.engine import EngineConfig, Room
+from exspec.actors.engine.drafters.eagle3_head import is_head
 from exspec.actors.engine.kv.cached_model import context_length
 from exspec.actors.engine.kv.memory import MemoryPlan
 from exspec.actors.engine.shape.memory import fit
-from exspec.actors.models import ModelError, check_config, check_vocabularies, limit_context, load_part
+from exspec.actors.models import (
+    ModelError,
+    check_config,
+    check_head,
+    check_vocabularies,
+    config_of,
+    head_config,
+    limit_context,
+    load_part,
+)
 from exspec.pipeline.errors import JobError, no_column, told
 from exspec.pipeline.generation import OwnSettings, load_generation_config, note, own_settings, with_own
 from exspec.pipeline.input.batch import is_batch, of_batch
@@ -120,7 +130,7 @@ class Prepared:
                 f"limit: is {self.job.limit}, and {state.rows} rows are done in {self.folder.url}: it may grow, not "
                 "shrink; take it back, or give another output"
             )
-        shape = shape_of(self.job, self.models.context, plan.rows, state.description["shape"])
+        shape = shape_of(self.job, self.models.configs, plan.rows, state.description["shape"])
         return replace(self, plan=plan, shape=shape)
 
 
@@ -167,7 +177,7 @@ def prepare(job: Job, restart: bool = False) -> Prepared:
         raise JobError(*dict.fromkeys(problems))
     plan = Plan(found[0], 1, job.limit, encode_schema(found[1]))
     plan = replace(plan, rows_per_chunk=job.chunk_rows(plan.rows))
-    shape = shape_of(job, models.context, plan.rows, None)
+    shape = shape_of(job, models.configs, plan.rows, None)
     prepared = Prepared(job, output, restart, found[1], columns, found[0], settled, plan, shape, prompts, models)
     return prepared.taken_up(earlier) if earlier else prepared
 
@@ -205,6 +215,11 @@ def _check_models(job: Job) -> Models:
     for role, name, revision in pairs:
         try:
             place = local_model(name, job.storage_options, weights=False)
+            if role == "draft" and is_head(found := config_of(place, revision)):
+                digests[role] = model_digest(name, revision, job.storage_options)
+                configs.append(head_config(found, name))
+                check_head(configs[0], configs[1], name)
+                continue
             config = load_part(AutoConfig, place, revision, job.trust_remote_code)
             tokenizers.append(load_part(AutoTokenizer, place, revision, job.trust_remote_code))
             if role == "target":
@@ -235,7 +250,7 @@ def _check_tokens(job: Job, models: Models) -> None:
 
 def _check_memory(job: Job, models: Models) -> None:
     """The settings of the shape, and that one sequence fits the job's memory, as far as that can be told from here."""
-    config = shape_of(job, models.context, 0, None).config
+    config = shape_of(job, models.configs, 0, None).config
     if job.memory_gib is not None:
         draft = models.configs[1] if len(models.configs) > 1 else None
         try:

@@ -155,7 +155,7 @@ class _Run:
         if not fresh:
             prepared.refuse_other(self.writer.state, job.device)
         stored = None if fresh else self.writer.state.description["shape"]
-        shape = shape_of(job, prepared.models.context, self.plan.rows, stored)
+        shape = shape_of(job, prepared.models.configs, self.plan.rows, stored)
         settled = self._settle(shape) if self.load is None else Settled(shape.config, [])
         if not fresh:
             self.writer.describe({"job": prepared.job.published()})

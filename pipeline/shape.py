@@ -10,7 +10,8 @@ import torch
 from transformers import PretrainedConfig
 
 from exspec.actors.engine import EngineConfig, Request
-from exspec.actors.engine.drafters import DRAFTERS, NONE, drafter_class, kind, label
+from exspec.actors.engine.drafters import DRAFTERS, NONE, at_hand, drafter_class, kind, label
+from exspec.actors.engine.kv.cached_model import context_length
 from exspec.actors.engine.kv.memory import MEBIBYTE, MemoryPlan
 from exspec.actors.engine.shape.calibration import calibrate
 from exspec.actors.engine.shape.memory import fit, free_memory, plan_memory
@@ -40,14 +41,18 @@ class Shape:
     stored: bool = False
 
 
-def shape_of(job: Job, context: int, rows: int, stored: dict[str, Any] | None) -> Shape:
-    """The job's shape before anything is measured; `stored` is what its first run settled on.
+def shape_of(job: Job, models: Sequence[PretrainedConfig], rows: int, stored: dict[str, Any] | None) -> Shape:
+    """The job's shape before anything is measured; `stored` is what its first run settled on. models: of the target
+    and, where it may be used, of the draft.
 
     Raises JobError for settings that exclude each other.
     """
     free = tuple(name for name in AUTO if getattr(job, name) == "auto")
     given: dict[str, Any] = {name: getattr(job, name) for name in AUTO if name not in free}
-    given |= _drafting(job)
+    capacity = min(job.capacity or LONGEST, context_length(models[0]))
+    target, draft = models[0], models[1] if len(models) > 1 else None
+    hand = at_hand(target, draft, EngineConfig(capacity=capacity))
+    given |= _drafting(job, hand)
     if given.get("method") == "plain":
         free = tuple(name for name in free if name not in ("method", "drafter", "draft_tokens"))
     if "window" in free and "batch_size" not in free:
@@ -57,15 +62,17 @@ def shape_of(job: Job, context: int, rows: int, stored: dict[str, Any] | None) -
     try:
         config = EngineConfig(
             **given,
-            capacity=min(job.capacity or LONGEST, context),
+            capacity=capacity,
             exact=job.exact,
             draft_length=job.draft_length.value,
             threshold=job.threshold or EngineConfig.threshold,
             **_asked(job),
         )
-        config = _taken_up(replace(config, **stored), job) if stored else config
+        config = _taken_up(replace(config, **stored), job, hand) if stored else config
     except ValueError as error:
         raise JobError(str(error)) from error
+    if why := kind(config).refusal(target, draft, config):
+        raise JobError(f"drafter {config.drafter}: {why}")
     if stored or rows < job.tune_from or config.method == "eqspec":
         if not stored and {"method", "drafter"} <= set(free) and job.draft is None:
             config = replace(config, method="plain", drafter=NONE)  # nobody has seen yet what looking up is worth
@@ -75,8 +82,8 @@ def shape_of(job: Job, context: int, rows: int, stored: dict[str, Any] | None) -
     return Shape(config, free, stored is not None)
 
 
-def _drafting(job: Job) -> dict[str, Any]:
-    """Method and drafter as the job says, with the first drafter that it has all for where it says nothing.
+def _drafting(job: Job, hand: list[str]) -> dict[str, Any]:
+    """Method and drafter as the job says, with the first drafter at hand where it says nothing.
 
     Raises JobError where they exclude each other.
     """
@@ -87,7 +94,7 @@ def _drafting(job: Job) -> dict[str, Any]:
         return {"method": "plain", "drafter": NONE}
     drafter = job.drafter
     if drafter == "auto":
-        drafter = next(n for n in DRAFTERS if n != NONE and (job.draft or not drafter_class(n).needs_draft))
+        drafter = hand[0]
     elif drafter in DRAFTERS and drafter_class(drafter).needs_draft and job.draft is None:
         raise JobError(f"drafter {drafter} needs a draft; without one use another, or auto")
     return {"drafter": drafter} | ({"method": method} if method else {})
@@ -105,10 +112,13 @@ def wants_draft(job: Job) -> bool:
     return job.drafter not in DRAFTERS or drafter_class(job.drafter).needs_draft
 
 
-def _taken_up(stored: EngineConfig, job: Job) -> EngineConfig:
+def _taken_up(stored: EngineConfig, job: Job, hand: list[str]) -> EngineConfig:
     """The shape that a job began in, by the drafter that there is now: which one changes no token, and neither does
     plain decoding in this shape."""
     stored = replace(stored, **_asked(job))
+    if job.drafter == "auto" and stored.drafts and stored.drafter not in hand:
+        others = [name for name in hand if drafter_class(name).needs_draft]  # the job has another kind of draft now
+        stored = replace(stored, drafter=(others or [stored.drafter])[0])
     drafted = stored.width - 1  # K, or the columns that plain decoding left dead
     drafter = stored.drafter if job.drafter == "auto" else job.drafter
     if stored.method == "plain" and (job.drafter == "auto" or not drafted):

@@ -34,6 +34,7 @@ from transformers.models.auto import AutoModelForCausalLM
 
 from exspec.actors.engine import Engine, EngineConfig, Request, Sampling
 from exspec.actors.engine.drafters.drafter import Draft, Drafter
+from exspec.actors.engine.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from exspec.actors.engine.group import Group
 from exspec.actors.engine.layers.spans import layers_of
 from exspec.actors.engine.tokens.sampling import gumbel_noise
@@ -71,6 +72,19 @@ def deep(layers: int = 6, agreement: float = 0.06, dtype: torch.dtype = torch.fl
             layer.self_attn.o_proj.weight *= agreement  # type: ignore[operator]
             layer.mlp.down_proj.weight *= agreement  # type: ignore[operator]
     return made.to(dtype)
+
+
+def head(
+    target: PreTrainedModel, seed: int = 1, dtype: torch.dtype = torch.float32, size: int = 41, **changes: Any
+) -> Eagle3Head:
+    """A head of EAGLE-3 with random weights that can propose `size` of the target's tokens."""
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    taps = changes.pop("taps", [1, 2, target.config.get_text_config().num_hidden_layers - 1])
+    config = Eagle3Config(taps, size, 32, vocab_size=VOCABULARY, initializer_range=0.3, **shape | changes)
+    torch.manual_seed(seed)
+    made = Eagle3Head(config)
+    made.d2t += torch.randperm(VOCABULARY)[:size].sort().values - torch.arange(size)
+    return made.to(dtype).eval()  # type: ignore[no-any-return]
 
 
 def prompts(count: int, seed: int = 0, longest: int = 40) -> list[list[int]]:

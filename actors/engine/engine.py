@@ -344,6 +344,8 @@ class Engine:
             masks, candidates = group.guide.along(width), group.guide.candidates(width)
             asked = candidate_ids(candidates, len(group.sequences), width, self.device) if candidates else None
             choices, scores = self._pick(logits, tokens, group.starts, group.sampler, masks, asked)
+        if self.drafter.follows:
+            self.drafter.prefill(group.slots, choices, group.starts + 1, group.attended)
         early = tokens.new_zeros(len(tokens), 2) if draft.early is None else draft.early
         rows = torch.cat([choices, early, draft.lengths[:, None], draft.tokens], dim=1)
         return Round(group, width, Arriving(rows), None if scores is None else Arriving(scores), candidates)

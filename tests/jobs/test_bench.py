@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from exspec.actors.engine.drafters import DRAFTERS
 from exspec.jobs import cli
 from exspec.jobs.bench import read_column
 from exspec.jobs.tables import bench_tables
@@ -65,7 +66,7 @@ def test_the_last_line_holds_every_method_and_its_figures() -> None:
 @pytest.mark.slow
 def test_policies_and_lengths_are_methods_of_their_own() -> None:
     """Explicit and implicit drafts, and a K by method: other drafts, the same tokens."""
-    long = ("--limit", "16", "--max-new-tokens", "64", "--draft-tokens", "8", "--threshold", "0.9")
+    long = ("--limit", "48", "--max-new-tokens", "64", "--draft-tokens", "8", "--threshold", "0.9")
     printed = run("--methods", "exspec,exspec:2,exspec+explicit,exspec+both:4", *long)
     fixed, two, explicit, both = printed["methods"]
     assert all(row["exact_vs_generate"] == row["exact_vs_plain"] == 1.0 for row in printed["methods"])
@@ -125,7 +126,10 @@ def test_a_columns_item_and_what_is_wrong_with_it(tmp_path: Path) -> None:
         ),
         (["--draft", "somewhere"], "--draft: expected --target too, or neither (the demo pair)"),
         (["--target", "somewhere"], "--methods: assisted needs --draft; name the others"),
-        (["--drafter", "oracle"], "--drafter: expected one of auto, none, model, suffix, not 'oracle'"),
+        (
+            ["--drafter", "oracle"],
+            f"--drafter: expected one of auto, {', '.join(DRAFTERS)}, not 'oracle'",
+        ),
         (["--prompts", "missing.jsonl"], "missing.jsonl: No such file or directory"),
         (["--max-new-tokens", "1024"], "no prompt is left that fits the model's context with 1024 new tokens"),
     ],

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 DRAFTERS = {  # by name, the first one at hand is taken where nobody chooses
     "none": "exspec.actors.engine.drafters.none:NoDraft",
     "model": "exspec.actors.engine.drafters.model:DraftModel",
+    "eagle3": "exspec.actors.engine.drafters.eagle3:Eagle3",
     "suffix": "exspec.actors.engine.drafters.suffix:Suffix",
     "early_exit": "exspec.actors.engine.drafters.early_exit:EarlyExit",
 }

@@ -60,12 +60,14 @@ class Drafter(ABC):
     What it learns of a sequence it keeps by slot: from `admit` on a slot is another sequence's. Rows without a sequence
     are dead, and have a slot that nobody is admitted to.
 
-    needs_draft: whether it works with a draft. lengths: the K that are worth a trial. looked_at: the K that it is first
-    measured with, beyond which it is extrapolated. learns: whether it makes use of completions. caches: its KV, which
-    the engine checks and counts.
+    needs_draft: whether it works with a draft. follows: whether it takes in what the target has chosen after each
+    column of a round, as soon as it has, those that will not be committed too. lengths: the K that are worth a trial.
+    looked_at: the K that it is first measured with, beyond which it is extrapolated. learns: whether it makes use of
+    completions. caches: its KV, which the engine checks and counts.
     """
 
     needs_draft: ClassVar[bool] = False
+    follows: ClassVar[bool] = False
     lengths: ClassVar[tuple[int, ...]] = (1, 2, 3, 4, 5, 6, 8)
     looked_at: ClassVar[int] = 5
     learns: ClassVar[bool] = False

@@ -86,7 +86,7 @@ class EarlyExit(Drafter):
         found: list[dict[str, Any]] = []
         for part, ahead in ((1, AHEAD), (1, AHEAD + 1), (2, AHEAD)):
             d, i = depths(target, config, part)
-            made = {"exit_depth": d, "check_depth": i, "exit_tokens": config.exit_tokens or ahead}
+            made: dict[str, Any] = {"exit_depth": d, "check_depth": i, "exit_tokens": config.exit_tokens or ahead}
             if made not in found and cls.refusal(target, None, replace(config, **made)) is None:
                 found.append(made)
         return found

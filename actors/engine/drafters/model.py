@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from exspec.actors.engine.config import EngineConfig
+from exspec.actors.engine.drafters import DRAFTERS
 from exspec.actors.engine.drafters.draft_length import Confidence, confidence
 from exspec.actors.engine.drafters.drafter import Draft, Drafter, Given
 from exspec.actors.engine.graphs import Recorder
@@ -33,8 +34,8 @@ class DraftModel(Drafter):
 
     @classmethod
     def refusal(cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig) -> str | None:
-        if draft is None:
-            return super().refusal(target, draft, config)
+        if draft is None or draft.model_type in DRAFTERS:
+            return "it needs a draft model" if draft is None else f"the draft is a head for {draft.model_type}"
         context, capacity = context_length(draft), min(config.capacity, context_length(target))
         if context >= capacity:
             return None
@@ -49,10 +50,16 @@ class DraftModel(Drafter):
 
     @classmethod
     def build(cls, given: Given) -> Self:
+        assert given.draft is not None, "refusal was asked"
+        return cls.of(given, given.cached(given.draft))
+
+    @classmethod
+    def of(cls, given: Given, cached: CachedModel) -> Self:
+        """One that drafts with a model of what was given."""
         assert given.draft is not None
         sizes = [model.config.get_text_config().vocab_size for model in (given.draft, given.target)]
         return cls(
-            given.cached(given.draft),
+            cached,
             (sizes[0], sizes[1]),
             given.config.capacity,
             given.step,
@@ -108,12 +115,11 @@ class DraftModel(Drafter):
         """Tokens [R, N] with N <= count, and lengths [R] <= most [R]. must, masks: of constrained rows."""
         tokens = pending.new_empty(len(pending), 0)
         lengths, chance = torch.zeros_like(pending), torch.ones_like(pending, dtype=torch.float32)
-        # Before the pending token of a prompt of one token is no place.
-        logits = self._logits(slots, torch.stack([previous, pending], dim=1), starts - 1, attended)
+        logits = self._first(slots, previous, pending, starts, attended)
         goes_on = live = most > 0
         for i in range(count):
             if i > 0:
-                logits = self._logits(slots, tokens[:, -1:], starts + i, attended)
+                logits = self._next(slots, tokens[:, -1:], starts + i, attended)
             if must is not None and masks is not None:
                 logits = narrowed(logits, torch.full_like(pending[:, None], i), must, masks)
             token = sampler.propose(logits, (starts + 1 + i)[:, None], tokens)
@@ -125,7 +131,12 @@ class DraftModel(Drafter):
                 break
         return tokens, lengths
 
-    def _logits(self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int) -> Tensor:
-        """Logits [R, 1, V] after the last of tokens [R, Q]."""
+    def _first(self, slots: Tensor, previous: Tensor, pending: Tensor, starts: Tensor, attended: int) -> Tensor:
+        """Logits [R, 1, V] after the pending tokens, at starts."""
+        # Before the pending token of a prompt of one token is no place.
+        return self._next(slots, torch.stack([previous, pending], dim=1), starts - 1, attended)
+
+    def _next(self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int) -> Tensor:
+        """Logits [R, 1, V] after the last of tokens [R, Q], the first of them at starts."""
         logits = self.cached.forward(slots, tokens.clamp(max=self.last_token), starts, attended, keep=1)
         return logits[..., : self.shared]

@@ -115,18 +115,30 @@ class PagedModel:
         keep: int = 0,
         first: int = 0,
         last: int | None = None,
+        **inputs: Tensor,
     ) -> Tensor:
-        """last: the layer that the logits are taken after, counted from 1; None: all."""
+        """last: the layer that the logits are taken after, counted from 1; None: all. inputs: what the model wants
+        beside tokens."""
         self.first, self.last, self.fills = first, last or len(self.keys), False
-        logits: Tensor = self._run(slots, tokens, starts, attended, logits_to_keep=keep).logits
+        logits: Tensor = self._run(slots, tokens, starts, attended, logits_to_keep=keep, **inputs).logits
         return logits
 
     @torch.inference_mode()
-    def fill(self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int, last: int | None = None) -> None:
-        """last: the last layer that is filled, counted from 1; None: all."""
+    def fill(
+        self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int, last: int | None = None, **inputs: Tensor
+    ) -> None:
+        """last: the last layer that is filled, counted from 1; None: all. inputs: as `forward` takes them."""
         self.first, self.last, self.fills = 0, last or len(self.keys), True
         with suppress(Filled):
-            self._run(slots, tokens, starts, attended, logits_to_keep=1)
+            self._run(slots, tokens, starts, attended, logits_to_keep=1, **inputs)
+
+    @torch.inference_mode()
+    def recall(self, layers: Iterable[int], slots: Tensor, starts: Tensor, width: int, attended: int) -> Tensor:
+        """The hidden states [R, width, len(layers) * D] that were remembered of tokens at starts[r] + q."""
+        pages = self.pages
+        _, _, places = self._where(pages.on_device, slots, starts, width, attended, pages.size, 0)
+        found = [self.states[layer].flatten(0, 1)[places] for layer in layers]
+        return torch.cat(found, dim=-1).view(len(slots), width, -1)
 
     def _run(self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int, **options: Any) -> Any:
         pages = self.pages

@@ -397,7 +397,7 @@ def _finalists(made: list[Candidate]) -> list[Candidate]:
     """Of candidates, the best first, those that are run: the best without drafts and the best of each drafter, two of
     one that is alone."""
     drafting = [c for c in made if c.config.drafts]
-    chosen = list({c.config.drafter: c for c in reversed(drafting)}.values())[::-1]
+    chosen = sorted({c.config.drafter: c for c in reversed(drafting)}.values(), key=lambda c: -c.predicted)
     chosen += [c for c in drafting if c not in chosen][: max(2 - len(chosen), 0)]
     return chosen + [c for c in made if not c.config.drafts][:1]
 

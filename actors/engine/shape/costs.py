@@ -120,9 +120,14 @@ class Costs:
         name = label(config)
         if name not in self.drafters:
             # Whatever the candidates' buckets: drafts are timed for what their rows attend.
-            its = replace(config, method="exspec") if config.drafts else config
-            shape = {"capacity": engine.config.capacity, "bucket": engine.config.bucket}
-            its = replace(its, batch_size=engine.config.batch_size, window=engine.config.window, **shape)
+            its = replace(
+                config,
+                method="exspec" if config.drafts else "plain",
+                batch_size=engine.config.batch_size,
+                window=engine.config.window,
+                bucket=engine.config.bucket,
+                capacity=engine.config.capacity,
+            )
             given = replace(engine.given, config=its, step=engine.config.page_size)
             self.drafters[name] = drafter_of(given)
         return self.drafters[name]

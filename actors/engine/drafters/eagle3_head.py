@@ -1,0 +1,222 @@
+"""The head of EAGLE-3 (arXiv:2503.01840): one decoder layer over features of the target, and the formats it comes in.
+
+For a token and the feature of the token before it, both [R, Q, D]:
+
+    e, h = norm(embedding), norm(feature)      residual = h if norm_before_residual else feature
+    a = residual + attention([e, h])           y = a + mlp(norm(a))
+
+The logits are the head's over norm(y), and y is the feature of the next token where the target has none yet.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+
+NAME = "eagle3"
+LAYER = {"authors": "midlayer.", "speculators": "layers.0."}  # what the tensors of the layer are called
+IGNORED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")  # tells what d2t tells; the target's own
+UNSUPPORTED = ("fc_norm", "norm_before_fc", "norm_output")  # of later formats, which change the forward
+
+
+class Eagle3Config(LlamaConfig):
+    """taps: layers of the target whose inputs are the features, counted from 0. draft_vocab_size: tokens that it can
+    propose. target_hidden_size: width of a feature of one layer. embeds: whether it has an embedding of its own."""
+
+    model_type = NAME
+
+    def __init__(
+        self,
+        taps: tuple[int, ...] | list[int] | None = None,
+        draft_vocab_size: int | None = None,
+        target_hidden_size: int | None = None,
+        norm_before_residual: bool = False,
+        embeds: bool = False,
+        **llama: Any,
+    ) -> None:
+        super().__init__(**llama | {"num_hidden_layers": 1, "tie_word_embeddings": False})
+        self.taps = None if taps is None else list(taps)
+        self.draft_vocab_size = draft_vocab_size or self.vocab_size
+        self.target_hidden_size = target_hidden_size or self.hidden_size
+        self.norm_before_residual, self.embeds = norm_before_residual, embeds
+
+
+def read_config(found: dict[str, Any], tensors: set[str] | None = None) -> Eagle3Config:
+    """The config of a head, of its config.json as the authors or speculators write it, and the names of its tensors:
+    without them it has an embedding of its own where it cannot do without.
+
+    Raises ValueError naming what is not supported.
+    """
+    llama = dict(found.get("transformer_layer_config") or found)
+    taps = found.get("eagle_aux_hidden_state_layer_ids")
+    taps = taps or (found.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    if later := [key for key in UNSUPPORTED if found.get(key)]:
+        raise ValueError(f"{later[0]}: {found[later[0]]} is not supported; expected a head without it")
+    layers = llama.get("num_hidden_layers", 1)
+    kind = llama.get("model_type", "llama" if "transformer_layer_config" not in found else "qwen3")
+    if kind != "llama" or layers != 1:
+        raise ValueError(f"a head of {layers} layers of {kind} is not supported; expected one layer of llama")
+    own = ("model_type", "architectures", "num_hidden_layers", "tie_word_embeddings", "eagle_config", "auto_map")
+    heads = ("draft_vocab_size", "target_hidden_size", "norm_before_residual")
+    settings = {key: value for key, value in llama.items() if key not in (*own, *heads)}
+    settings |= {key: found[key] for key in heads if found.get(key) is not None}
+    embeds = found.get("target_hidden_size") not in (None, llama.get("hidden_size"))
+    if tensors is not None:
+        embeds = "embed_tokens.weight" in tensors
+    try:
+        return Eagle3Config(taps=taps, embeds=embeds, **settings)
+    except StrictDataclassError as error:
+        raise ValueError(f"config.json: {' '.join(str(error).split())}") from error
+
+
+def norm(config: Eagle3Config) -> nn.Module:
+    made: nn.Module = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+    return made
+
+
+class Eagle3Layer(nn.Module):
+    """A decoder layer whose attention sees the embedding beside the feature."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.before = config.norm_before_residual
+        self.self_attn = LlamaAttention(config, 0)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            old = getattr(self.self_attn, name)
+            new = nn.Linear(2 * config.hidden_size, old.out_features, bias=old.bias is not None)
+            setattr(self.self_attn, name, new)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (norm(config) for _ in range(3))
+
+    def forward(self, feature: Tensor, embedding: Tensor, **attention: Any) -> Tensor:
+        """feature, embedding, result: [R, Q, D]."""
+        normed = self.hidden_norm(feature)
+        residual = normed if self.before else feature
+        mixed, _ = self.self_attn(torch.cat([self.input_layernorm(embedding), normed], dim=-1), **attention)
+        hidden = residual + mixed
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))  # type: ignore[no-any-return]
+
+
+class Eagle3Head(PreTrainedModel):
+    """As a causal language model whose forward takes features [R, Q, D] too. Its logits are over the target's
+    vocabulary: what it cannot propose has the least."""
+
+    config: Eagle3Config
+    d2t: Tensor
+    config_class = Eagle3Config
+    _supports_attention_backend = True
+    _supports_sdpa = True
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__(config)
+        wide = len(config.taps or (0, 0, 0)) * config.target_hidden_size
+        self.embed_tokens: Any = nn.Embedding(config.vocab_size, config.hidden_size) if config.embeds else None
+        self.fc = nn.Linear(wide, config.hidden_size, bias=False)
+        self.layers = nn.ModuleList([Eagle3Layer(config)])
+        self.norm = norm(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed_tokens  # type: ignore[no-any-return]
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.embed_tokens = value
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        features: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        logits_to_keep: int = 0,
+        **_: Any,
+    ) -> CausalLMOutput:
+        """features: of the tokens before input_ids [R, Q], through `fc` where they are the target's."""
+        embedding = self.embed_tokens(input_ids)
+        hidden = self.layers[0](
+            features,
+            embedding,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_embeddings=self.rotary_emb(embedding, position_ids),
+        )
+        return CausalLMOutput(logits=self.widened(self.lm_head(self.norm(hidden[:, -logits_to_keep:]))))
+
+    def widened(self, logits: Tensor) -> Tensor:
+        """Logits [..., V] of those of the tokens that can be proposed [..., V']."""
+        size, own = self.config.vocab_size, logits.shape[-1]
+        if own == size:
+            return logits
+        wide = torch.full((*logits.shape[:-1], size), torch.finfo(logits.dtype).min, dtype=logits.dtype)
+        return wide.to(logits.device).index_copy_(-1, torch.arange(own, device=logits.device) + self.d2t, logits)
+
+
+AutoConfig.register(NAME, Eagle3Config)
+AutoModelForCausalLM.register(Eagle3Config, Eagle3Head)
+
+
+def is_head(found: dict[str, Any]) -> bool:
+    """Whether a config.json is that of a head of EAGLE-3, in one of the formats that it is published in."""
+    named = [str(name).lower() for name in found.get("architectures") or []]
+    return found.get("speculators_model_type") == NAME or any("eagle3" in name for name in named)
+
+
+def load_head(
+    folder: Path, dtype: torch.dtype, device: str | torch.device = "cpu", *, allow_pickle: bool = False
+) -> Eagle3Head:
+    """The head in a folder: config.json beside model.safetensors or, if that is allowed, pytorch_model.bin.
+
+    Raises ValueError naming the file, and the tensor that is missing, not known or of another shape.
+    """
+    tensors = _tensors(folder, allow_pickle)
+    config = read_config(json.loads((folder / "config.json").read_text()), set(tensors))
+    head = Eagle3Head(config)
+    expected = head.state_dict()
+    prefix = next((p for p in LAYER.values() if any(name.startswith(p) for name in tensors)), LAYER["authors"])
+    found = {
+        "layers.0." + name.removeprefix(prefix) if name.startswith(prefix) else name: tensor
+        for name, tensor in tensors.items()
+        if name not in IGNORED
+    }
+    if config.draft_vocab_size == config.vocab_size:
+        found.setdefault("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+    for name, tensor in expected.items():
+        if name not in found:
+            raise ValueError(f"{folder}: no tensor {name}; expected one of {list(tensor.shape)}")
+        if found[name].shape != tensor.shape:
+            raise ValueError(
+                f"{folder}: {name} is {list(found[name].shape)}, and its config.json asks for {list(tensor.shape)}"
+            )
+    if unknown := sorted(set(found) - set(expected)):
+        raise ValueError(f"{folder}: a head of EAGLE-3 has no tensor {unknown[0]}")
+    proposed = found["d2t"] + torch.arange(len(found["d2t"]))
+    if not ((proposed >= 0) & (proposed < config.vocab_size)).all():
+        raise ValueError(f"{folder}: d2t leads out of the vocabulary of {config.vocab_size} tokens")
+    head.load_state_dict(found)
+    placed: Any = head
+    return placed.to(device=device, dtype=dtype).eval()  # type: ignore[no-any-return]
+
+
+def _tensors(folder: Path, allow_pickle: bool) -> dict[str, Tensor]:
+    safe, pickled = folder / "model.safetensors", folder / "pytorch_model.bin"
+    if safe.exists():
+        return load_file(safe)
+    if not pickled.exists():
+        raise ValueError(f"{folder}: no weights; expected {safe.name} or {pickled.name}")
+    if not allow_pickle:
+        raise ValueError(f"{folder}: its weights are no safetensors; expected {safe.name}, or allow_pickle: true")
+    return torch.load(pickled, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
