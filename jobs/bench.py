@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from exspec.actors.engine import METHODS, Engine, EngineConfig, EngineStatistics, Request, SequenceStatistics
@@ -125,8 +125,9 @@ class Bench:
     def __init__(self, pair: Pair, prompts: list[list[int]], settings: Settings) -> None:
         self.pair, self.prompts, self.settings = pair, prompts, settings
         self.end_ids = model_end_ids(pair.target)
-        for model in filter(None, (pair.target, pair.draft)):
-            forget_sampling(model)
+        for model in (pair.target, pair.draft):
+            if isinstance(model, GenerationMixin):
+                forget_sampling(model)
         self.capacity = max(map(len, prompts)) + settings.max_new_tokens
         self.calibration: Calibration | None = None
         self.engines: dict[EngineConfig, Engine] = {}
@@ -288,6 +289,8 @@ def run(settings: Settings) -> None:
         getattr(torch, settings.dtype),
         settings.device,
     )
+    if "assisted" in settings.methods and pair.draft and not isinstance(pair.draft, GenerationMixin):
+        raise ValueError("--methods: assisted needs a draft model, and --draft is a head; name the others")
     prompts = [pair.tokenizer(text)["input_ids"] for text in islice(_texts(settings, pair.tokenizer), settings.limit)]
     room = context_length(pair.target.config) - settings.max_new_tokens
     fitting = [p for p in prompts if 0 < len(p) <= room]

@@ -329,7 +329,9 @@ def _numbers(option: str, text: str, kind: type[Number]) -> tuple[Number, ...]:
 )
 def bench(
     target: Annotated[str | None, typer.Option(help="Hub id or folder. Default: the demo pair.")] = None,
-    draft: Annotated[str | None, typer.Option(help="Hub id or folder of the draft.")] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="Hub id or folder of the draft: a model, or a head for the target.")
+    ] = None,
     prompts: Annotated[Path | None, typer.Option(help="Parquet or JSONL file. Default: demo messages.")] = None,
     prompt_column: Annotated[
         str, typer.Option(help="Column of the prompts; `turns[0]` takes a list's item.")
@@ -346,7 +348,8 @@ def bench(
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: one per core.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of every method, in turn.")] = 3,
     drafter: Annotated[
-        str, typer.Option(help="Who drafts where a method does not say: none, model, suffix, early_exit or auto.")
+        str,
+        typer.Option(help="Who drafts where a method does not say: none, model, eagle3, suffix, early_exit or auto."),
     ] = "auto",
     methods: Annotated[
         str,

@@ -76,7 +76,9 @@ class Job(BaseModel):
     kind: ClassVar[str] = "generate"
 
     target: str = setting("Models", ..., "Hub id, folder or fsspec URL of the target model. Default: the demo pair.")
-    draft: str | None = setting("Models", None, "Hub id, folder or fsspec URL of the draft model.")
+    draft: str | None = setting(
+        "Models", None, "Hub id, folder or fsspec URL of the draft: a small model, or a head for the target."
+    )
     target_revision: str | None = setting("Models", None, "Revision of the target on the hub.")
     draft_revision: str | None = setting("Models", None, "Revision of the draft on the hub.")
     trust_remote_code: bool = setting("Models", False, "Run Python code that comes with a model.")
@@ -161,7 +163,7 @@ class Job(BaseModel):
 
     method: Method = setting("Decoding", Method.auto, "plain, eqspec, exspec, or auto: the faster of plain and exspec.")
     drafter: str = setting(
-        "Decoding", "auto", "Who drafts: none, model, suffix, early_exit; auto: the fastest of those at hand."
+        "Decoding", "auto", "Who drafts: none, model, eagle3, suffix, early_exit; auto: the fastest of those at hand."
     )
     batch_size: Auto = setting("Decoding", "auto", "B: rows of a forward.")
     window: Auto = setting("Decoding", "auto", "W: slots of the pool.")

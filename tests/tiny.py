@@ -78,9 +78,10 @@ def head(
     target: PreTrainedModel, seed: int = 1, dtype: torch.dtype = torch.float32, size: int = 41, **changes: Any
 ) -> Eagle3Head:
     """A head of EAGLE-3 with random weights that can propose `size` of the target's tokens."""
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+             "vocab_size": VOCABULARY, "initializer_range": 0.3}  # fmt: skip
     taps = changes.pop("taps", [1, 2, target.config.get_text_config().num_hidden_layers - 1])
-    config = Eagle3Config(taps, size, 32, vocab_size=VOCABULARY, initializer_range=0.3, **shape | changes)
+    config = Eagle3Config(taps, size, 32, **shape | changes)
     torch.manual_seed(seed)
     made = Eagle3Head(config)
     made.d2t += torch.randperm(VOCABULARY)[:size].sort().values - torch.arange(size)

@@ -26,7 +26,7 @@ from exspec.jobs.demo import TARGET
 from exspec.jobs.demo.train import batches
 from tests.actors.engine.drafters.test_eagle3 import as_published
 
-STEPS, DECAY = 4, 0.8
+STEPS, DECAY, RATE = 4, 0.8, 4e-3
 SEED, COUNTED = 7, 40  # of the messages, and batches that the vocabulary is counted in
 PROPOSED = 640  # tokens that the head can propose
 
@@ -107,16 +107,21 @@ def main(
     head = Eagle3Head(config)
     head.d2t += used - torch.arange(len(used))
     places = taps(target.config, config)
-    optimizer = torch.optim.AdamW(head.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    matrices = [p for p in [*head.layers.parameters(), head.fc.weight] if p.ndim == 2]
+    others = [p for p in head.parameters() if not any(p is m for m in matrices)]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(matrices, lr=RATE, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=RATE, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
     start, step, share = time.monotonic(), 0, 0.0
     while share < 1 and step < steps:
         found = losses(head, target, *next(stream), places)
         torch.stack([DECAY**i * loss for i, loss in enumerate(found)]).sum().backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(head.parameters(), 0.5)
-        for group in optimizer.param_groups:
-            group["lr"] = 2e-3 * min(1.0, (step + 1) / 30, (1 - share) / 0.5)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = RATE * min(1.0, (step + 1) / 30, (1 - share) / 0.5)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         step, share = step + 1, (time.monotonic() - start) / (60 * minutes)
         if step % 25 == 0:
             print(

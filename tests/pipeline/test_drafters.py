@@ -1,0 +1,80 @@
+"""Jobs and their drafters: who drafts may change from run to run, and no row changes with it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from exspec.pipeline.errors import JobError
+from exspec.pipeline.prepare import prepare
+from exspec.pipeline.run import execute
+from tests import tiny
+from tests.actors.engine.drafters.test_eagle3 import as_published
+from tests.pipeline import jobs
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+LAYERS = 5
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A target, a draft model and heads for it."""
+    folder = tmp_path_factory.mktemp("models")
+    target = tiny.deep(LAYERS, 0.3)
+    target.config.max_position_embeddings = 64
+    target.save_pretrained(folder / "target")
+    tiny.model(seed=1, max_position_embeddings=64).save_pretrained(folder / "draft")
+    for name in ("target", "draft"):
+        jobs.tokenizer().save_pretrained(folder / name)
+    as_published(tiny.head(target), folder / "authors", "authors")
+    as_published(tiny.head(target, embeds=True), folder / "speculators", "speculators")
+    as_published(tiny.head(tiny.deep(LAYERS), vocab_size=62), folder / "foreign", "authors")
+    return {path.name: str(path) for path in folder.iterdir()}
+
+
+def test_who_drafts_may_change_between_the_runs_of_a_job(
+    models: dict[str, str], source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    runs: list[tuple[int, str | None, dict[str, Any], str]] = [
+        (15, "draft", {}, "exspec (model)"),
+        (30, "authors", {}, "exspec (eagle3)"),
+        (40, "speculators", {"drafter": "eagle3"}, "exspec (eagle3)"),
+        (50, None, {"drafter": "early_exit", "exit_depth": 1, "check_depth": 3, "exit_tokens": 1}, "early_exit 1/3/1"),
+        (60, None, {"drafter": "none"}, "plain"),
+    ]
+    for limit, draft, settings, told in runs:
+        given = (models["target"], models[draft] if draft else None)
+        job = jobs.job(given, source, out, limit=limit, **settings)  # type: ignore[arg-type]
+        assert execute(prepare(job)) == 0
+        assert told in " ".join("".join(capsys.readouterr()).split())
+    rows, target, words = (
+        jobs.read_output(out),
+        AutoModelForCausalLM.from_pretrained(models["target"]),
+        jobs.tokenizer(),
+    )
+    assert len(rows) == 60
+    for n in range(60):
+        tokens = tiny.generate(target, jobs.prompt(n), jobs.budget(n))
+        assert rows[str(n)]["completion"] == words.decode(tokens[:-1] if tokens[-1] in tiny.ENDS else tokens), n
+    assert json.loads((out / "_report.json").read_text())["rows"] == 60
+
+
+@pytest.mark.parametrize(
+    ("draft", "settings", "told"),
+    [
+        ("foreign", {}, "draft .*foreign: the head is for a vocabulary of 62"),
+        ("authors", {"drafter": "model"}, "drafter model: the draft is a head for eagle3"),
+        ("draft", {"drafter": "eagle3"}, "drafter eagle3: it needs a head of EAGLE-3 as its draft"),
+        (None, {"drafter": "early_exit", "exit_depth": 3, "check_depth": 2}, "drafter early_exit: it leaves at"),
+        (None, {"drafter": "early_exit", "method": "eqspec"}, "drafter early_exit: method eqspec moves the KV"),
+    ],
+)
+def test_what_cannot_draft_is_refused_before_anything_is_loaded(
+    models: dict[str, str], source: Path, tmp_path: Path, draft: str | None, settings: dict[str, Any], told: str
+) -> None:
+    given = (models["target"], models[draft] if draft else None)
+    with pytest.raises(JobError, match=told):
+        prepare(jobs.job(given, source, tmp_path / "out", **settings))  # type: ignore[arg-type]
