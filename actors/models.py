@@ -117,7 +117,9 @@ def load_eagle3(
     """The head of EAGLE-3 under a hub id or in a folder. Raises ModelError naming what is wrong with it."""
     try:
         folder = Path(name if Path(name).is_dir() else snapshot_download(name, revision=revision))
-        return load_head(folder, dtype, device, allow_pickle=allow_pickle)
+        head = load_head(folder, dtype, device, allow_pickle=allow_pickle)
+        settle_positions(head)
+        return head
     except (OSError, ValueError) as error:
         raise ModelError(str(error)) from error
 

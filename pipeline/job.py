@@ -42,7 +42,6 @@ class DraftLength(StrEnum):
     both = "both"
 
 
-DRAFTING = ("exit_depth", "check_depth", "exit_tokens")  # settings of drafters, as an engine's config has them
 AUTO = ("method", "drafter", "batch_size", "window", "draft_tokens", "bucket")  # settings that may be measured
 Auto = int | Literal["auto"]
 # What the engine can compute in float32; its own limits are the same (actors/engine/request.py).
@@ -425,7 +424,9 @@ FREE = {
     "target_revision", "draft_revision", "model_sampling",
 }  # fmt: skip
 # With fixed shapes the target alone decides every token: these change how soon it comes, or which rows there are.
-FREE_IF_EXACT = {"draft", "drafter", "method", "threshold", "limit", "draft (content)", *DRAFTING}
+FREE_IF_EXACT = {
+    "draft", "drafter", "method", "threshold", "limit", "draft (content)", "exit_depth", "check_depth", "exit_tokens",
+}  # fmt: skip
 
 
 def load_job(kind: type[J], file: Path | None, flags: dict[str, Any], pair: dict[str, str] | None = None) -> J:

@@ -10,6 +10,7 @@ import torch
 from transformers import PretrainedConfig
 
 from exspec.actors.engine import EngineConfig, Request
+from exspec.actors.engine.config import DRAFTING, Method
 from exspec.actors.engine.drafters import DRAFTERS, NONE, at_hand, drafter_class, kind, label
 from exspec.actors.engine.kv.cached_model import context_length
 from exspec.actors.engine.kv.memory import MEBIBYTE, MemoryPlan
@@ -21,7 +22,7 @@ from exspec.pipeline.input.plan import Plan, decode_schema
 from exspec.pipeline.input.prompts import Prompts
 from exspec.pipeline.input.requests import requests
 from exspec.pipeline.input.rows import RowError
-from exspec.pipeline.job import AUTO, DRAFTING, Job
+from exspec.pipeline.job import AUTO, Job
 from exspec.pipeline.weights import local_model
 
 LONGEST = 4096  # tokens of a request unless the job says otherwise
@@ -51,7 +52,8 @@ def shape_of(job: Job, models: Sequence[PretrainedConfig], rows: int, stored: di
     given: dict[str, Any] = {name: getattr(job, name) for name in AUTO if name not in free}
     capacity = min(job.capacity or LONGEST, context_length(models[0]))
     target, draft = models[0], models[1] if len(models) > 1 else None
-    hand = at_hand(target, draft, EngineConfig(capacity=capacity))
+    method: Method = "eqspec" if job.method == "eqspec" else "exspec"
+    hand = at_hand(target, draft, EngineConfig(method=method, capacity=capacity, **_asked(job)))
     given |= _drafting(job, hand)
     if given.get("method") == "plain":
         free = tuple(name for name in free if name not in ("method", "drafter", "draft_tokens"))
@@ -94,6 +96,10 @@ def _drafting(job: Job, hand: list[str]) -> dict[str, Any]:
         return {"method": "plain", "drafter": NONE}
     drafter = job.drafter
     if drafter == "auto":
+        if not hand and method is None:
+            return {"method": "plain", "drafter": NONE}
+        if not hand:
+            raise JobError(f"method {method} has no drafter at hand; give a draft, or take method plain")
         drafter = hand[0]
     elif drafter in DRAFTERS and drafter_class(drafter).needs_draft and job.draft is None:
         raise JobError(f"drafter {drafter} needs a draft; without one use another, or auto")
@@ -115,7 +121,8 @@ def wants_draft(job: Job) -> bool:
 def _taken_up(stored: EngineConfig, job: Job, hand: list[str]) -> EngineConfig:
     """The shape that a job began in, by the drafter that there is now: which one changes no token, and neither does
     plain decoding in this shape."""
-    stored = replace(stored, **_asked(job))
+    if asked := _asked(job):
+        stored = stored.drafting(asked)
     if job.drafter == "auto" and stored.drafts and stored.drafter not in hand:
         others = [name for name in hand if drafter_class(name).needs_draft]  # the job has another kind of draft now
         stored = replace(stored, drafter=(others or [stored.drafter])[0])

@@ -1,7 +1,7 @@
 """Settings of an engine, checked once when they are made."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from exspec.actors.engine.drafters import NONE, check_name
 
@@ -11,6 +11,7 @@ AttentionName = Literal["auto", "in_place", "gathered"]
 ATTENTIONS: tuple[AttentionName, ...] = ("auto", "in_place", "gathered")
 KernelsName = Literal["eager", "packed", "compiled"]
 KERNELS: tuple[KernelsName, ...] = ("eager", "packed", "compiled")
+DRAFTING = ("exit_depth", "check_depth", "exit_tokens")  # settings that are one drafter's own
 DraftLengthName = Literal["fixed", "explicit", "implicit", "both"]
 DRAFT_LENGTHS: tuple[DraftLengthName, ...] = ("fixed", "explicit", "implicit", "both")
 
@@ -92,7 +93,7 @@ class EngineConfig:
         if not 0 < self.threshold < 1:
             raise ValueError(f"threshold: expected a number between 0 and 1, not {self.threshold}")
         positive = ("batch_size", "window", "bucket", "capacity", "prefill_rows", "prefill_columns", "page")
-        for name in (*positive, "exit_depth", "check_depth", "exit_tokens"):
+        for name in (*positive, *DRAFTING):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name}: expected a positive number, not {value}")
         if self.draft_tokens < (1 if self.drafts else 0):
@@ -155,8 +156,13 @@ class EngineConfig:
     def plain(self) -> "EngineConfig":
         """Plain decoding whose forwards have the shape of this config's: what its tokens must equal."""
         plain = replace(self, method="plain", drafter=NONE, columns=self.width)
-        names = ("draft_length", "threshold", "exit_depth", "check_depth", "exit_tokens")
+        names = ("draft_length", "threshold", *DRAFTING)
         return replace(plain, **{name: getattr(EngineConfig, name) for name in names})
+
+    def drafting(self, settings: dict[str, Any]) -> "EngineConfig":
+        """It with these settings of a drafter, and none that are another's."""
+        nothing: dict[str, Any] = dict.fromkeys(DRAFTING)
+        return replace(self, **nothing | settings)
 
     def round_shape(self, live: int, longest: int) -> tuple[int, int]:
         """Rows of a round with `live` sequences, and the KV columns it attends where the longest has so many tokens."""

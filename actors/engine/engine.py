@@ -258,7 +258,7 @@ class Engine:
             for i in range(0, len(chunks), rows):
                 slots, ids, starts, attended = self._rows(chunks[i : i + rows], rows)
                 greedy = Sampler([Sampling()] * len(ids), [[0]] * len(ids), self.device)
-                self._choose(slots, ids, starts, greedy, attended)
+                self._choose(slots, ids, starts, greedy, attended, 0)
                 self.drafter.prefill(slots, ids, starts, attended)
 
     def _rows(self, chunks: list[Chunk], rows: int) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -320,7 +320,8 @@ class Engine:
         values = [[len(tokens), *tokens, *[0] * (most - len(tokens))] for tokens in walked]
         lengths, tokens = torch.tensor(values).to(self.device, non_blocking=True).split([1, most], dim=1)
         stands = Draft(tokens, lengths[:, 0], early=draft.early)
-        if any(tokens != drafted[row][: len(tokens)] for row, tokens in enumerate(walked)):
+        replaced = any(tokens != drafted[row][: len(tokens)] for row, tokens in enumerate(walked))
+        if replaced and not self.drafter.follows:
             self.drafter.prefill(group.slots, self._fed(group, stands), group.starts, group.attended)
         return stands
 

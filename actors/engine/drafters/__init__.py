@@ -19,10 +19,10 @@ DRAFTERS = {  # by name, the first one at hand is taken where nobody chooses
 NONE = "none"
 
 
-def check_name(name: str, *others: str) -> None:
-    """Raises ValueError for a drafter that is neither registered nor one of the others."""
-    if name not in (*others, *DRAFTERS):
-        raise ValueError(f"drafter: expected one of {', '.join((*others, *DRAFTERS))}, not {name!r}")
+def check_name(name: str) -> None:
+    """Raises ValueError for a drafter that is not registered."""
+    if name not in DRAFTERS:
+        raise ValueError(f"drafter: expected one of {', '.join(DRAFTERS)}, not {name!r}")
 
 
 def drafter_class(name: str) -> "type[Drafter]":
@@ -31,14 +31,9 @@ def drafter_class(name: str) -> "type[Drafter]":
     return cast("type[Drafter]", resolve_name(DRAFTERS[name]))
 
 
-def name_of(config: "EngineConfig") -> str:
-    """The name of a config's drafter: plain decoding has none."""
-    return config.drafter if config.drafts else NONE
-
-
 def kind(config: "EngineConfig") -> "type[Drafter]":
-    """The drafter of a config."""
-    return drafter_class(name_of(config))
+    """The drafter of a config: plain decoding has none."""
+    return drafter_class(config.drafter if config.drafts else NONE)
 
 
 def label(config: "EngineConfig") -> str:

@@ -102,7 +102,7 @@ class Drafter(ABC):
         dtype: torch.dtype,
     ) -> MemoryPlan:
         """What it takes beside the target."""
-        # A draft's step feeds two columns at most.
+        # Two columns: as many as any step of a draft asks the logits of, but for those that plan more themselves.
         return sum((model_memory(m, config, dtype, columns=2) for m in cls.models(draft)), start=MemoryPlan())
 
     @classmethod

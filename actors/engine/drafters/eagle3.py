@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.drafters.drafter import Given
@@ -12,6 +12,7 @@ from exspec.actors.engine.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from exspec.actors.engine.drafters.model import DraftModel
 from exspec.actors.engine.kv.cached_model import PagedModel
 from exspec.actors.engine.kv.memory import MemoryPlan
+from exspec.actors.engine.kv.trial import spans_trial
 
 OWN = (1,)  # the layer whose output is the next feature
 
@@ -44,12 +45,16 @@ class Eagle3(DraftModel):
         return None
 
     @classmethod
+    def trial(cls, target: PreTrainedModel, config: EngineConfig) -> str | None:  # noqa: ARG003
+        return spans_trial(target)
+
+    @classmethod
     def memory(
         cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig, dtype: torch.dtype
     ) -> MemoryPlan:
         assert isinstance(draft, Eagle3Config)
         tokens = (config.page_count + 1) * config.page_size
-        wide = len(taps(target, draft)) * draft.target_hidden_size + draft.hidden_size
+        wide = len(set(taps(target, draft))) * draft.target_hidden_size + draft.hidden_size
         return super().memory(target, draft, config, dtype) + MemoryPlan(kv=tokens * wide * dtype.itemsize)
 
     @classmethod

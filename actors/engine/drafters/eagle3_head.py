@@ -10,10 +10,12 @@ The logits are the head's over norm(y), and y is the feature of the next token w
 
 import json
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
@@ -31,6 +33,7 @@ class Eagle3Config(LlamaConfig):
     propose. target_hidden_size: width of a feature of one layer. embeds: whether it has an embedding of its own."""
 
     model_type = NAME
+    head_for = NAME  # the drafter
 
     def __init__(
         self,
@@ -61,7 +64,8 @@ def read_config(found: dict[str, Any], tensors: set[str] | None = None) -> Eagle
         raise ValueError(f"{later[0]}: {found[later[0]]} is not supported; expected a head without it")
     layers = llama.get("num_hidden_layers", 1)
     kind = llama.get("model_type", "llama" if "transformer_layer_config" not in found else "qwen3")
-    if kind != "llama" or layers != 1:
+    # The authors' have one layer, whatever number was left in what they were made of.
+    if kind != "llama" or (layers != 1 and "transformer_layer_config" in found):
         raise ValueError(f"a head of {layers} layers of {kind} is not supported; expected one layer of llama")
     own = ("model_type", "architectures", "num_hidden_layers", "tie_word_embeddings", "eagle_config", "auto_map")
     heads = ("draft_vocab_size", "target_hidden_size", "norm_before_residual")
@@ -126,13 +130,13 @@ class Eagle3Head(PreTrainedModel):
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         self.post_init()  # type: ignore[no-untyped-call]
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embed_tokens  # type: ignore[no-any-return]
+    def get_input_embeddings(self) -> Any:
+        return self.embed_tokens
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.embed_tokens = value
 
-    def get_output_embeddings(self) -> nn.Module:
+    def get_output_embeddings(self) -> Any:
         return self.lm_head
 
     def forward(
@@ -161,8 +165,8 @@ class Eagle3Head(PreTrainedModel):
         size, own = self.config.vocab_size, logits.shape[-1]
         if own == size:
             return logits
-        wide = torch.full((*logits.shape[:-1], size), torch.finfo(logits.dtype).min, dtype=logits.dtype)
-        return wide.to(logits.device).index_copy_(-1, torch.arange(own, device=logits.device) + self.d2t, logits)
+        wide = logits.new_full((*logits.shape[:-1], size), torch.finfo(logits.dtype).min)
+        return wide.index_copy_(-1, torch.arange(own, device=logits.device) + self.d2t, logits)
 
 
 AutoConfig.register(NAME, Eagle3Config)
@@ -172,7 +176,8 @@ AutoModelForCausalLM.register(Eagle3Config, Eagle3Head)
 def is_head(found: dict[str, Any]) -> bool:
     """Whether a config.json is that of a head of EAGLE-3, in one of the formats that it is published in."""
     named = [str(name).lower() for name in found.get("architectures") or []]
-    return found.get("speculators_model_type") == NAME or any("eagle3" in name for name in named)
+    told = found.get("speculators_model_type") == NAME or any(NAME in name for name in named)
+    return told or "draft_vocab_size" in found  # of the authors' own, some name the architecture Llama
 
 
 def load_head(
@@ -208,15 +213,23 @@ def load_head(
         raise ValueError(f"{folder}: d2t leads out of the vocabulary of {config.vocab_size} tokens")
     head.load_state_dict(found)
     placed: Any = head
-    return placed.to(device=device, dtype=dtype).eval()  # type: ignore[no-any-return]
+    placed.to(device=device, dtype=dtype).eval()
+    placed.rotary_emb = LlamaRotaryEmbedding(config).to(device)  # whose factors are no weights, and stay in float32
+    return head
 
 
 def _tensors(folder: Path, allow_pickle: bool) -> dict[str, Tensor]:
     safe, pickled = folder / "model.safetensors", folder / "pytorch_model.bin"
     if safe.exists():
-        return load_file(safe)
+        try:
+            return load_file(safe)
+        except SafetensorError as error:
+            raise ValueError(f"{safe}: no safetensors file ({error})") from error
     if not pickled.exists():
         raise ValueError(f"{folder}: no weights; expected {safe.name} or {pickled.name}")
     if not allow_pickle:
         raise ValueError(f"{folder}: its weights are no safetensors; expected {safe.name}, or allow_pickle: true")
-    return torch.load(pickled, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
+    try:
+        return torch.load(pickled, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
+    except (EOFError, RuntimeError, UnpicklingError) as error:
+        raise ValueError(f"{pickled}: no file of tensors ({' '.join(str(error).split()[:12])})") from error

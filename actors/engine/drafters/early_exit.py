@@ -18,15 +18,13 @@ from exspec.actors.engine.drafters.draft_length import Confidence, confidence
 from exspec.actors.engine.drafters.drafter import Draft, Drafter, Given
 from exspec.actors.engine.graphs import Recorder
 from exspec.actors.engine.group import Group
-from exspec.actors.engine.kv.attention import first_line
-from exspec.actors.engine.kv.cached_model import GATHERED, PagedModel
+from exspec.actors.engine.kv.cached_model import PagedModel
 from exspec.actors.engine.kv.memory import MemoryPlan
-from exspec.actors.engine.kv.pages import Pages
+from exspec.actors.engine.kv.trial import spans_trial
 from exspec.actors.engine.tokens.guide import narrowed
 from exspec.actors.engine.tokens.sampling import Sampler, Uses
 
 AHEAD = 2  # tokens that are drafted before they are checked, where nobody says
-TRIED = 6  # tokens of the trial
 
 
 class EarlyExit(Drafter):
@@ -56,30 +54,8 @@ class EarlyExit(Drafter):
         )
 
     @classmethod
-    @torch.inference_mode()
     def trial(cls, target: PreTrainedModel, config: EngineConfig) -> str | None:
-        """There are families whose layers hand on more than hidden states."""
-        d, i = depths(target.config, config)
-        tokens = torch.arange(1, TRIED + 1, device=target.device)[None] % target.config.get_text_config().vocab_size
-        pages = Pages(1, pages=TRIED, size=TRIED, chunk=TRIED, longest=2 * TRIED, device=target.device)
-        pages.begin(0, [], 0, TRIED)
-        slots = starts = torch.zeros(1, dtype=torch.long, device=target.device)
-        try:
-            cached = PagedModel(target, pages, GATHERED)
-            expected = cached.forward(slots, tokens, starts, TRIED)
-            cached.remember((d, i))
-            cached.forward(slots, tokens, starts, TRIED)  # layers tell what they return
-            cached.fill(slots, tokens, starts, TRIED, last=d)
-            cached.forward(slots, tokens, starts, TRIED, first=d, last=i)
-            found = cached.forward(slots, tokens, starts, TRIED, first=i)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as fault:  # other people's layers fail in many ways
-            return f"{type(target).__name__} cannot be left in its midst: {first_line(fault)}"
-        off = (found - expected).float().abs().max() / expected.float().abs().max()
-        if off <= 16 * torch.finfo(found.dtype).eps:
-            return None
-        return f"{type(target).__name__} left in its midst and gone on with has logits that are {off:.1e} off"
+        return spans_trial(target, depths(target.config, config))
 
     @classmethod
     def variants(cls, target: PretrainedConfig, config: EngineConfig) -> list[dict[str, Any]]:
@@ -159,7 +135,8 @@ class EarlyExit(Drafter):
         """Tokens [R, count], lengths [R] <= most [R]; and [R, 2], how many were drafted at depth d, and how many of
         those agreed with depth i. must, masks: of constrained rows."""
         d, i = self.depths
-        columns = torch.arange(self.ahead + 1, device=slots.device)
+        ahead = max(min(self.ahead, count), 1)
+        columns = torch.arange(ahead + 1, device=slots.device)
         kept = pending.new_zeros(len(pending), count + len(columns))
         lengths, early = torch.zeros_like(pending), pending.new_zeros(len(pending), 2)
         last, chance = pending, torch.ones_like(pending, dtype=torch.float32)
@@ -174,12 +151,12 @@ class EarlyExit(Drafter):
                 drafted = torch.cat([_last_tokens(kept, lengths, count, logits.shape[-1]), drafted], dim=1)
             return sampler.propose(logits, starts[:, None] + 1 + places, drafted)
 
-        for _ in range(-(-count // self.ahead)):
+        for _ in range(-(-count // ahead)):
             here, at, fed = torch.where(live, slots, self.nobody), starts + lengths, last[:, None]
-            for n in range(self.ahead):
+            for n in range(ahead):
                 logits = self.target.forward(here, fed[:, -1:], at + n, attended, last=d)
                 fed = torch.cat([fed, choose(logits, n, fed[:, 1:])], dim=1)
-            self.target.fill(here, fed[:, -1:], at + self.ahead, attended, last=d)
+            self.target.fill(here, fed[:, -1:], at + ahead, attended, last=d)
             logits = self.target.forward(here, fed, at, attended, first=d, last=i)
             choices = choose(logits, 0, fed[:, 1:])  # [R, ahead + 1]
             agrees = choices[:, :-1] == fed[:, 1:]
@@ -210,7 +187,7 @@ class EarlyExit(Drafter):
 def depths(target: PretrainedConfig, config: EngineConfig, part: int = 1) -> tuple[int, int]:
     """d and i as the config says, or `part` eighths and `part` quarters of the layers."""
     layers = target.get_text_config().num_hidden_layers
-    d = config.exit_depth or max(part * layers // 8, 1)
+    d = config.exit_depth or max(min(part * layers // 8, (config.check_depth or layers) - 1), 1)
     return d, config.check_depth or max(part * layers // 4, d + 1)
 
 

@@ -8,7 +8,6 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from exspec.actors.engine.config import EngineConfig
-from exspec.actors.engine.drafters import DRAFTERS
 from exspec.actors.engine.drafters.draft_length import Confidence, confidence
 from exspec.actors.engine.drafters.drafter import Draft, Drafter, Given
 from exspec.actors.engine.graphs import Recorder
@@ -34,8 +33,10 @@ class DraftModel(Drafter):
 
     @classmethod
     def refusal(cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig) -> str | None:
-        if draft is None or draft.model_type in DRAFTERS:
-            return "it needs a draft model" if draft is None else f"the draft is a head for {draft.model_type}"
+        if draft is None:
+            return "it needs a draft model"
+        if made_for := getattr(draft, "head_for", None):
+            return f"the draft is a head for {made_for}"
         context, capacity = context_length(draft), min(config.capacity, context_length(target))
         if context >= capacity:
             return None

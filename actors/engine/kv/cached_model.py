@@ -86,6 +86,7 @@ class PagedModel:
         self.write = torch.zeros(0, dtype=torch.long, device=model.device)
         self.shape = torch.Size()  # of the tokens of the forward at hand
         self.states: dict[int, Tensor] = {}  # hidden states that have left so many layers: [pages + 1, P, D]
+        self.gated = False  # its layers can be passed by
         self.first, self.last, self.fills = 0, layers, False  # the layers of the forward at hand, and what it is for
         self._where: Callable[..., Any] = where
         if kernels == "compiled":
@@ -99,11 +100,17 @@ class PagedModel:
     def remember(self, layers: Iterable[int]) -> None:
         """Keep from now on the hidden states that leave each of these layers, counted from 1: a token's lie where its
         keys and values do. A forward may leave after any layer, and begin behind one of these."""
-        if not self.states:
+        if not self.gated:
             gate(self.model, self)
+            self.gated = True
         for layer in layers:
             size = (*self.keys[0].shape[:2], self.model.config.get_text_config().hidden_size)
-            self.states.setdefault(layer, torch.zeros(size, dtype=self.keys[0].dtype, device=self.keys[0].device))
+            if layer not in self.states:
+                self.states[layer] = torch.zeros(size, dtype=self.keys[0].dtype, device=self.keys[0].device)
+
+    def forget(self) -> None:
+        """Remember nothing from now on."""
+        self.states.clear()
 
     @torch.inference_mode()
     def forward(

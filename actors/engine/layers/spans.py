@@ -20,13 +20,16 @@ class Span(Protocol):
         ...
 
 
+# Items that layers of a class return, the hidden states being the first of them; 0: those alone.
+ITEMS: dict[type[nn.Module], int] = {}
+
+
 class Gate(nn.Module):
     """A layer that is passed by where it is not in the span. `place` is its number."""
 
     def __init__(self, layer: nn.Module, place: int, span: Span) -> None:
         super().__init__()
         self.layer, self.place, self.span = layer, place, span
-        self.items = 0  # that the layer returns, the hidden states being the first of them; 0: those alone
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -39,16 +42,20 @@ class Gate(nn.Module):
         if place == span.first and place:
             hidden = span.enter(place)
         if not span.first <= place < span.last:
-            return (hidden, *[None] * (self.items - 1)) if self.items else hidden
+            items = ITEMS.get(type(self.layer), 0)
+            return (hidden, *[None] * (items - 1)) if items else hidden
         out = self.layer(hidden, *args, **kwargs)
-        self.items = len(out) if isinstance(out, tuple) else 0
-        span.leave(place + 1, out[0] if self.items else out)
+        items = ITEMS[type(self.layer)] = len(out) if isinstance(out, tuple) else 0
+        span.leave(place + 1, out[0] if items else out)
         return out
 
 
 def layers_of(model: nn.Module) -> nn.ModuleList:
-    """The layers of a model, which are the longest list of modules in it."""
-    return max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
+    """The layers of a model: a list of as many modules as its config tells, or the longest one."""
+    config: Any = getattr(model, "config", None)
+    count = config.get_text_config().num_hidden_layers if config is not None else 0
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    return max(lists, key=lambda m: (len(m) == count, len(m)))
 
 
 def gate(model: nn.Module, span: Span) -> None:

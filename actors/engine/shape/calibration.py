@@ -109,7 +109,7 @@ def calibrate(
     start, began = clock.now(), time.monotonic()
     ways = _ways(target, draft, config, free)
     if ways:
-        config = replace(config, **ways[0])
+        config = config.drafting(ways[0])
     elif config.drafts:
         config = replace(config, method="plain", drafter=NONE)
     config = replace(settle(target, draft, config), pages=config.pages)
@@ -316,15 +316,20 @@ def _ways(
         return []
     names = at_hand(target.config, None if draft is None else draft.config, config)
     found = names if "drafter" in free else [name for name in names if name == config.drafter]
-    if not found and "method" not in free:
-        raise ValueError(f"calibration: method {config.method} has no drafter at hand; expected one, or method plain")
     found.sort(key=lambda name: name != config.drafter)
-    ways = [{"drafter": n, **way} for n in found for way in drafter_class(n).variants(target.config, config)]
-    return [way for way in ways if drafter_class(way["drafter"]).trial(target, replace(config, **way)) is None]
+    made = [{"drafter": n, **way} for n in found for way in drafter_class(n).variants(target.config, config)]
+    told = [drafter_class(way["drafter"]).trial(target, config.drafting(way)) for way in made]
+    ways = [way for way, why in zip(made, told, strict=True) if why is None]
+    if not ways and "method" not in free:
+        why = f" ({told[0]})" if told else ""
+        raise ValueError(
+            f"calibration: method {config.method} has no drafter at hand{why}; expected one, or method plain"
+        )
+    return ways
 
 
 def _label(config: EngineConfig, way: Way) -> str:
-    return label(replace(config, method=config.method if config.drafts else "exspec", **way))
+    return label(replace(config.drafting(way), method=config.method if config.drafts else "exspec"))
 
 
 def _looks(
@@ -358,7 +363,7 @@ def _looked_at(config: EngineConfig, way: Way, free: Sequence[str]) -> EngineCon
     drafted = looked_at if "draft_tokens" in free or not config.drafts else config.draft_tokens
     if config.exact:
         drafted = max(min(drafted, config.bucket - 1), 1)
-    return replace(config, **way, method=method, draft_tokens=drafted, draft_length="fixed", columns=None)
+    return replace(config.drafting(way), method=method, draft_tokens=drafted, draft_length="fixed", columns=None)
 
 
 def _usual(shape: EngineConfig, shapes: list[EngineConfig]) -> int:
@@ -390,7 +395,7 @@ def _candidates(config: EngineConfig, free: Sequence[str], ways: list[Way], devi
             windows = options("window", (window,))
             for method in methods:
                 with suppress(ValueError):  # a bucket narrower than a verify forward, say
-                    yield replace(config, **method, batch_size=rows, window=windows[0], bucket=bucket)
+                    yield replace(config.drafting(method), batch_size=rows, window=windows[0], bucket=bucket)
 
 
 def _finalists(made: list[Candidate]) -> list[Candidate]:

@@ -18,6 +18,7 @@ from exspec.actors.engine.drafters import label
 from exspec.actors.engine.drafters.drafter import Drafter
 from exspec.actors.engine.engine import Engine
 from exspec.actors.engine.group import Group
+from exspec.actors.engine.kv.cached_model import PagedModel
 from exspec.actors.engine.methods import drafter_of
 from exspec.actors.engine.pool import Sequence as Decoded
 from exspec.actors.engine.request import Request
@@ -119,6 +120,9 @@ class Costs:
         """The drafter of a config, beside the engine."""
         name = label(config)
         if name not in self.drafters:
+            self.drafters.clear()  # one at a time, as engines
+            if isinstance(engine.target, PagedModel):
+                engine.target.forget()
             # Whatever the candidates' buckets: drafts are timed for what their rows attend.
             its = replace(
                 config,
@@ -147,12 +151,12 @@ class Costs:
             tokens = torch.ones(rows, width, dtype=torch.long, device=engine.device)
             starts = (starts - width).clamp(min=1)
             sampler = self._sampler(rows)
-            return lambda: engine._choose(slots, tokens, starts, sampler, self._given(engine, attended))
+            return lambda: engine._choose(slots, tokens, starts, sampler, self._given(engine, attended), 0)
 
         return self._seconds(("verify", rows, width, attended), prepare)
 
     def propose(self, config: EngineConfig, count: int, attended: int) -> float:
-        """A whole draft of `count` tokens."""
+        """A whole draft of `count` tokens, and taking in what the target makes of it."""
         rows = config.batch_size
 
         def prepare() -> Callable[[], Any]:
@@ -161,7 +165,14 @@ class Costs:
             for sequence in group.sequences:
                 assert sequence is not None
                 its.admit(sequence.slot, sequence.tokens)
-            return lambda: its.propose(group, [count] * rows)
+            chosen = torch.ones(rows, count + 1, dtype=torch.long, device=engine.device)
+
+            def run() -> None:
+                its.propose(group, [count] * rows)
+                if its.follows:
+                    its.prefill(group.slots, chosen, group.starts + 1, group.attended)
+
+            return run
 
         return self._seconds(("propose", label(config), rows, count, attended), prepare)
 

@@ -249,13 +249,41 @@ def test_weights_that_are_no_safetensors_need_a_permission(tmp_path: Path) -> No
     ("changes", "told"),
     [
         ({"norm_output": True}, "norm_output: True is not supported; expected a head without it"),
-        ({"num_hidden_layers": 2}, "a head of 2 layers of llama is not supported; expected one layer of llama"),
+        (
+            {"transformer_layer_config": {"num_hidden_layers": 2, "model_type": "llama"}},
+            "a head of 2 layers of llama is not supported; expected one layer of llama",
+        ),
+        ({"transformer_layer_config": {"hidden_size": 32}}, "a head of 1 layers of qwen3 is not supported"),
     ],
 )
 def test_formats_that_are_not_known_are_refused(changes: dict[str, Any], told: str, tmp_path: Path) -> None:
-    folder = as_published(tiny.head(tiny.deep(5)), tmp_path / "head", "authors", **changes)
+    folder = as_published(tiny.head(tiny.deep(5)), tmp_path / "head", "speculators", **changes)
     with pytest.raises(ModelError, match=told):
         load_eagle3(str(folder), torch.float32)
+
+
+def test_files_that_are_damaged_are_named(tmp_path: Path) -> None:
+    for number, pickled in enumerate((False, True)):
+        folder = as_published(tiny.head(tiny.deep(5)), tmp_path / str(number), "authors", pickled=pickled)
+        weights = folder / ("pytorch_model.bin" if pickled else "model.safetensors")
+        weights.write_bytes(weights.read_bytes()[:100])
+        with pytest.raises(ModelError, match=f"{weights.name}: no "):
+            load_eagle3(str(folder), torch.float32, allow_pickle=True)
+
+
+def test_what_a_head_was_made_of_does_not_count(tmp_path: Path) -> None:
+    """Some of the authors' say the layers and the architecture of their target."""
+    made = {"num_hidden_layers": 40, "architectures": ["LlamaForCausalLM"]}
+    folder = as_published(tiny.head(tiny.deep(5)), tmp_path / "head", "authors", **made)
+    assert is_head(json.loads((folder / "config.json").read_text()))
+    assert len(load_eagle3(str(folder), torch.float32).layers) == 1
+
+
+def test_rotary_factors_stay_in_float32(tmp_path: Path) -> None:
+    folder = as_published(tiny.head(tiny.deep(5)), tmp_path / "head", "authors")
+    found = load_eagle3(str(folder), torch.bfloat16)
+    assert found.fc.weight.dtype == torch.bfloat16
+    assert torch.equal(found.rotary_emb.inv_freq, load_eagle3(str(folder), torch.float32).rotary_emb.inv_freq)
 
 
 def test_a_head_of_another_target_is_refused() -> None:

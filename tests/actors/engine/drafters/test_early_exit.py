@@ -51,23 +51,24 @@ class Slow(EarlyExit):
         draft = super().propose(group, limits)
         assert draft.early is not None
         for row, (sequence, limit) in enumerate(zip(group.sequences, limits, strict=True)):
-            expected, early = self.slow(sequence.tokens if sequence else [], limit, -(-max(limits) // self.ahead))
+            expected, early = self.slow(sequence.tokens if sequence else [], limit, max(limits))
             assert draft.tokens[row, : draft.lengths[row]].tolist() == expected
             assert draft.early[row].tolist() == early
             self.seen.update(proposed=len(expected), shown=early[0], agreed=early[1])
         return draft
 
-    def slow(self, tokens: list[int], limit: int, turns: int) -> tuple[list[int], list[int]]:
+    def slow(self, tokens: list[int], limit: int, count: int) -> tuple[list[int], list[int]]:
         """HiSpec as its paper tells it, one column at a time: the draft, and what depth i was shown and agreed with."""
         (d, i), kept, shown, agreed = self.depths, list[int](), 0, 0
-        for _ in range(turns if limit else 0):
+        ahead = max(min(self.ahead, count), 1)
+        for _ in range(-(-count // ahead) if limit else 0):
             if len(kept) == limit:
                 break
             drafted: list[int] = []
-            for _ in range(self.ahead):
+            for _ in range(ahead):
                 drafted.append(self.next_token(tokens + kept + drafted, d))
             room = limit - len(kept)
-            shown += min(room, self.ahead)
+            shown += min(room, ahead)
             for token in [*drafted, -1][:room]:
                 kept.append(self.next_token(tokens + kept, i))
                 if kept[-1] != token:
