@@ -46,3 +46,16 @@ def test_it_turns_messages_it_never_saw_into_records() -> None:
     assert 0.6 <= total.acceptance_rate <= 0.98
     lengths = sorted(len(c.tokens) for c in completions)
     assert lengths[-1] > 2.5 * lengths[0]
+
+
+def test_the_targets_first_layers_draft() -> None:
+    """It was trained with losses at its exits: what they propose is accepted at both levels."""
+    pair = load_pair(str(TARGET), None, torch.float32)
+    engine = Engine(pair.target, None, EngineConfig(drafter="early_exit", draft_tokens=4, capacity=1024))
+    for i, example in enumerate(islice(examples(seed=77), 24)):
+        text = f"<|message|>{example.message}<|record|>"
+        engine.submit(Request(i, pair.tokenizer(text)["input_ids"], max_new_tokens=100))
+    total = sum((c.statistics for c in engine.run()), start=SequenceStatistics())
+    assert 0.4 <= total.early_acceptance_rate <= 0.98
+    assert 0.6 <= total.acceptance_rate <= 0.98
+    assert total.mean_accepted_length > 2.5

@@ -212,7 +212,7 @@ def test_it_is_planned_for_and_calibrated(name: str) -> None:
 def test_a_drafter_that_lacks_what_it_needs_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="method exspec with the drafter model: it needs a draft model"):
         Engine(tiny.model(), None, EngineConfig())
-    with pytest.raises(ValueError, match="drafter: expected one of none, model, .*, ngram, not 'medusa'"):
+    with pytest.raises(ValueError, match=r"drafter: expected one of none, model, .*, ngram, not 'medusa'"):
         EngineConfig(drafter="medusa")
     with pytest.raises(ValueError, match="method exspec needs a drafter; without one use method plain"):
         EngineConfig(drafter="none")
