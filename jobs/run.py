@@ -2,6 +2,7 @@
 
 from rich.console import Console
 
+from exspec.actors.engine.config import DRAFTING
 from exspec.jobs.convert import behind, finish
 from exspec.jobs.notify import notified
 from exspec.jobs.plan import examined
@@ -35,7 +36,8 @@ def tune(job: Job) -> None:
     progress.stop()
     console = Console()
     console.print(candidates_table(settled.candidates, settled.seconds))
-    for name in AUTO:
-        console.print(f"{name}: {getattr(settled.config, name)}", highlight=False)
+    for name in (*AUTO, *DRAFTING):
+        if (value := getattr(settled.config, name)) is not None:
+            console.print(f"{name}: {value}", highlight=False)
     if settled.config.draft_length != "fixed":
         console.print(f"threshold: {settled.config.threshold:.3f}", highlight=False)

@@ -121,7 +121,8 @@ def wants_draft(job: Job) -> bool:
 def _taken_up(stored: EngineConfig, job: Job, hand: list[str]) -> EngineConfig:
     """The shape that a job began in, by the drafter that there is now: which one changes no token, and neither does
     plain decoding in this shape."""
-    if asked := _asked(job):
+    asked = _asked(job)
+    if any(getattr(stored, name) != value for name, value in asked.items()):
         stored = stored.drafting(asked)
     if job.drafter == "auto" and stored.drafts and stored.drafter not in hand:
         others = [name for name in hand if drafter_class(name).needs_draft]  # the job has another kind of draft now

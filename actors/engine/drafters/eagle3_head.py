@@ -230,6 +230,9 @@ def _tensors(folder: Path, allow_pickle: bool) -> dict[str, Tensor]:
     if not allow_pickle:
         raise ValueError(f"{folder}: its weights are no safetensors; expected {safe.name}, or allow_pickle: true")
     try:
-        return torch.load(pickled, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
+        found = torch.load(pickled, map_location="cpu", weights_only=True)
     except (EOFError, RuntimeError, UnpicklingError) as error:
         raise ValueError(f"{pickled}: no file of tensors ({' '.join(str(error).split()[:12])})") from error
+    if not (isinstance(found, dict) and all(isinstance(t, Tensor) for t in found.values())):
+        raise ValueError(f"{pickled}: no file of tensors; expected tensors by name")
+    return found

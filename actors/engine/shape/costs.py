@@ -121,8 +121,8 @@ class Costs:
         name = label(config)
         if name not in self.drafters:
             self.drafters.clear()  # one at a time, as engines
-            if isinstance(engine.target, PagedModel):
-                engine.target.forget()
+            if isinstance(engine.target, PagedModel) and not engine.given.recorder.records:
+                engine.target.forget()  # what was recorded would go on writing there
             # Whatever the candidates' buckets: drafts are timed for what their rows attend.
             its = replace(
                 config,

@@ -187,6 +187,16 @@ def test_both_published_formats_load(layout: str, own: dict[str, Any], tmp_path:
     assert is_head(json.loads((folder / "config.json").read_text()))
     found = load_head(folder, torch.float32)
     assert found.config.taps == head.config.taps
+    given = {"input_ids": torch.arange(9)[None], "position_ids": torch.arange(9)[None]}
+    features = torch.randn(1, 9, 32, generator=torch.Generator().manual_seed(0))
+    embeds = [h.embed_tokens or target.get_input_embeddings() for h in (found, head)]
+    with torch.inference_mode():
+        logits = []
+        for h, embedding in zip((found, head), embeds, strict=True):
+            own, h.embed_tokens = h.embed_tokens, embedding
+            logits.append(h(**given, features=features).logits)
+            h.embed_tokens = own
+    assert torch.equal(*logits), "every setting that its forward depends on was read"
     assert all(torch.equal(t, found.state_dict()[name]) for name, t in head.state_dict().items())
     rows = tiny.requests(PROMPTS, 12)
     made = Engine(target, found, EngineConfig(drafter="eagle3", capacity=64, bucket=64))
@@ -269,6 +279,9 @@ def test_files_that_are_damaged_are_named(tmp_path: Path) -> None:
         weights.write_bytes(weights.read_bytes()[:100])
         with pytest.raises(ModelError, match=f"{weights.name}: no "):
             load_eagle3(str(folder), torch.float32, allow_pickle=True)
+    torch.save({"state_dict": {}}, weights)
+    with pytest.raises(ModelError, match=r"pytorch_model.bin: no file of tensors; expected tensors by name"):
+        load_eagle3(str(folder), torch.float32, allow_pickle=True)
 
 
 def test_what_a_head_was_made_of_does_not_count(tmp_path: Path) -> None:

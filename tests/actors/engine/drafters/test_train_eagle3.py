@@ -15,7 +15,7 @@ from tests.actors.engine.drafters import train_eagle3
 
 @pytest.mark.slow
 def test_a_head_that_is_trained_for_a_minute_is_accepted(tmp_path: Path) -> None:
-    train_eagle3.main(tmp_path / "head", minutes=10, steps=60)
+    train_eagle3.main(tmp_path / "head", minutes=1000, steps=60)
     pair = load_pair(str(TARGET), str(tmp_path / "head"), torch.float32)
     engine = Engine(pair.target, pair.draft, EngineConfig(drafter="eagle3", draft_tokens=3, capacity=1024))
     for i, example in enumerate(islice(examples(seed=77), 16)):
