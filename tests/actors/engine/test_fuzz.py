@@ -68,9 +68,12 @@ def test_a_random_engine_decodes_as_a_slow_loop(seed: int) -> None:
     rng = random.Random(seed)
     family, settings = rng.choice(sorted(tiny.FAMILIES)), shape(rng)
     layers = {"n_layer" if family == "gpt2" else "num_hidden_layers": rng.choice([3, 5])}
-    target = tiny.model(family, seed, **(layers if settings["drafter"] == "early_exit" else {}))
+    target = tiny.model(family, seed, **(layers if settings["drafter"] in ("early_exit", "eagle3") else {}))
+    draft = tiny.model(family, seed + rng.randint(0, 1))
+    if settings["drafter"] == "eagle3":
+        draft = tiny.head(target, seed, size=rng.choice([20, tiny.VOCABULARY]))
     trunk = [rng.randrange(tiny.VOCABULARY) for _ in range(33)]
-    made = tiny.engine(target, draft=tiny.model(family, seed + rng.randint(0, 1)), **settings)
+    made = tiny.engine(target, draft=draft, **settings)
     rows = [Request(i, prompt(rng, trunk), rng.randint(1, 20), sampling(rng)) for i in range(rng.randint(1, 9))]
     expected = {
         r.id: tiny.slow_decode(target, r.prompt, r.sampling, min(r.max_new_tokens, tiny.CONTEXT - len(r.prompt)))
