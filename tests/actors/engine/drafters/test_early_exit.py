@@ -18,6 +18,7 @@ from exspec.actors.engine.group import Group
 from exspec.actors.engine.kv.attention import trial
 from exspec.actors.engine.layers.spans import layers_of
 from exspec.actors.engine.shape.memory import plan_memory
+from exspec.actors.engine.tokens.constraint import Automaton, Node, chain, choice
 from exspec.actors.engine.tokens.guide import narrowed
 from tests import tiny
 
@@ -183,6 +184,19 @@ def test_what_is_known_ahead_is_known_at_each_rows_own_place() -> None:
         place = int(places[row, column])
         may = [known[place]] if place < len(known) else allowed[row] if place == len(known) else list(range(40))
         assert found[row, column].isfinite().nonzero()[:, 0].tolist() == sorted(may)
+
+
+@pytest.mark.parametrize("way", WAYS[2:4], ids=["two ahead", "three ahead"])
+def test_tokens_that_were_put_into_a_draft_have_been_through_no_layer(way: dict[str, Any]) -> None:
+    """Where shapes are free the target goes on from depth i, but not with other tokens than those that were there."""
+    last = choice([[token] for token in range(7, 60)], chain([tiny.ENDS[0]], Node()))
+    label = lambda: Automaton(choice([[token] for token in range(7, 30)], chain([40, 41], last)))  # noqa: E731
+    rows = [replace(r, constraint=label) for r in tiny.requests(PROMPTS, 20)]
+    target = tiny.deep(LAYERS)
+    made = tiny.engine(target, "early_exit", **EXITS, **way)
+    found = tiny.decode(made, rows)
+    assert found == tiny.decode(Engine(target, None, made.config.plain()), rows)
+    assert len({tokens[3] for tokens in found.values()}) > 3, "what comes behind them depends on the row"
 
 
 @pytest.mark.parametrize("family", sorted(tiny.FAMILIES))

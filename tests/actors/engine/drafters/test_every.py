@@ -153,8 +153,9 @@ def test_bfloat16_equals_plain_in_the_same_shape(name: str, sampling: Sampling |
     assert tiny.decode(made, rows, shuffle=3) == tiny.decode(plain, rows, shuffle=4)
 
 
+@pytest.mark.parametrize("config", [{}, {"attention": "gathered", "exact": False, "bucket": 1}], ids=["", "free"])
 @pytest.mark.parametrize("name", NAMES)
-def test_constraints_hold_whoever_drafts(name: str) -> None:
+def test_constraints_hold_whoever_drafts(name: str, config: dict[str, Any]) -> None:
     """Labels of several tokens, walked by the engine alone, beside rows that are free."""
     words = [[10, 11], [10, 11, 12], [20, 7, 8, 9], [7, 8, 9]]
     label = lambda: Automaton(choice(words, chain([40, 41, tiny.ENDS[0]], Node())))  # noqa: E731
@@ -162,7 +163,7 @@ def test_constraints_hold_whoever_drafts(name: str) -> None:
         replace(r, constraint=label if i % 3 else None, scored=9 * (i % 3 == 1))
         for i, r in enumerate(tiny.requests(PROMPTS, 20))
     ]
-    made, watched = engine(name)
+    made, watched = engine(name, **config)
     plain = Engine(model(), None, made.config.plain())
     found = tiny.decode(made, rows, shuffle=2)
     assert found == tiny.decode(plain, rows)
