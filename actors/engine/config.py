@@ -156,8 +156,7 @@ class EngineConfig:
     def plain(self) -> "EngineConfig":
         """Plain decoding whose forwards have the shape of this config's: what its tokens must equal."""
         plain = replace(self, method="plain", drafter=NONE, columns=self.width)
-        names = ("draft_length", "threshold", *DRAFTING)
-        return replace(plain, **{name: getattr(EngineConfig, name) for name in names})
+        return replace(plain.drafting({}), draft_length="fixed", threshold=EngineConfig.threshold)
 
     def drafting(self, settings: dict[str, Any]) -> "EngineConfig":
         """It with these settings of a drafter, and none that are another's."""

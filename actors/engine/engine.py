@@ -37,24 +37,25 @@ class Outcome(NamedTuple):
 
     tokens: the drafts that the target agrees with and its own token after them. drafted: how many were proposed.
     columns: of the row's forward. scores: of the candidates, by place; of places with no choice there are none. early:
-    tokens that the drafter's own verifier was shown, and those that it agreed with.
+    tokens that the drafter's own verifier was shown, and those that it agreed with; empty where it has none.
     """
 
     tokens: list[int]
     drafted: int
     columns: int
     scores: dict[int, Scores]
-    early: tuple[int, int] = (0, 0)
+    early: list[int]
 
 
 class Round(NamedTuple):
     """A round that the device is at work on. arriving: the target's tokens [R, Q] after the pending one and after each
-    draft, the drafter's own count [R, 2], the lengths of the drafts [R, 1], and the drafts [R, N], side by side.
-    scores: of the candidates, the tokens that may stand at a place, the logits [R, Q, M], of scored rows.
+    draft, the lengths of the drafts [R, 1], what the drafter counted [R, 2] if it has `counted`, and the drafts [R, N],
+    side by side. scores: of the candidates, the tokens that may stand at a place, the logits [R, Q, M], of scored rows.
     """
 
     group: Group
     width: int
+    counted: bool
     arriving: Arriving
     scores: Arriving | None
     candidates: Candidates
@@ -347,9 +348,11 @@ class Engine:
             choices, scores = self._pick(logits, tokens, group.starts, group.sampler, masks, asked)
         if self.drafter.follows:
             self.drafter.prefill(group.slots, choices, group.starts + 1, group.attended)
-        early = tokens.new_zeros(len(tokens), 2) if draft.early is None else draft.early
-        rows = torch.cat([choices, early, draft.lengths[:, None], draft.tokens], dim=1)
-        return Round(group, width, Arriving(rows), None if scores is None else Arriving(scores), candidates)
+        counted = [] if draft.early is None else [draft.early]
+        rows = torch.cat([choices, draft.lengths[:, None], *counted, draft.tokens], dim=1)
+        return Round(
+            group, width, bool(counted), Arriving(rows), None if scores is None else Arriving(scores), candidates
+        )
 
     def _choices(
         self, slots: Tensor, tokens: Tensor, starts: Tensor, sampler: Sampler, attended: int, since: int = 0
@@ -362,7 +365,8 @@ class Engine:
     def _wait(self, started: Round) -> list[Outcome]:
         """The round's wait for the device: what came of each row."""
         width, rows = started.width, started.arriving.wait().numpy()
-        chosen, early, lengths, drafted = np.split(rows, [width, width + 2, width + 3], axis=1)
+        after = width + (3 if started.counted else 1)
+        chosen, lengths, early, drafted = np.split(rows, [width, width + 1, after], axis=1)
         lengths = lengths[:, 0]
         drafts = drafted.shape[1]
         agreed = (drafted == chosen[:, :drafts]) & (np.arange(drafts) < lengths[:, None])
@@ -370,8 +374,8 @@ class Engine:
         # What a constraint has cut off was proposed too, in vain.
         proposed = started.group.guide.proposed if started.group.guide else lengths.tolist()
         outcomes = [
-            Outcome(tokens[: kept + 1], length, width, {}, (shown, agreed))
-            for tokens, kept, length, (shown, agreed) in zip(
+            Outcome(tokens[: kept + 1], length, width, {}, count)
+            for tokens, kept, length, count in zip(
                 chosen.tolist(), accepted.tolist(), proposed, early.tolist(), strict=True
             )
         ]

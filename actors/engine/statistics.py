@@ -4,6 +4,7 @@ What changes every round is kept in plain counters, of which a value is made whe
 """
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate, takewhile, zip_longest
 from typing import Any, Self
@@ -128,11 +129,12 @@ class SequenceCounters:
     def rounds(self) -> int:
         return self.grouped_rounds + self.ragged_rounds
 
-    def round(self, grouped: bool, drafted: int, accepted: int, early: tuple[int, int] = (0, 0)) -> None:
+    def round(self, grouped: bool, drafted: int, accepted: int, early: Sequence[int] = ()) -> None:
         """Count a round with so many drafts, of which so many were accepted. grouped: of one length bucket. early: what
         the drafter's own verifier was shown, and agreed with."""
-        self.early_drafted += early[0]
-        self.early_accepted += early[1]
+        if early:
+            self.early_drafted += early[0]
+            self.early_accepted += early[1]
         if grouped:
             self.grouped_rounds += 1
         else:

@@ -137,11 +137,7 @@ def train(
     """
     model.to(device).train()
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
-    others = [p for p in model.parameters() if not any(p is m for m in matrices)]
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(matrices, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
+    optimizers = optimizers_of(model, matrices, rate)
     short, every = (batches(seed, longest, tokenizer) for longest in (SHORT, 100_000))
     start, step, tokens, running = time.monotonic(), 0, 0, [0.0] * (1 + len(exits))
     while (share := (time.monotonic() - start) / (60 * minutes)) < 1:
@@ -171,6 +167,15 @@ def train(
     } | (
         {"loss_at_exits": {str(n): round(loss, 4) for n, loss in zip(exits, running[1:], strict=True)}} if exits else {}
     )
+
+
+def optimizers_of(model: Any, matrices: list[torch.nn.Parameter], rate: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices, AdamW for what else a model has."""
+    others = [p for p in model.parameters() if not any(p is m for m in matrices)]
+    return [
+        torch.optim.Muon(matrices, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
 
 
 def _losses(

@@ -11,7 +11,7 @@ from exspec.actors.engine.drafters.drafter import Given
 from exspec.actors.engine.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from exspec.actors.engine.drafters.model import DraftModel
 from exspec.actors.engine.kv.cached_model import PagedModel
-from exspec.actors.engine.kv.memory import MemoryPlan
+from exspec.actors.engine.kv.memory import MemoryPlan, states_memory
 from exspec.actors.engine.kv.trial import spans_trial
 
 OWN = (1,)  # the layer whose output is the next feature
@@ -53,9 +53,8 @@ class Eagle3(DraftModel):
         cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig, dtype: torch.dtype
     ) -> MemoryPlan:
         assert isinstance(draft, Eagle3Config)
-        tokens = (config.page_count + 1) * config.page_size
-        wide = len(set(taps(target, draft))) * draft.target_hidden_size + draft.hidden_size
-        return super().memory(target, draft, config, dtype) + MemoryPlan(kv=tokens * wide * dtype.itemsize)
+        width = len(set(taps(target, draft))) * draft.target_hidden_size + draft.hidden_size
+        return super().memory(target, draft, config, dtype) + states_memory(config, width, dtype)
 
     @classmethod
     def build(cls, given: Given) -> Self:

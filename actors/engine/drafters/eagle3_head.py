@@ -23,7 +23,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
 NAME = "eagle3"
-LAYER = {"authors": "midlayer.", "speculators": "layers.0."}  # what the tensors of the layer are called
+AUTHORS, OURS = "midlayer.", "layers.0."  # what the tensors of the layer are called; speculators' are as ours
 IGNORED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")  # tells what d2t tells; the target's own
 UNSUPPORTED = ("fc_norm", "norm_before_fc", "norm_output")  # of later formats, which change the forward
 
@@ -81,6 +81,7 @@ def read_config(found: dict[str, Any], tensors: set[str] | None = None) -> Eagle
 
 
 def norm(config: Eagle3Config) -> nn.Module:
+    """One of the head's norms."""
     made: nn.Module = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
     return made
 
@@ -191,12 +192,7 @@ def load_head(
     config = read_config(json.loads((folder / "config.json").read_text()), set(tensors))
     head = Eagle3Head(config)
     expected = head.state_dict()
-    prefix = next((p for p in LAYER.values() if any(name.startswith(p) for name in tensors)), LAYER["authors"])
-    found = {
-        "layers.0." + name.removeprefix(prefix) if name.startswith(prefix) else name: tensor
-        for name, tensor in tensors.items()
-        if name not in IGNORED
-    }
+    found = {name.replace(AUTHORS, OURS): tensor for name, tensor in tensors.items() if name not in IGNORED}
     if config.draft_vocab_size == config.vocab_size:
         found.setdefault("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
     for name, tensor in expected.items():

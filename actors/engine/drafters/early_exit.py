@@ -19,7 +19,7 @@ from exspec.actors.engine.drafters.drafter import Draft, Drafter, Given
 from exspec.actors.engine.graphs import Recorder
 from exspec.actors.engine.group import Group
 from exspec.actors.engine.kv.cached_model import PagedModel
-from exspec.actors.engine.kv.memory import MemoryPlan
+from exspec.actors.engine.kv.memory import MemoryPlan, states_memory
 from exspec.actors.engine.kv.trial import spans_trial
 from exspec.actors.engine.tokens.guide import narrowed
 from exspec.actors.engine.tokens.sampling import Sampler, Uses
@@ -76,9 +76,8 @@ class EarlyExit(Drafter):
     def memory(
         cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig, dtype: torch.dtype
     ) -> MemoryPlan:
-        tokens = (config.page_count + 1) * config.page_size
-        states = len(depths(target, config)) * tokens * target.get_text_config().hidden_size
-        return super().memory(target, draft, config, dtype) + MemoryPlan(kv=states * dtype.itemsize)
+        width = len(depths(target, config)) * target.get_text_config().hidden_size
+        return super().memory(target, draft, config, dtype) + states_memory(config, width, dtype)
 
     @classmethod
     def build(cls, given: Given) -> Self:

@@ -181,13 +181,11 @@ class PagedModel:
 
     def enter(self, layer: int) -> Tensor:
         """The hidden states [R, Q, D] that the tokens of the forward at hand have left a layer with."""
-        store = self.states[layer]
-        return store.view(-1, store.shape[-1])[self.write].view(*self.shape, -1)
+        return self.states[layer].flatten(0, 1)[self.write].view(*self.shape, -1)
 
     def leave(self, layer: int, hidden: Tensor) -> None:
         if layer in self.states:
-            store = self.states[layer]
-            store.view(-1, store.shape[-1]).index_put_((self.write,), hidden.reshape(-1, store.shape[-1]))
+            self.states[layer].flatten(0, 1).index_put_((self.write,), hidden.flatten(0, 1))
         if self.fills and layer == self.last:
             raise Filled
 

@@ -57,6 +57,16 @@ def model_memory(model: PretrainedConfig, config: EngineConfig, dtype: torch.dty
     )
 
 
+def states_memory(config: EngineConfig, width: int, dtype: torch.dtype) -> MemoryPlan:
+    """Of hidden states of so many numbers a token, remembered in the engine's pages."""
+    return MemoryPlan(kv=_columns(config) * width * dtype.itemsize)
+
+
+def _columns(config: EngineConfig) -> int:
+    """Tokens that pages hold, the bin's among them."""
+    return (config.page_count + 1) * config.page_size
+
+
 @lru_cache(maxsize=8)
 def _weights(config: str, packed: bool) -> int:
     """Numbers in a model's weights, from its configuration as JSON."""
@@ -71,7 +81,7 @@ def _kv(model: PretrainedConfig, config: EngineConfig) -> int:
     layers, heads, head_size = kv_shape(model)
     # Pages and the bin; or, for eqspec, rows that may run up to a verify width past the longest, and one layer twice
     # while it is moved.
-    columns = (config.page_count + 1) * config.page_size
+    columns = _columns(config)
     if config.method == "eqspec":
         columns = config.batch_size * (config.capacity + config.width) * (layers + 1) // layers
     return 2 * layers * heads * columns * head_size

@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from exspec.actors.engine.drafters.eagle3 import taps
 from exspec.actors.engine.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from exspec.jobs.demo import TARGET
-from exspec.jobs.demo.train import batches
+from exspec.jobs.demo.train import batches, optimizers_of
 from tests.actors.engine.drafters.test_eagle3 import as_published
 
 STEPS, DECAY, RATE = 4, 0.8, 4e-3
@@ -108,11 +108,7 @@ def main(
     head.d2t += used - torch.arange(len(used))
     places = taps(target.config, config)
     matrices = [p for p in [*head.layers.parameters(), head.fc.weight] if p.ndim == 2]
-    others = [p for p in head.parameters() if not any(p is m for m in matrices)]
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(matrices, lr=RATE, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=RATE, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
+    optimizers = optimizers_of(head, matrices, RATE)
     start, step, share = time.monotonic(), 0, 0.0
     while share < 1 and step < steps:
         found = losses(head, target, *next(stream), places)
