@@ -3,7 +3,7 @@
 import copy
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from exspec.actors.engine.config import EngineConfig
-from exspec.actors.engine.drafters.eagle3 import Eagle3
-from exspec.actors.engine.drafters.eagle3_head import Eagle3Head, is_head, load_head, read_config
+from exspec.actors.engine.drafters import head_of
 from exspec.actors.engine.engine import model_end_ids
 from exspec.actors.engine.kv.cached_model import GATHERED, PagedModel, context_length, kv_shape
 from exspec.actors.engine.kv.pages import Pages
@@ -69,7 +68,8 @@ def load_pair(
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
 ) -> Pair:
-    """Load target and draft from hub ids or folders; `draft` may be a head of EAGLE-3, which its config tells, or None.
+    """Load target and draft from hub ids or folders; `draft` may be a head for the target, which its config tells, or
+    None.
 
     trust_remote_code: run Python code that comes with a model. allow_pickle: load weights that are no safetensors.
 
@@ -78,24 +78,35 @@ def load_pair(
     """
     may = {"trust_remote_code": trust_remote_code, "allow_pickle": allow_pickle}
     tokenizer = load_part(AutoTokenizer, target, revision, trust_remote_code)
-    target_model = load_model(target, dtype, device, revision, **may)
-    if draft is None:
-        return Pair(target_model, None, tokenizer)
-    if is_head(config_of(draft, draft_revision)):
-        head = load_eagle3(draft, dtype, device, draft_revision, allow_pickle=allow_pickle)
-        check_head(target_model.config, head.config, draft)
-        return Pair(target_model, head, tokenizer)
-    draft_tokenizer = load_part(AutoTokenizer, draft, draft_revision, trust_remote_code)
-    check_vocabularies(tokenizer, draft_tokenizer, target, draft)
-    draft_model = load_model(draft, dtype, device, draft_revision, **may)
-    sizes = [model.num_parameters() for model in (target_model, draft_model)]
+    pair = Pair(load_model(target, dtype, device, revision, **may), None, tokenizer)
+    return pair if draft is None else replace(pair, draft=load_draft(pair, draft, target, draft_revision, **may))
+
+
+def load_draft(
+    pair: Pair,
+    name: str,
+    target: str,
+    revision: str | None = None,
+    *,
+    trust_remote_code: bool = False,
+    allow_pickle: bool = False,
+) -> PreTrainedModel:
+    """A draft for the pair's target, whose name is `target`. Raises and warns as `load_pair` does."""
+    model = pair.target
+    given: Any = (model.dtype, model.device, revision)
+    if head_config(config_of(name, revision), name, model.config) is not None:
+        return load_head(name, *given, allow_pickle=allow_pickle)
+    tokenizer = load_part(AutoTokenizer, name, revision, trust_remote_code)
+    check_vocabularies(pair.tokenizer, tokenizer, target, name)
+    draft = load_model(name, *given, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
+    sizes = [m.num_parameters() for m in (model, draft)]
     if sizes[1] > sizes[0]:
         warnings.warn(
-            f"the draft {draft} ({sizes[1]:,} parameters) is larger than the target {target} ({sizes[0]:,}): "
+            f"the draft {name} ({sizes[1]:,} parameters) is larger than the target {target} ({sizes[0]:,}): "
             "speculation will cost more than it saves; were they given in the wrong order?",
-            stacklevel=2,
+            stacklevel=3,
         )
-    return Pair(target_model, draft_model, tokenizer)
+    return draft
 
 
 def config_of(name: str, revision: str | None = None) -> dict[str, Any]:
@@ -106,36 +117,42 @@ def config_of(name: str, revision: str | None = None) -> dict[str, Any]:
         raise ModelError(f"{name}: {_reason(error, {})}") from error
 
 
-def load_eagle3(
+def head_config(found: dict[str, Any], name: str, target: PretrainedConfig) -> PretrainedConfig | None:
+    """The config of a head for a target, of its config.json alone; None where that is a model's.
+
+    Raises ModelError naming what is not supported, or why the head is for another target.
+    """
+    drafter = head_of(found)
+    if drafter is None:
+        return None
+    try:
+        config = drafter.read(found)
+    except ValueError as error:
+        raise ModelError(f"{name}: {error}") from error
+    if why := drafter.refusal(target, config, EngineConfig()):
+        raise ModelError(f"{name}: {why}")
+    return config
+
+
+def load_head(
     name: str,
     dtype: torch.dtype,
     device: str | torch.device = "cpu",
     revision: str | None = None,
     *,
     allow_pickle: bool = False,
-) -> Eagle3Head:
-    """The head of EAGLE-3 under a hub id or in a folder. Raises ModelError naming what is wrong with it."""
+) -> PreTrainedModel:
+    """The head under a hub id or in a folder. Raises ModelError naming what is wrong with it."""
+    drafter = head_of(config_of(name, revision))
+    if drafter is None:
+        raise ModelError(f"{name}: its config.json is not that of a head")
     try:
         folder = Path(name if Path(name).is_dir() else snapshot_download(name, revision=revision))
-        head = load_head(folder, dtype, device, allow_pickle=allow_pickle)
+        head = drafter.load(folder, dtype, device, allow_pickle)
         settle_positions(head)
         return head
     except (OSError, ValueError) as error:
         raise ModelError(str(error)) from error
-
-
-def head_config(found: dict[str, Any], name: str) -> PretrainedConfig:
-    """The config of a head, of its config.json alone. Raises ModelError naming what is not supported."""
-    try:
-        return read_config(found)
-    except ValueError as error:
-        raise ModelError(f"{name}: {error}") from error
-
-
-def check_head(target: PretrainedConfig, head: PretrainedConfig, name: str) -> None:
-    """Raises ModelError where a head is for another target."""
-    if why := Eagle3.refusal(target, head, EngineConfig()):
-        raise ModelError(f"{name}: {why}")
 
 
 def load_model(

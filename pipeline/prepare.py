@@ -13,14 +13,12 @@ from transformers.utils import logging
 
 from exspec.actors.answers import AnswerError
 from exspec.actors.engine import EngineConfig, Room
-from exspec.actors.engine.drafters.eagle3_head import is_head
 from exspec.actors.engine.kv.cached_model import context_length
 from exspec.actors.engine.kv.memory import MemoryPlan
 from exspec.actors.engine.shape.memory import fit
 from exspec.actors.models import (
     ModelError,
     check_config,
-    check_head,
     check_vocabularies,
     config_of,
     head_config,
@@ -215,10 +213,9 @@ def _check_models(job: Job) -> Models:
     for role, name, revision in pairs:
         try:
             place = local_model(name, job.storage_options, weights=False)
-            if role == "draft" and is_head(found := config_of(place, revision)):
+            if role == "draft" and (head := head_config(config_of(place, revision), name, configs[0])):
                 digests[role] = model_digest(name, revision, job.storage_options)
-                configs.append(head_config(found, name))
-                check_head(configs[0], configs[1], name)
+                configs.append(head)
                 continue
             config = load_part(AutoConfig, place, revision, job.trust_remote_code)
             tokenizers.append(load_part(AutoTokenizer, place, revision, job.trust_remote_code))

@@ -33,6 +33,8 @@ from transformers.generation.logits_process import (
 from transformers.models.auto import AutoModelForCausalLM
 
 from exspec.actors.engine import Engine, EngineConfig, Request, Sampling
+from exspec.actors.engine.drafters import drafter_class
+from exspec.actors.engine.drafters.clover_head import CloverConfig, CloverHead
 from exspec.actors.engine.drafters.drafter import Draft, Drafter
 from exspec.actors.engine.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from exspec.actors.engine.group import Group
@@ -86,6 +88,23 @@ def head(
     made = Eagle3Head(config)
     made.d2t += torch.randperm(VOCABULARY)[:size].sort().values - torch.arange(size)
     return made.to(dtype).eval()  # type: ignore[no-any-return]
+
+
+def clover(target: PreTrainedModel, seed: int = 1, dtype: torch.dtype = torch.float32, **changes: Any) -> CloverHead:
+    """A head of Clover with random weights."""
+    text = target.config.get_text_config()
+    shape = {"hidden_size": text.hidden_size, "intermediate_size": 64, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "vocab_size": text.vocab_size, "initializer_range": 0.3}  # fmt: skip
+    torch.manual_seed(seed)
+    return CloverHead(CloverConfig(**shape | changes)).to(dtype).eval()  # type: ignore[no-any-return]
+
+
+def draft_of(drafter: str, target: PreTrainedModel, seed: int = 1) -> PreTrainedModel | None:
+    """What a drafter drafts with."""
+    heads = {"eagle3": head, "clover": clover}
+    if drafter in heads:
+        return heads[drafter](target, seed, target.dtype)  # type: ignore[operator]
+    return model(seed=seed, dtype=target.dtype) if drafter_class(drafter).needs_draft else None
 
 
 def prompts(count: int, seed: int = 0, longest: int = 40) -> list[list[int]]:

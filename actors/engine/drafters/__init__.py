@@ -1,18 +1,20 @@
 """Who proposes the tokens that the target verifies: a file each, and a line each in the registry."""
 
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from exspec.actors.engine.config import EngineConfig
     from exspec.actors.engine.drafters.drafter import Drafter
+    from exspec.actors.engine.drafters.head import HeadDrafter
 
 DRAFTERS = {  # by name, the first one at hand is taken where nobody chooses
     "none": "exspec.actors.engine.drafters.none:NoDraft",
     "model": "exspec.actors.engine.drafters.model:DraftModel",
     "eagle3": "exspec.actors.engine.drafters.eagle3:Eagle3",
+    "clover": "exspec.actors.engine.drafters.clover:Clover",
     "suffix": "exspec.actors.engine.drafters.suffix:Suffix",
     "early_exit": "exspec.actors.engine.drafters.early_exit:EarlyExit",
 }
@@ -45,3 +47,9 @@ def at_hand(target: "PretrainedConfig", draft: "PretrainedConfig | None", config
     """The drafters that can draft for a target, with what `draft` is, in the order of the registry."""
     names = [name for name in DRAFTERS if name != NONE]
     return [name for name in names if drafter_class(name).refusal(target, draft, config) is None]
+
+
+def head_of(found: "dict[str, Any]") -> "type[HeadDrafter] | None":
+    """The drafter that a config.json is of a head for; None where it is a model's."""
+    made = next((cls for cls in map(drafter_class, DRAFTERS) if cls.reads(found)), None)
+    return cast("type[HeadDrafter] | None", made)

@@ -74,6 +74,11 @@ class Drafter(ABC):
     caches: Sequence[CachedModel] = ()
 
     @classmethod
+    def reads(cls, found: dict[str, Any]) -> bool:  # noqa: ARG003
+        """Whether a config.json is that of a head of its own."""
+        return False
+
+    @classmethod
     def refusal(
         cls,
         target: PretrainedConfig,  # noqa: ARG003

@@ -10,17 +10,16 @@ The logits are the head's over norm(y), and y is the feature of the next token w
 
 import json
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+
+from exspec.actors.engine.drafters.head import filled, read_tensors
 
 NAME = "eagle3"
 AUTHORS, OURS = "midlayer.", "layers.0."  # what the tensors of the layer are called; speculators' are as ours
@@ -188,47 +187,14 @@ def load_head(
 
     Raises ValueError naming the file, and the tensor that is missing, not known or of another shape.
     """
-    tensors = _tensors(folder, allow_pickle)
+    tensors = read_tensors(folder, allow_pickle)
     config = read_config(json.loads((folder / "config.json").read_text()), set(tensors))
     head = Eagle3Head(config)
-    expected = head.state_dict()
     found = {name.replace(AUTHORS, OURS): tensor for name, tensor in tensors.items() if name not in IGNORED}
     if config.draft_vocab_size == config.vocab_size:
         found.setdefault("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
-    for name, tensor in expected.items():
-        if name not in found:
-            raise ValueError(f"{folder}: no tensor {name}; expected one of {list(tensor.shape)}")
-        if found[name].shape != tensor.shape:
-            raise ValueError(
-                f"{folder}: {name} is {list(found[name].shape)}, and its config.json asks for {list(tensor.shape)}"
-            )
-    if unknown := sorted(set(found) - set(expected)):
-        raise ValueError(f"{folder}: a head of EAGLE-3 has no tensor {unknown[0]}")
+    filled(head, found, folder, "a head of EAGLE-3", dtype, device)
     proposed = found["d2t"] + torch.arange(len(found["d2t"]))
     if not ((proposed >= 0) & (proposed < config.vocab_size)).all():
         raise ValueError(f"{folder}: d2t leads out of the vocabulary of {config.vocab_size} tokens")
-    head.load_state_dict(found)
-    placed: Any = head
-    placed.to(device=device, dtype=dtype).eval()
-    placed.rotary_emb = LlamaRotaryEmbedding(config).to(device)  # whose factors are no weights, and stay in float32
     return head
-
-
-def _tensors(folder: Path, allow_pickle: bool) -> dict[str, Tensor]:
-    safe, pickled = folder / "model.safetensors", folder / "pytorch_model.bin"
-    if safe.exists():
-        try:
-            return load_file(safe)
-        except SafetensorError as error:
-            raise ValueError(f"{safe}: no safetensors file ({error})") from error
-    if not pickled.exists():
-        raise ValueError(f"{folder}: no weights; expected {safe.name} or {pickled.name}")
-    if not allow_pickle:
-        raise ValueError(f"{folder}: its weights are no safetensors; expected {safe.name}, or allow_pickle: true")
-    try:
-        found = torch.load(pickled, map_location="cpu", weights_only=True)
-    except (EOFError, RuntimeError, UnpicklingError) as error:
-        raise ValueError(f"{pickled}: no file of tensors ({' '.join(str(error).split()[:12])})") from error
-    if not (isinstance(found, dict) and all(isinstance(t, Tensor) for t in found.values())):
-        raise ValueError(f"{pickled}: no file of tensors; expected tensors by name")
-    return found

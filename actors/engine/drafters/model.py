@@ -1,6 +1,6 @@
 """A draft model: a smaller one of the same vocabulary."""
 
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -15,6 +15,8 @@ from exspec.actors.engine.group import Group
 from exspec.actors.engine.kv.cached_model import CachedModel, context_length
 from exspec.actors.engine.tokens.guide import narrowed
 from exspec.actors.engine.tokens.sampling import Sampler
+
+Step = tuple[Tensor, Any]  # logits [R, 1, V] of the next token, and what the step after it goes on from
 
 
 class DraftModel(Drafter):
@@ -116,11 +118,11 @@ class DraftModel(Drafter):
         """Tokens [R, N] with N <= count, and lengths [R] <= most [R]. must, masks: of constrained rows."""
         tokens = pending.new_empty(len(pending), 0)
         lengths, chance = torch.zeros_like(pending), torch.ones_like(pending, dtype=torch.float32)
-        logits = self._first(slots, previous, pending, starts, attended)
+        logits, state = self._first(slots, previous, pending, starts, attended)
         goes_on = live = most > 0
         for i in range(count):
             if i > 0:
-                logits = self._next(slots, tokens[:, -1:], starts + i, attended)
+                logits, state = self._next(slots, tokens[:, -1:], starts + i, attended, state)
             if must is not None and masks is not None:
                 logits = narrowed(logits, torch.full_like(pending[:, None], i), must, masks)
             token = sampler.propose(logits, (starts + 1 + i)[:, None], tokens)
@@ -132,12 +134,12 @@ class DraftModel(Drafter):
                 break
         return tokens, lengths
 
-    def _first(self, slots: Tensor, previous: Tensor, pending: Tensor, starts: Tensor, attended: int) -> Tensor:
-        """Logits [R, 1, V] after the pending tokens, at starts."""
+    def _first(self, slots: Tensor, previous: Tensor, pending: Tensor, starts: Tensor, attended: int) -> Step:
+        """After the pending tokens, at starts."""
         # Before the pending token of a prompt of one token is no place.
-        return self._next(slots, torch.stack([previous, pending], dim=1), starts - 1, attended)
+        return self._next(slots, torch.stack([previous, pending], dim=1), starts - 1, attended, None)
 
-    def _next(self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int) -> Tensor:
-        """Logits [R, 1, V] after the last of tokens [R, Q], the first of them at starts."""
+    def _next(self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int, state: Any) -> Step:  # noqa: ARG002
+        """After the last of tokens [R, Q], the first of them at starts."""
         logits = self.cached.forward(slots, tokens.clamp(max=self.last_token), starts, attended, keep=1)
-        return logits[..., : self.shared]
+        return logits[..., : self.shared], None

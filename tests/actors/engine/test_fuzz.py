@@ -14,6 +14,7 @@ from exspec.actors.engine.kv.attention import trial
 from tests import tiny
 
 COUNT, FIRST = int(os.environ.get("EXSPEC_FUZZ", "12")), int(os.environ.get("EXSPEC_FUZZ_FROM", "0"))
+DEEP = ("early_exit", "eagle3", "clover")  # which stand on the target's own layers
 IN_PLACE = trial(torch.device("cpu"), torch.float32, 4, 2, 8, 8) is None
 
 
@@ -68,10 +69,12 @@ def test_a_random_engine_decodes_as_a_slow_loop(seed: int) -> None:
     rng = random.Random(seed)
     family, settings = rng.choice(sorted(tiny.FAMILIES)), shape(rng)
     layers = {"n_layer" if family == "gpt2" else "num_hidden_layers": rng.choice([3, 5])}
-    target = tiny.model(family, seed, **(layers if settings["drafter"] in ("early_exit", "eagle3") else {}))
+    target = tiny.model(family, seed, **(layers if settings["drafter"] in DEEP else {}))
     draft = tiny.model(family, seed + rng.randint(0, 1))
     if settings["drafter"] == "eagle3":
         draft = tiny.head(target, seed, size=rng.choice([20, tiny.VOCABULARY]))
+    if settings["drafter"] == "clover":
+        draft = tiny.clover(target, seed, heads=rng.choice([1, 3, 5]))
     trunk = [rng.randrange(tiny.VOCABULARY) for _ in range(33)]
     made = tiny.engine(target, draft=draft, **settings)
     rows = [Request(i, prompt(rng, trunk), rng.randint(1, 20), sampling(rng)) for i in range(rng.randint(1, 9))]

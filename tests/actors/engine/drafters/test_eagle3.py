@@ -12,13 +12,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from exspec.actors.engine import Engine, EngineConfig
-from exspec.actors.engine.drafters import at_hand
+from exspec.actors.engine.drafters import at_hand, eagle3_head
 from exspec.actors.engine.drafters.drafter import Draft
-from exspec.actors.engine.drafters.eagle3 import Eagle3, taps
-from exspec.actors.engine.drafters.eagle3_head import Eagle3Config, Eagle3Head, is_head, load_head
+from exspec.actors.engine.drafters.eagle3 import Eagle3
+from exspec.actors.engine.drafters.eagle3_head import Eagle3Config, Eagle3Head, is_head
 from exspec.actors.engine.group import Group
 from exspec.actors.engine.kv.attention import trial
-from exspec.actors.models import ModelError, load_eagle3, load_pair
+from exspec.actors.models import ModelError, load_head, load_pair
 from exspec.jobs.demo import TARGET
 from tests import tiny
 
@@ -140,8 +140,8 @@ def test_tensors_have_the_published_names_and_shapes() -> None:
 
 def test_features_are_of_a_low_a_middle_and_a_high_layer_unless_the_head_says() -> None:
     target = tiny.model(num_hidden_layers=32).config
-    assert taps(target, Eagle3Config()) == (2, 16, 29)
-    assert taps(target, Eagle3Config(taps=[1, 2, 31])) == (1, 2, 31)
+    assert Eagle3.tapped(target, Eagle3Config()) == (2, 16, 29)
+    assert Eagle3.tapped(target, Eagle3Config(taps=[1, 2, 31])) == (1, 2, 31)
 
 
 def as_published(head: Eagle3Head, folder: Path, layout: str, pickled: bool = False, **changes: Any) -> Path:
@@ -185,7 +185,7 @@ def test_both_published_formats_load(layout: str, own: dict[str, Any], tmp_path:
     head = tiny.head(target, **own)
     folder = as_published(head, tmp_path / "head", layout)
     assert is_head(json.loads((folder / "config.json").read_text()))
-    found = load_head(folder, torch.float32)
+    found = eagle3_head.load_head(folder, torch.float32)
     assert found.config.taps == head.config.taps
     given = {"input_ids": torch.arange(9)[None], "position_ids": torch.arange(9)[None]}
     features = torch.randn(1, 9, 32, generator=torch.Generator().manual_seed(0))
@@ -241,7 +241,7 @@ def test_what_is_wrong_with_a_head_is_named(
     spoil(tensors)
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ModelError, match=told):
-        load_eagle3(str(folder), torch.float32)
+        load_head(str(folder), torch.float32)
 
 
 def test_weights_that_are_no_safetensors_need_a_permission(tmp_path: Path) -> None:
@@ -250,8 +250,8 @@ def test_weights_that_are_no_safetensors_need_a_permission(tmp_path: Path) -> No
     with pytest.raises(
         ModelError, match=r"its weights are no safetensors; expected model\.safetensors, or allow_pickle"
     ):
-        load_eagle3(str(folder), torch.float32)
-    found = load_eagle3(str(folder), torch.float32, allow_pickle=True)
+        load_head(str(folder), torch.float32)
+    found = load_head(str(folder), torch.float32, allow_pickle=True)
     assert torch.equal(found.fc.weight, head.fc.weight)
 
 
@@ -269,7 +269,7 @@ def test_weights_that_are_no_safetensors_need_a_permission(tmp_path: Path) -> No
 def test_formats_that_are_not_known_are_refused(changes: dict[str, Any], told: str, tmp_path: Path) -> None:
     folder = as_published(tiny.head(tiny.deep(5)), tmp_path / "head", "speculators", **changes)
     with pytest.raises(ModelError, match=told):
-        load_eagle3(str(folder), torch.float32)
+        load_head(str(folder), torch.float32)
 
 
 def test_files_that_are_damaged_are_named(tmp_path: Path) -> None:
@@ -278,10 +278,10 @@ def test_files_that_are_damaged_are_named(tmp_path: Path) -> None:
         weights = folder / ("pytorch_model.bin" if pickled else "model.safetensors")
         weights.write_bytes(weights.read_bytes()[:100])
         with pytest.raises(ModelError, match=f"{weights.name}: no "):
-            load_eagle3(str(folder), torch.float32, allow_pickle=True)
+            load_head(str(folder), torch.float32, allow_pickle=True)
     torch.save({"state_dict": {}}, weights)
     with pytest.raises(ModelError, match=r"pytorch_model.bin: no file of tensors; expected tensors by name"):
-        load_eagle3(str(folder), torch.float32, allow_pickle=True)
+        load_head(str(folder), torch.float32, allow_pickle=True)
 
 
 def test_what_a_head_was_made_of_does_not_count(tmp_path: Path) -> None:
@@ -289,14 +289,14 @@ def test_what_a_head_was_made_of_does_not_count(tmp_path: Path) -> None:
     made = {"num_hidden_layers": 40, "architectures": ["LlamaForCausalLM"]}
     folder = as_published(tiny.head(tiny.deep(5)), tmp_path / "head", "authors", **made)
     assert is_head(json.loads((folder / "config.json").read_text()))
-    assert len(load_eagle3(str(folder), torch.float32).layers) == 1
+    assert len(load_head(str(folder), torch.float32).layers) == 1
 
 
 def test_rotary_factors_stay_in_float32(tmp_path: Path) -> None:
     folder = as_published(tiny.head(tiny.deep(5)), tmp_path / "head", "authors")
-    found = load_eagle3(str(folder), torch.bfloat16)
+    found = load_head(str(folder), torch.bfloat16)
     assert found.fc.weight.dtype == torch.bfloat16
-    assert torch.equal(found.rotary_emb.inv_freq, load_eagle3(str(folder), torch.float32).rotary_emb.inv_freq)
+    assert torch.equal(found.rotary_emb.inv_freq, load_head(str(folder), torch.float32).rotary_emb.inv_freq)
 
 
 def test_a_head_of_another_target_is_refused() -> None:

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from exspec.actors.engine import Engine, EngineConfig, Request, Sampling
-from exspec.actors.engine.drafters import DRAFTERS, NONE, at_hand, drafter_class
+from exspec.actors.engine.drafters import DRAFTERS, NONE, at_hand
 from exspec.actors.engine.drafters.drafter import Draft, Drafter
 from exspec.actors.engine.graphs import Eager
 from exspec.actors.engine.group import Group
@@ -92,14 +92,7 @@ def engine(
 
     shape = EngineConfig(drafter=name, **SHAPE | config)
     target = model(dtype)
-    return Engine(target, draft_of(name, target), shape, None, recorder, make), watched[0]
-
-
-def draft_of(name: str, target: PreTrainedModel) -> PreTrainedModel | None:
-    """What a drafter drafts with."""
-    if name == "eagle3":
-        return tiny.head(target, dtype=target.dtype)
-    return tiny.model(seed=1, dtype=target.dtype) if drafter_class(name).needs_draft else None
+    return Engine(target, tiny.draft_of(name, target), shape, None, recorder, make), watched[0]
 
 
 def model(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -134,7 +127,7 @@ def reference(sampling: Sampling | None = None) -> dict[Any, list[int]]:
 def test_tokens_are_those_of_a_slow_loop(name: str, config: dict[str, Any], sampling: Sampling | None) -> None:
     if config.get("attention") == "in_place" and not IN_PLACE:
         pytest.skip("attention is not in place here")
-    if name in ("early_exit", "eagle3") and config.get("method") == "eqspec":
+    if name in ("early_exit", "eagle3", "clover") and config.get("method") == "eqspec":
         with pytest.raises(ValueError, match=f"the drafter {name}: method eqspec moves the KV"):
             engine(name, **config)
         return
@@ -194,7 +187,7 @@ def test_recorded_shapes_give_the_same_tokens_and_are_few(name: str, monkeypatch
 def test_it_is_planned_for_and_calibrated(name: str) -> None:
     """Through the registry alone: nothing outside of it names a drafter."""
     target = model()
-    draft = draft_of(name, target)
+    draft = tiny.draft_of(name, target)
     config = EngineConfig(drafter=name, **SHAPE)
     assert name in at_hand(target.config, draft and draft.config, config)
     plan = plan_memory(target.config, draft and draft.config, config, torch.float32)

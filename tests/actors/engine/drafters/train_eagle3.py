@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from exspec.actors.engine.drafters.eagle3 import taps
+from exspec.actors.engine.drafters.eagle3 import Eagle3
 from exspec.actors.engine.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from exspec.jobs.demo import TARGET
 from exspec.jobs.demo.train import batches, optimizers_of
@@ -106,7 +106,7 @@ def main(
     config._attn_implementation = "eager"
     head = Eagle3Head(config)
     head.d2t += used - torch.arange(len(used))
-    places = taps(target.config, config)
+    places = Eagle3.tapped(target.config, config)
     matrices = [p for p in [*head.layers.parameters(), head.fc.weight] if p.ndim == 2]
     optimizers = optimizers_of(head, matrices, RATE)
     start, step, share = time.monotonic(), 0, 0.0

@@ -1,0 +1,70 @@
+"""Clover (arXiv:2405.00263, arXiv:2408.00264): one layer over the target's last hidden states, and a step for each
+token that costs a few products of matrices and the target's own head."""
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from exspec.actors.engine.drafters.clover_head import NAME, CloverConfig, CloverHead, read_config
+from exspec.actors.engine.drafters.drafter import Draft, Given
+from exspec.actors.engine.drafters.head import HeadDrafter, filled, read_tensors
+from exspec.actors.engine.drafters.model import Step
+from exspec.actors.engine.group import Group
+
+
+class Clover(HeadDrafter):
+    """Its layer is fed once a token, with what the target has said; a draft leaves no trace in its KV.
+
+    embedding: of the tokens, the rows of the target's head. score: hidden states to the target's logits.
+    """
+
+    asks: ClassVar[str] = "a head of Clover"
+    configures: ClassVar[type[PretrainedConfig]] = CloverConfig
+    lengths: ClassVar[tuple[int, ...]] = (1, 2, 3)
+    looked_at: ClassVar[int] = 3
+    embedding: Tensor
+    score: nn.Module
+
+    @classmethod
+    def reads(cls, found: dict[str, Any]) -> bool:
+        return found.get("model_type") == NAME
+
+    @classmethod
+    def read(cls, found: dict[str, Any]) -> CloverConfig:
+        return read_config(found)
+
+    @classmethod
+    def load(cls, folder: Path, dtype: torch.dtype, device: str | torch.device, allow_pickle: bool) -> CloverHead:
+        config = read_config(json.loads((folder / "config.json").read_text()))
+        return filled(CloverHead(config), read_tensors(folder, allow_pickle), folder, cls.asks, dtype, device)
+
+    @classmethod
+    def tapped(cls, target: PretrainedConfig, draft: PretrainedConfig) -> tuple[int, ...]:  # noqa: ARG003
+        return (target.get_text_config().num_hidden_layers,)
+
+    @classmethod
+    def build(cls, given: Given) -> Self:
+        made, score = super().build(given), given.target.get_output_embeddings()
+        made.embedding, made.score = score.weight, given.verifier.model.get_output_embeddings()
+        return made
+
+    def propose(self, group: Group, limits: list[int]) -> Draft:
+        most: int = self.head.model.config.heads
+        return super().propose(group, [min(limit, most) for limit in limits])
+
+    def _first(self, slots: Tensor, previous: Tensor, pending: Tensor, starts: Tensor, attended: int) -> Step:  # noqa: ARG002
+        features = self._features(slots, starts - 1, 1, attended)
+        hidden = self.head.forward(slots, pending[:, None], starts - 1, attended, features=features)
+        return self._step(0, hidden, pending[:, None])
+
+    def _next(self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int, state: tuple[int, Tensor]) -> Step:  # noqa: ARG002
+        return self._step(*state, tokens)
+
+    @torch.inference_mode()
+    def _step(self, number: int, hidden: Tensor, tokens: Tensor) -> Step:
+        hidden, said = self.head.model.step(number, hidden, self.embedding[tokens])
+        return self.score(said), (number + 1, hidden)

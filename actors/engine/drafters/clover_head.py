@@ -1,0 +1,106 @@
+"""The head of Clover (arXiv:2405.00263; its gate is Clover-2's, arXiv:2408.00264), for a chain of a few tokens.
+
+H: hidden states that leave the target's last layer, e_i: the row of the target's head of the token before the i-th,
+normalised, both [R, Q, D].
+
+    h_0 = layer(H)
+    h_i = h_{i-1} + gate * V e_i         gate: of each attention head, cosine of its q = Q norm(h_{i-1}) and k = K e_i
+    logits of token i = the target's head over MLP_i(norm(h_i))
+
+Attention over one token is always 1, and so the cosine stands in its place.
+"""
+
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
+from torch.nn.functional import cosine_similarity, rms_norm, silu
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+
+NAME = "clover"
+
+
+class CloverConfig(LlamaConfig):
+    """heads: tokens of a draft, at most. The rest is the layer's."""
+
+    model_type = NAME
+    head_for = NAME  # the drafter
+
+    def __init__(self, heads: int = 3, **llama: Any) -> None:
+        super().__init__(**llama | {"num_hidden_layers": 1, "tie_word_embeddings": False})
+        self.heads = heads
+
+    @property
+    def target_hidden_size(self) -> int:
+        return int(self.hidden_size)
+
+
+def read_config(found: dict[str, Any]) -> CloverConfig:
+    """The config of a head, of its config.json. Raises ValueError naming what is wrong with it."""
+    try:
+        config = CloverConfig(**{key: value for key, value in found.items() if key != "model_type"})
+    except StrictDataclassError as error:
+        raise ValueError(f"config.json: {' '.join(str(error).split())}") from error
+    if not (isinstance(config.heads, int) and config.heads > 0):
+        raise ValueError(f"config.json: heads is {config.heads!r}; expected the number of tokens that it can draft")
+    return config
+
+
+class CloverHead(PreTrainedModel):
+    """As a causal language model whose forward takes features [R, Q, D] too, and gives h_0 [R, Q, D] in place of
+    logits. The target's head is no part of it."""
+
+    config: CloverConfig
+    config_class = CloverConfig
+    _supports_attention_backend = True
+    _supports_sdpa = True
+
+    def __init__(self, config: CloverConfig) -> None:
+        super().__init__(config)
+        size = config.hidden_size
+        self.layers = nn.ModuleList([LlamaDecoderLayer(config, 0)])
+        self.q_norm, self.norm = (LlamaRMSNorm(size, eps=config.rms_norm_eps) for _ in range(2))
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(size, size, bias=False) for _ in range(3))
+        self.mlps = nn.ModuleList([nn.Linear(size, size) for _ in range(config.heads)])
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    def get_output_embeddings(self) -> Any:
+        return None
+
+    def forward(
+        self,
+        input_ids: Tensor,  # noqa: ARG002
+        features: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        logits_to_keep: int = 0,
+        **_: Any,
+    ) -> CausalLMOutput:
+        """features: what has left the target's last layer."""
+        hidden = self.layers[0](
+            features,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_embeddings=self.rotary_emb(features, position_ids),
+        )
+        return CausalLMOutput(logits=hidden[:, -logits_to_keep:])
+
+    def step(self, number: int, hidden: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor]:
+        """h_i, and what the target's head is asked, of h_{i-1} and the row of the head of token i - 1: [R, Q, D] each.
+        number: i - 1."""
+        token = rms_norm(embedding, embedding.shape[-1:])
+        query, key, value = (
+            x.unflatten(-1, (self.config.num_attention_heads, -1))
+            for x in (self.q_proj(self.q_norm(hidden)), self.k_proj(token), self.v_proj(token))
+        )
+        hidden = hidden + (cosine_similarity(query, key, dim=-1)[..., None] * value).flatten(-2)
+        said = self.norm(hidden)
+        return hidden, said + silu(self.mlps[number](said))
+
+
+AutoConfig.register(NAME, CloverConfig)
+AutoModelForCausalLM.register(CloverConfig, CloverHead)

@@ -1,0 +1,149 @@
+"""What drafters have in common whose draft is a head: a small network for one target, which reads its hidden states."""
+
+from abc import abstractmethod
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, ClassVar, Self, TypeVar
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from exspec.actors.engine.config import EngineConfig
+from exspec.actors.engine.drafters.drafter import Given
+from exspec.actors.engine.drafters.model import DraftModel
+from exspec.actors.engine.kv.cached_model import PagedModel
+from exspec.actors.engine.kv.memory import MemoryPlan, states_memory
+from exspec.actors.engine.kv.trial import spans_trial
+
+M = TypeVar("M", bound=PreTrainedModel)
+
+
+class HeadDrafter(DraftModel):
+    """A head has KV of its own. At a token's place it is fed with the target's hidden states of that token, its
+    features, and with the token that was chosen after it: token j at place j - 1.
+
+    Features lie in pages, as KV does. What a round has chosen is fed as soon as its features are known.
+
+    asks: what the draft has to be, in words. configures: the class of its config. remembers: layers of the head whose hidden
+    states it goes on from. taps: layers of the target that the features leave.
+    """
+
+    follows: ClassVar[bool] = True
+    asks: ClassVar[str]
+    configures: ClassVar[type[PretrainedConfig]]
+    remembers: ClassVar[tuple[int, ...]] = ()
+    taps: tuple[int, ...]
+    target: PagedModel
+    head: PagedModel
+
+    @classmethod
+    @abstractmethod
+    def read(cls, found: dict[str, Any]) -> PretrainedConfig:
+        """The config of a head, of its config.json alone. Raises ValueError naming what is not supported."""
+
+    @classmethod
+    @abstractmethod
+    def load(cls, folder: Path, dtype: torch.dtype, device: str | torch.device, allow_pickle: bool) -> PreTrainedModel:
+        """The head in a folder. Raises ValueError naming what is wrong with it."""
+
+    @classmethod
+    @abstractmethod
+    def tapped(cls, target: PretrainedConfig, draft: PretrainedConfig) -> tuple[int, ...]:
+        """Layers of the target that the features leave, counted from 1."""
+
+    @classmethod
+    def refusal(cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig) -> str | None:
+        if not isinstance(draft, cls.configures):
+            return f"it needs {cls.asks} as its draft"
+        if config.method == "eqspec":
+            return "method eqspec moves the KV beside which its features lie"
+        text = target.get_text_config()
+        if (draft.vocab_size, draft.target_hidden_size) == (text.vocab_size, text.hidden_size):
+            return None
+        return (
+            f"the head is for a vocabulary of {draft.vocab_size} and hidden states of {draft.target_hidden_size}, "
+            f"and the target has {text.vocab_size} and {text.hidden_size}"
+        )
+
+    @classmethod
+    def trial(cls, target: PreTrainedModel, config: EngineConfig) -> str | None:  # noqa: ARG003
+        return spans_trial(target)
+
+    @classmethod
+    def memory(
+        cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig, dtype: torch.dtype
+    ) -> MemoryPlan:
+        assert isinstance(draft, cls.configures)
+        width = len(set(cls.tapped(target, draft))) * draft.target_hidden_size + len(cls.remembers) * draft.hidden_size
+        return super().memory(target, draft, config, dtype) + states_memory(config, width, dtype)
+
+    @classmethod
+    def build(cls, given: Given) -> Self:
+        assert given.draft is not None
+        head, target = given.cached(given.draft), given.verifier
+        assert isinstance(head, PagedModel)
+        assert isinstance(target, PagedModel)
+        made = cls.of(given, head)
+        made.head, made.target, made.taps = head, target, cls.tapped(given.target.config, given.draft.config)
+        head.last_position = target.last_position  # a head's own config tells what it was trained with
+        if cls.remembers:
+            head.remember(cls.remembers)
+        target.remember(made.taps)
+        return made
+
+    def _fill(self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int) -> None:
+        features = self._features(slots, starts - 1, tokens.shape[1], attended)
+        self.head.fill(slots, tokens, starts - 1, attended, features=features)
+
+    def _features(self, slots: Tensor, starts: Tensor, width: int, attended: int) -> Tensor:
+        """The features [R, width, D] of tokens from starts on."""
+        return self.target.recall(self.taps, slots, starts, width, attended)
+
+
+def read_tensors(folder: Path, allow_pickle: bool) -> dict[str, Tensor]:
+    """The tensors in a folder: of model.safetensors or, if that is allowed, of pytorch_model.bin.
+
+    Raises ValueError naming the file.
+    """
+    safe, pickled = folder / "model.safetensors", folder / "pytorch_model.bin"
+    if safe.exists():
+        try:
+            return load_file(safe)
+        except SafetensorError as error:
+            raise ValueError(f"{safe}: no safetensors file ({error})") from error
+    if not pickled.exists():
+        raise ValueError(f"{folder}: no weights; expected {safe.name} or {pickled.name}")
+    if not allow_pickle:
+        raise ValueError(f"{folder}: its weights are no safetensors; expected {safe.name}, or allow_pickle: true")
+    try:
+        found = torch.load(pickled, map_location="cpu", weights_only=True)
+    except (EOFError, RuntimeError, UnpicklingError) as error:
+        raise ValueError(f"{pickled}: no file of tensors ({' '.join(str(error).split()[:12])})") from error
+    if not (isinstance(found, dict) and all(isinstance(t, Tensor) for t in found.values())):
+        raise ValueError(f"{pickled}: no file of tensors; expected tensors by name")
+    return found
+
+
+def filled(
+    head: M, tensors: dict[str, Tensor], folder: Path, asks: str, dtype: torch.dtype, device: str | torch.device
+) -> M:
+    """The head with these tensors. Raises ValueError naming the one that is missing, not known or of another shape."""
+    expected = head.state_dict()
+    for name, tensor in expected.items():
+        if name not in tensors:
+            raise ValueError(f"{folder}: no tensor {name}; expected one of {list(tensor.shape)}")
+        if tensors[name].shape != tensor.shape:
+            raise ValueError(
+                f"{folder}: {name} is {list(tensors[name].shape)}, and its config.json asks for {list(tensor.shape)}"
+            )
+    if unknown := sorted(set(tensors) - set(expected)):
+        raise ValueError(f"{folder}: {asks} has no tensor {unknown[0]}")
+    head.load_state_dict(tensors)
+    placed: Any = head
+    placed.to(device=device, dtype=dtype).eval()
+    placed.rotary_emb = LlamaRotaryEmbedding(head.config).to(device)  # whose factors are no weights, and stay float32
+    return head
