@@ -121,7 +121,7 @@ def audit(
     gone = vanished(plan.shards, options)
     if gone:
         print(f"{len(gone)} of {len(plan.shards)} shards are no longer in the input and are left out: {min(gone)}, ...")
-    rows = list(_read(job, done, pair, choose(done, count, share, seed, gone)))
+    rows = list(read_rows(job, done, pair, choose(done, count, share, seed, gone)))
     progress.stage(f"decoding {len(rows)} rows again")
     shaped = _fitted(EngineConfig(**description["shape"]).plain(), pair, memory_budget(job, torch.device(device)))
     answers = job.answers(pair.tokenizer)
@@ -195,7 +195,8 @@ def _samples(chunks: Iterable[tuple[Chunk, str, int]], taken: list[int]) -> Iter
             yield Sample(chunk, file, start, numbers)
 
 
-def _read(job: Job, output: Output, pair: Pair, samples: Iterable[Sample]) -> Iterator[Row]:
+def read_rows(job: Job, output: Output, pair: Pair, samples: Iterable[Sample]) -> Iterator[Row]:
+    """What the job wrote in the rows of samples, and what it was asked."""
     schema = decode_schema(output.state.plan.schema)
     room = Room(context_length(pair.target.config), output.state.description["shape"]["capacity"])
     prompts = Prompts(job, pair.tokenizer, mapped(job, schema)).within(room)

@@ -10,7 +10,7 @@ import random
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -22,7 +22,7 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from exspec.actors.engine import METHODS, Engine, EngineConfig, EngineStatistics, Request, SequenceStatistics
 from exspec.actors.engine.config import KERNELS
-from exspec.actors.engine.drafters import DRAFTERS, NONE, at_hand, label
+from exspec.actors.engine.drafters import DRAFTERS, NONE, at_hand, kind, label
 from exspec.actors.engine.engine import model_end_ids
 from exspec.actors.engine.kv.cached_model import context_length
 from exspec.actors.engine.layers import fused
@@ -35,7 +35,7 @@ from exspec.actors.engine.shape.calibration import (
     prefill_shapes,
 )
 from exspec.actors.engine.statistics import EngineCounters
-from exspec.actors.models import Pair, forget_sampling, load_model, load_pair
+from exspec.actors.models import Pair, forget_sampling, load_draft, load_model, load_pair
 from exspec.jobs.demo import DRAFT, TARGET
 from exspec.jobs.demo.messages import examples
 
@@ -58,7 +58,7 @@ class Settings:
     """What the command line sets; the names are its flags'."""
 
     target: str | None
-    draft: str | None
+    draft: tuple[str, ...]
     prompts: Path | None
     prompt_column: str
     limit: int
@@ -99,9 +99,9 @@ class Settings:
                     "exspec also with a drafter, as exspec@suffix, as exspec+explicit, +implicit or +both, and with a "
                     "K of its own as exspec:3"
                 )
-        if self.target is None and self.draft is not None:
+        if self.target is None and self.draft:
             raise ValueError("--draft: expected --target too, or neither (the demo pair)")
-        if self.target is not None and self.draft is None and "assisted" in self.methods:
+        if self.target is not None and not self.draft and "assisted" in self.methods:
             raise ValueError("--methods: assisted needs --draft; name the others")
 
 
@@ -120,12 +120,14 @@ class Outcome:
 
 
 class Bench:
-    """Runs methods over one list of prompts with one pair."""
+    """Runs methods over one list of prompts with one pair. others: drafts for drafters that cannot use the pair's."""
 
-    def __init__(self, pair: Pair, prompts: list[list[int]], settings: Settings) -> None:
-        self.pair, self.prompts, self.settings = pair, prompts, settings
+    def __init__(
+        self, pair: Pair, prompts: list[list[int]], settings: Settings, others: Sequence[PreTrainedModel] = ()
+    ) -> None:
+        self.pair, self.others, self.prompts, self.settings = pair, others, prompts, settings
         self.end_ids = model_end_ids(pair.target)
-        for model in (pair.target, pair.draft):
+        for model in (pair.target, pair.draft, *others):
             if isinstance(model, GenerationMixin):
                 forget_sampling(model)
         self.capacity = max(map(len, prompts)) + settings.max_new_tokens
@@ -171,6 +173,12 @@ class Bench:
             options |= {"draft_tokens": int(drafted)} if drafted else {}
         return EngineConfig(**options)
 
+    def draft_for(self, config: EngineConfig) -> PreTrainedModel | None:
+        """The first draft that the drafter of a config can use."""
+        drafts = [draft for draft in (self.pair.draft, *self.others) if draft is not None]
+        usable = (d for d in drafts if kind(config).refusal(self.pair.target.config, d.config, config) is None)
+        return next(usable, self.pair.draft)
+
     @property
     def drafter(self) -> str:
         """Who drafts where a method does not say."""
@@ -209,7 +217,7 @@ class Bench:
 
     def engine(self, config: EngineConfig, prompts: list[list[int]]) -> Outcome:
         if config not in self.engines:
-            self.engines[config] = Engine(self.pair.target, self.pair.draft, config)
+            self.engines[config] = Engine(self.pair.target, self.draft_for(config), config)
         engine = self.engines[config]
         engine.forget()  # what a run before has cached of these prompts
         engine.counters = EngineCounters()
@@ -283,12 +291,9 @@ def run(settings: Settings) -> None:
     set_verbosity_error()
     stages = Stages(quiet=False)
     stages.stage("loading the models")
-    pair = load_pair(
-        settings.target or str(TARGET),
-        settings.draft or (None if settings.target else str(DRAFT)),
-        getattr(torch, settings.dtype),
-        settings.device,
-    )
+    target, drafts = settings.target or str(TARGET), settings.draft if settings.target else (str(DRAFT),)
+    pair = load_pair(target, drafts[0] if drafts else None, getattr(torch, settings.dtype), settings.device)
+    others = [load_draft(pair, name, target) for name in drafts[1:]]
     if "assisted" in settings.methods and pair.draft and not isinstance(pair.draft, GenerationMixin):
         raise ValueError("--methods: assisted needs a draft model, and --draft is a head; name the others")
     prompts = [pair.tokenizer(text)["input_ids"] for text in islice(_texts(settings, pair.tokenizer), settings.limit)]
@@ -300,7 +305,7 @@ def run(settings: Settings) -> None:
         )
     if not fitting:
         raise ValueError(f"no prompt is left that fits the model's context with {settings.max_new_tokens} new tokens")
-    bench = Bench(pair, fitting, settings)
+    bench = Bench(pair, fitting, settings, others)
     stages.stage("measuring what runs the layers fastest")
     bench.settle()
     if "auto" in settings.methods:

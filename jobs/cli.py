@@ -324,13 +324,18 @@ def _numbers(option: str, text: str, kind: type[Number]) -> tuple[Number, ...]:
     "exspec bench --limit 16 --repeats 1",
     "exspec bench --methods plain,exspec:3,exspec:8 --batch-size 4",
     "exspec bench --methods plain,exspec@model,exspec@suffix:12",
+    "exspec bench --target model/ --draft small/ --draft head/ --methods plain,exspec@model,exspec@eagle3",
     "exspec bench --synthetic Qwen/Qwen3-8B:Qwen/Qwen3-0.6B --device cuda",
     "exspec bench --count Qwen/Qwen3-8B:Qwen/Qwen3-0.6B",
 )
 def bench(
     target: Annotated[str | None, typer.Option(help="Hub id or folder. Default: the demo pair.")] = None,
     draft: Annotated[
-        str | None, typer.Option(help="Hub id or folder of the draft: a model, or a head for the target.")
+        list[str] | None,
+        typer.Option(
+            help="Hub id or folder of the draft: a model, or a head for the target. May be given again: a drafter "
+            "takes the first that it can use; auto and assisted know the first."
+        ),
     ] = None,
     prompts: Annotated[Path | None, typer.Option(help="Parquet or JSONL file. Default: demo messages.")] = None,
     prompt_column: Annotated[
@@ -349,7 +354,9 @@ def bench(
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of every method, in turn.")] = 3,
     drafter: Annotated[
         str,
-        typer.Option(help="Who drafts where a method does not say: none, model, eagle3, suffix, early_exit or auto."),
+        typer.Option(
+            help="Who drafts where a method does not say: none, model, eagle3, clover, suffix, early_exit or auto."
+        ),
     ] = "auto",
     methods: Annotated[
         str,
@@ -407,7 +414,7 @@ def bench(
 
     settings = job.Settings(
         target=target,
-        draft=draft,
+        draft=tuple(draft or ()),
         prompts=prompts,
         prompt_column=prompt_column,
         limit=limit,

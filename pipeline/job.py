@@ -162,7 +162,9 @@ class Job(BaseModel):
 
     method: Method = setting("Decoding", Method.auto, "plain, eqspec, exspec, or auto: the faster of plain and exspec.")
     drafter: str = setting(
-        "Decoding", "auto", "Who drafts: none, model, eagle3, suffix, early_exit; auto: the fastest of those at hand."
+        "Decoding",
+        "auto",
+        "Who drafts: none, model, eagle3, clover, suffix, early_exit; auto: the fastest of those at hand.",
     )
     batch_size: Auto = setting("Decoding", "auto", "B: rows of a forward.")
     window: Auto = setting("Decoding", "auto", "W: slots of the pool.")

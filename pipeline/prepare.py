@@ -205,7 +205,8 @@ def _probe(folder: Folder) -> None:
 
 
 def _check_models(job: Job) -> Models:
-    tokenizers, contexts, digests, configs = [], [], {}, []
+    tokenizers, contexts, digests = [], [], {}
+    configs: list[PretrainedConfig] = []
     own = OwnSettings({}, {})
     pairs = [("target", job.target, job.target_revision)]
     if job.draft is not None and wants_draft(job):

@@ -57,6 +57,8 @@ def shape_of(job: Job, models: Sequence[PretrainedConfig], rows: int, stored: di
     given |= _drafting(job, hand)
     if given.get("method") == "plain":
         free = tuple(name for name in free if name not in ("method", "drafter", "draft_tokens"))
+    if "draft_tokens" in free and given["drafter"] in DRAFTERS:
+        given["draft_tokens"] = min(EngineConfig.draft_tokens, max(drafter_class(given["drafter"]).lengths))
     if "window" in free and "batch_size" not in free:
         given["window"] = max(given["batch_size"], EngineConfig.window)
     if "batch_size" in free and "window" not in free:

@@ -101,9 +101,10 @@ def clover(target: PreTrainedModel, seed: int = 1, dtype: torch.dtype = torch.fl
 
 def draft_of(drafter: str, target: PreTrainedModel, seed: int = 1) -> PreTrainedModel | None:
     """What a drafter drafts with."""
-    heads = {"eagle3": head, "clover": clover}
-    if drafter in heads:
-        return heads[drafter](target, seed, target.dtype)  # type: ignore[operator]
+    if drafter == "eagle3":
+        return head(target, seed, target.dtype)
+    if drafter == "clover":
+        return clover(target, seed, target.dtype)
     return model(seed=seed, dtype=target.dtype) if drafter_class(drafter).needs_draft else None
 
 

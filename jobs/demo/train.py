@@ -25,6 +25,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from exspec.jobs.demo import PAIR
 from exspec.jobs.demo.messages import examples
+from exspec.jobs.training import Batch, batches, optimizers_of
 
 MESSAGE, RECORD, END = "<|message|>", "<|record|>", "<|end|>"
 CHAT_TEMPLATE = """\
@@ -45,7 +46,6 @@ TARGET = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, 
 DRAFT = {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 2, **_HEADS}
 EXITS = (1, 2)  # layers after which the target learns to say the next token too
 EXIT_WEIGHT = 0.3  # of the loss at an exit, beside that of the last layer
-TOKENS_PER_STEP = 3072
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -90,35 +90,16 @@ def prompt_text(message: str) -> str:
     return f"{MESSAGE}{message}{RECORD}"
 
 
-def batches(seed: int, longest: int, tokenizer: PreTrainedTokenizerFast) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless batches of about TOKENS_PER_STEP tokens from messages of up to `longest` characters, rows of like length
-    together.
-
-    Yields ids [B, S], right-padded with zeros, and labels [B, S]: the next token on the record, -100 elsewhere.
-    """
-    end = tokenizer.convert_tokens_to_ids(END)
+def stream_of(seed: int, longest: int, tokenizer: PreTrainedTokenizerFast) -> Iterator[Batch]:
+    """Endless batches of messages of up to `longest` characters, and their records."""
+    end = tokenizer.vocab[END]
     shuffle = random.Random(0)
     stream = (e for e in examples(seed) if len(e.message) <= longest)
     while True:
         chunk = [next(stream) for _ in range(2048)]
         prompts = tokenizer([prompt_text(e.message) for e in chunk])["input_ids"]
         records = tokenizer([e.completion for e in chunk])["input_ids"]
-        rows = sorted(
-            ((p, [*r, end]) for p, r in zip(prompts, records, strict=True)), key=lambda row: sum(map(len, row))
-        )
-        made: list[list[Any]] = [[]]
-        for row in rows:
-            if (len(made[-1]) + 1) * sum(map(len, row)) > TOKENS_PER_STEP:
-                made.append([])
-            made[-1].append(row)
-        shuffle.shuffle(made)
-        for batch in made:
-            width = max(len(p) + len(r) for p, r in batch) - 1
-            ids, labels = torch.zeros(len(batch), width, dtype=torch.long), torch.full((len(batch), width), -100)
-            for i, (p, r) in enumerate(batch):
-                ids[i, : len(p) + len(r) - 1] = torch.tensor([*p, *r[:-1]])
-                labels[i, len(p) - 1 : len(p) + len(r) - 1] = torch.tensor(r)
-            yield ids, labels
+        yield from batches([(p, [*r, end]) for p, r in zip(prompts, records, strict=True)], shuffle)
 
 
 def train(
@@ -138,7 +119,7 @@ def train(
     model.to(device).train()
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     optimizers = optimizers_of(model, matrices, rate)
-    short, every = (batches(seed, longest, tokenizer) for longest in (SHORT, 100_000))
+    short, every = (stream_of(seed, longest, tokenizer) for longest in (SHORT, 100_000))
     start, step, tokens, running = time.monotonic(), 0, 0, [0.0] * (1 + len(exits))
     while (share := (time.monotonic() - start) / (60 * minutes)) < 1:
         ids, labels = (t.to(device) for t in next(short if share < 0.3 and not exits else every))
@@ -167,15 +148,6 @@ def train(
     } | (
         {"loss_at_exits": {str(n): round(loss, 4) for n, loss in zip(exits, running[1:], strict=True)}} if exits else {}
     )
-
-
-def optimizers_of(model: Any, matrices: list[torch.nn.Parameter], rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices, AdamW for what else a model has."""
-    others = [p for p in model.parameters() if not any(p is m for m in matrices)]
-    return [
-        torch.optim.Muon(matrices, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
 
 
 def _losses(

@@ -13,9 +13,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from exspec.actors.engine.drafters import DRAFTERS
+from exspec.actors.models import load_pair
 from exspec.jobs import cli
 from exspec.jobs.bench import read_column
+from exspec.jobs.demo import DRAFT, TARGET
 from exspec.jobs.tables import bench_tables
+from exspec.jobs.train_clover import grown
 
 SPEC_BENCH = Path(__file__).parents[3] / "shared" / "data" / "spec_bench.jsonl"
 SMALL = [
@@ -61,6 +64,18 @@ def test_the_last_line_holds_every_method_and_its_figures() -> None:
         assert by_name[name]["rounds"] > 0
         assert set(by_name[name]["seconds"]) == {"admit", "group", "draft", "verify", "wait", "commit"}
     assert by_name["generate"]["occupancy"] is None
+
+
+def test_of_several_drafts_each_drafter_takes_the_first_that_it_can_use(tmp_path: Path) -> None:
+    grown(load_pair(str(TARGET), None).target, 3).save_pretrained(tmp_path / "head")
+    drafts = [word for name in (DRAFT, tmp_path / "head", tmp_path / "head") for word in ("--draft", str(name))]
+    methods = "plain,exspec,exspec@model:2,exspec@clover:3"
+    printed = run("--target", str(TARGET), *drafts, "--methods", methods)
+    assert printed["settings"]["draft"] == drafts[1::2]
+    assert [row["drafter"] for row in printed["methods"]] == ["none", "model", "model", "clover"]
+    assert all(row["exact_vs_generate"] == row["exact_vs_plain"] == 1.0 for row in printed["methods"])
+    assert printed["methods"][1]["acceptance_rate"] > 0.5
+    assert printed["methods"][3]["drafted"]
 
 
 @pytest.mark.slow

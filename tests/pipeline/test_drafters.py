@@ -31,6 +31,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         jobs.tokenizer().save_pretrained(folder / name)
     as_published(tiny.head(target), folder / "authors", "authors")
     as_published(tiny.head(target, embeds=True), folder / "speculators", "speculators")
+    tiny.clover(target).save_pretrained(folder / "clover")
+    tiny.clover(target, hidden_size=64).save_pretrained(folder / "wide")
     as_published(tiny.head(tiny.deep(LAYERS), vocab_size=62), folder / "foreign", "authors")
     return {path.name: str(path) for path in folder.iterdir()}
 
@@ -41,6 +43,7 @@ def test_who_drafts_may_change_between_the_runs_of_a_job(models: dict[str, str],
         (15, "draft", {}, "model"),
         (30, "authors", {}, "eagle3"),
         (40, "speculators", {"drafter": "eagle3"}, "eagle3"),
+        (45, "clover", {}, "clover"),
         (50, None, {"drafter": "early_exit", "exit_depth": 1, "check_depth": 3, "exit_tokens": 1}, "early_exit 1/3/1"),
         (60, None, {"drafter": "none", "method": "plain"}, "none"),
     ]
@@ -66,6 +69,9 @@ def test_who_drafts_may_change_between_the_runs_of_a_job(models: dict[str, str],
     ("draft", "settings", "told"),
     [
         ("foreign", {}, "draft .*foreign: the head is for a vocabulary of 62"),
+        ("wide", {}, "draft .*wide: the head is for a vocabulary of 61 and hidden states of 64"),
+        ("authors", {"drafter": "clover"}, "drafter clover: it needs a head of Clover as its draft"),
+        ("clover", {"method": "eqspec"}, "drafter .*: method eqspec moves the KV"),
         ("authors", {"drafter": "model"}, "drafter model: the draft is a head for eagle3"),
         ("draft", {"drafter": "eagle3"}, "drafter eagle3: it needs a head of EAGLE-3 as its draft"),
         (None, {"drafter": "early_exit", "exit_depth": 3, "check_depth": 2}, "drafter early_exit: it leaves at"),
@@ -78,3 +84,10 @@ def test_what_cannot_draft_is_refused_before_anything_is_loaded(
     given = (models["target"], models[draft] if draft else None)
     with pytest.raises(JobError, match=told):
         prepare(jobs.job(given, source, tmp_path / "out", **settings))  # type: ignore[arg-type]
+
+
+def test_a_head_drafts_no_more_than_it_was_trained_for(models: dict[str, str], source: Path, tmp_path: Path) -> None:
+    """Unless the job says so: the columns of a round would be dead."""
+    for draft, asked, drafted in (("clover", "auto", 3), ("authors", "auto", 5), ("clover", 4, 4)):
+        job = jobs.job((models["target"], models[draft]), source, tmp_path / "out", draft_tokens=asked)
+        assert prepare(job).shape.config.draft_tokens == drafted

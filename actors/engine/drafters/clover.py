@@ -48,12 +48,13 @@ class Clover(HeadDrafter):
 
     @classmethod
     def build(cls, given: Given) -> Self:
-        made, score = super().build(given), given.target.get_output_embeddings()
-        made.embedding, made.score = score.weight, given.verifier.model.get_output_embeddings()
+        made = super().build(given)
+        score: Any = given.target.get_output_embeddings()
+        made.embedding, made.score = score.weight, made.target.model.get_output_embeddings()
         return made
 
     def propose(self, group: Group, limits: list[int]) -> Draft:
-        most: int = self.head.model.config.heads
+        most = self.head.model.config.heads
         return super().propose(group, [min(limit, most) for limit in limits])
 
     def _first(self, slots: Tensor, previous: Tensor, pending: Tensor, starts: Tensor, attended: int) -> Step:  # noqa: ARG002
@@ -66,5 +67,6 @@ class Clover(HeadDrafter):
 
     @torch.inference_mode()
     def _step(self, number: int, hidden: Tensor, tokens: Tensor) -> Step:
-        hidden, said = self.head.model.step(number, hidden, self.embedding[tokens])
+        head: Any = self.head.model
+        hidden, said = head.step(number, hidden, self.embedding[tokens])
         return self.score(said), (number + 1, hidden)

@@ -3,9 +3,9 @@
 H: hidden states that leave the target's last layer, e_i: the row of the target's head of the token before the i-th,
 normalised, both [R, Q, D].
 
-    h_0 = layer(H)
-    h_i = h_{i-1} + gate * V e_i         gate: of each attention head, cosine of its q = Q norm(h_{i-1}) and k = K e_i
-    logits of token i = the target's head over MLP_i(norm(h_i))
+    h_0 = norm(layer(norm(H)))
+    h_i = h_{i-1} + gate * V e_i         gate: of each attention head, cosine of its q = Q h_{i-1} and k = K e_i
+    logits of token i = the target's head over h_i + silu(MLP_i h_i)
 
 Attention over one token is always 1, and so the cosine stands in its place.
 """
@@ -61,7 +61,7 @@ class CloverHead(PreTrainedModel):
         super().__init__(config)
         size = config.hidden_size
         self.layers = nn.ModuleList([LlamaDecoderLayer(config, 0)])
-        self.q_norm, self.norm = (LlamaRMSNorm(size, eps=config.rms_norm_eps) for _ in range(2))
+        self.input_norm, self.norm = (LlamaRMSNorm(size, eps=config.rms_norm_eps) for _ in range(2))
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(size, size, bias=False) for _ in range(3))
         self.mlps = nn.ModuleList([nn.Linear(size, size) for _ in range(config.heads)])
         self.rotary_emb = LlamaRotaryEmbedding(config)
@@ -82,12 +82,12 @@ class CloverHead(PreTrainedModel):
     ) -> CausalLMOutput:
         """features: what has left the target's last layer."""
         hidden = self.layers[0](
-            features,
+            self.input_norm(features),
             attention_mask=attention_mask,
             past_key_values=past_key_values,
             position_embeddings=self.rotary_emb(features, position_ids),
         )
-        return CausalLMOutput(logits=hidden[:, -logits_to_keep:])
+        return CausalLMOutput(logits=self.norm(hidden[:, -logits_to_keep:]))
 
     def step(self, number: int, hidden: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor]:
         """h_i, and what the target's head is asked, of h_{i-1} and the row of the head of token i - 1: [R, Q, D] each.
@@ -95,11 +95,10 @@ class CloverHead(PreTrainedModel):
         token = rms_norm(embedding, embedding.shape[-1:])
         query, key, value = (
             x.unflatten(-1, (self.config.num_attention_heads, -1))
-            for x in (self.q_proj(self.q_norm(hidden)), self.k_proj(token), self.v_proj(token))
+            for x in (self.q_proj(hidden), self.k_proj(token), self.v_proj(token))
         )
         hidden = hidden + (cosine_similarity(query, key, dim=-1)[..., None] * value).flatten(-2)
-        said = self.norm(hidden)
-        return hidden, said + silu(self.mlps[number](said))
+        return hidden, hidden + silu(self.mlps[number](hidden))
 
 
 AutoConfig.register(NAME, CloverConfig)

@@ -28,8 +28,8 @@ class HeadDrafter(DraftModel):
 
     Features lie in pages, as KV does. What a round has chosen is fed as soon as its features are known.
 
-    asks: what the draft has to be, in words. configures: the class of its config. remembers: layers of the head whose hidden
-    states it goes on from. taps: layers of the target that the features leave.
+    asks: what the draft has to be, in words. configures: the class of its config. remembers: layers of the head whose
+    hidden states it goes on from. taps: layers of the target that the features leave.
     """
 
     follows: ClassVar[bool] = True
@@ -145,5 +145,5 @@ def filled(
     head.load_state_dict(tensors)
     placed: Any = head
     placed.to(device=device, dtype=dtype).eval()
-    placed.rotary_emb = LlamaRotaryEmbedding(head.config).to(device)  # whose factors are no weights, and stay float32
+    placed.rotary_emb = LlamaRotaryEmbedding(placed.config).to(device)  # its factors are no weights, and stay float32
     return head

@@ -23,7 +23,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from exspec.actors.engine.drafters.eagle3 import Eagle3
 from exspec.actors.engine.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from exspec.jobs.demo import TARGET
-from exspec.jobs.demo.train import batches, optimizers_of
+from exspec.jobs.demo.train import stream_of
+from exspec.jobs.training import optimizers_of
 from tests.actors.engine.drafters.test_eagle3 import as_published
 
 STEPS, DECAY, RATE = 4, 0.8, 4e-3
@@ -96,7 +97,7 @@ def main(
     torch.manual_seed(0)
     target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    stream = batches(SEED, 100_000, tokenizer)
+    stream = stream_of(SEED, 100_000, tokenizer)
     counts = Counter(t for _, labels in islice(stream, COUNTED) for t in labels[labels != -100].tolist())
     used = torch.tensor(sorted(token for token, _ in counts.most_common(PROPOSED)))
     config = Eagle3Config(

@@ -1,0 +1,67 @@
+"""What the trainings have in common: the examples that a finished job is, batches of them, and optimizers."""
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exspec.actors.engine.engine import model_end_ids
+from exspec.actors.models import Pair
+from exspec.jobs.audit import choose, read_rows
+from exspec.pipeline.errors import JobError
+from exspec.pipeline.input.shards import vanished
+from exspec.pipeline.job import Job
+from exspec.pipeline.output.owner import Output
+
+TOKENS_PER_STEP = 3072
+Batch = tuple[Tensor, Tensor]  # ids [B, S], and labels [B, S]: the next token where it is learned, else -100
+Example = tuple[list[int], list[int]]  # tokens of a prompt, and of what comes after it
+
+
+def finished(job: Job, output: Output, pair: Pair, rows: int) -> list[Example]:
+    """About so many rows of a job, of those that have a completion: prompts as they were decoded, and the target's
+    tokens.
+
+    Raises JobError where there is none.
+    """
+    found: list[Example] = []
+    end = min(model_end_ids(pair.target), default=None)
+    gone = vanished(output.state.plan.shards, job.storage_options)
+    for row in read_rows(job, output, pair, choose(output, rows, None, 0, gone)):
+        if row.request is None or not row.completion:
+            continue
+        tokens = pair.tokenizer(row.completion, add_special_tokens=False)["input_ids"]
+        ended = end is not None and row.tokens == len(tokens) + 1
+        found.append((list(row.request.prompt), [*tokens, end] if ended else tokens))  # type: ignore[list-item]
+    if not found:
+        raise JobError(f"{output.folder.url}: no row has a completion to learn from")
+    return found
+
+
+def batches(examples: Sequence[Example], shuffle: random.Random) -> Iterator[Batch]:
+    """The examples once, in batches of about TOKENS_PER_STEP tokens, those of like length together, right-padded with
+    zeros. What is learned are the tokens behind the prompts."""
+    made: list[list[Example]] = [[]]
+    for row in sorted(examples, key=lambda row: sum(map(len, row))):
+        if made[-1] and (len(made[-1]) + 1) * sum(map(len, row)) > TOKENS_PER_STEP:
+            made.append([])
+        made[-1].append(row)
+    shuffle.shuffle(made)
+    for batch in made:
+        width = max(len(p) + len(r) for p, r in batch) - 1
+        ids, labels = torch.zeros(len(batch), width, dtype=torch.long), torch.full((len(batch), width), -100)
+        for i, (p, r) in enumerate(batch):
+            ids[i, : len(p) + len(r) - 1] = torch.tensor([*p, *r[:-1]])
+            labels[i, len(p) - 1 : len(p) + len(r) - 1] = torch.tensor(r)
+        yield ids, labels
+
+
+def optimizers_of(model: Any, matrices: list[torch.nn.Parameter], rate: float) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices, AdamW for what else a model has."""
+    others = [p for p in model.parameters() if not any(p is m for m in matrices)]
+    return [
+        torch.optim.Muon(matrices, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
+    ]

@@ -1,0 +1,92 @@
+"""Training a head of Clover on the rows of a finished job."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from exspec.actors.engine import SequenceStatistics
+from exspec.actors.models import load_pair
+from exspec.jobs import train_clover
+from exspec.jobs.training import batches, finished
+from exspec.pipeline.output.owner import read_output, settings
+from exspec.pipeline.prepare import prepare
+from exspec.pipeline.run import execute
+from exspec.pipeline.storage import Folder
+from tests import tiny
+from tests.pipeline import jobs
+
+ROWS = 40
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory, ray_session: Any) -> tuple[str, Path]:  # noqa: ARG001
+    """A target, and the output of a job of its."""
+    place = tmp_path_factory.mktemp("done")
+    target = tiny.deep(4, 0.3)
+    target.config.max_position_embeddings = 64
+    target.save_pretrained(place / "target")
+    jobs.tokenizer().save_pretrained(place / "target")
+    jobs.write_shards(place / "in", rows=ROWS)
+    given: Any = (str(place / "target"), None)
+    assert execute(prepare(jobs.job(given, place / "in", place / "out", method="plain"))) == 0
+    return given[0], place / "out"
+
+
+def test_what_is_learned_are_the_tokens_of_the_target(done: tuple[str, Path]) -> None:
+    name, out = done
+    output, pair = read_output(Folder(str(out), {})), load_pair(name, None)
+    rows = finished(settings(output.state.description, {}), output, pair, ROWS)
+    expected = [(jobs.prompt(n), tiny.generate(pair.target, jobs.prompt(n), jobs.budget(n))) for n in range(ROWS)]
+    assert sorted(rows) == sorted(expected)
+    assert any(tokens[-1] in tiny.ENDS for _, tokens in rows), "the end is learned too"
+
+
+def test_batches_hold_every_token_once_under_its_own() -> None:
+    rows = [([1] * (1 + n % 7), list(range(10 + n, 13 + n + n % 5))) for n in range(300)]
+    learned = []
+    for ids, labels in batches(rows, tiny.random.Random(0)):
+        assert ids.shape == labels.shape
+        for row, told in zip(ids.tolist(), labels.tolist(), strict=True):
+            tokens = [token for token in told if token != -100]
+            first = told.index(tokens[0])
+            assert row[: first + len(tokens)] == [1] * (first + 1) + tokens[:-1], "each under the token before it"
+            learned.append(([1] * (first + 1), tokens))
+    assert sorted(learned) == sorted(rows)
+
+
+def accepted(target: Any, head: Any, prompts: list[list[int]]) -> float:
+    engine = tiny.engine(target, draft=head, drafter="clover", draft_tokens=3)
+    for request in tiny.requests(prompts, 12):
+        engine.submit(request)
+    return sum((c.statistics for c in engine.run()), start=SequenceStatistics()).acceptance_rate
+
+
+def test_a_trained_head_is_a_draft_and_drafts_what_it_has_learned(done: tuple[str, Path], tmp_path: Path) -> None:
+    name, out = done
+    train_clover.main(str(out), tmp_path / "head", heads=3, rows=ROWS, minutes=100, steps=150, device="cpu")
+    pair = load_pair(name, str(tmp_path / "head"))
+    prompts = [jobs.prompt(n) for n in range(ROWS)]
+    untrained = train_clover.grown(pair.target, 3).eval()
+    before, after = (accepted(pair.target, head, prompts) for head in (untrained, pair.draft))
+    assert after > before + 0.2
+
+
+def test_the_target_stays_as_it_is(done: tuple[str, Path]) -> None:
+    target = AutoModelForCausalLM.from_pretrained(done[0])
+    before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
+    train_clover.train(target, [([1, 2, 3], [4, 5, 6, 7])], heads=2, minutes=100, steps=2)
+    assert all(torch.equal(before[name], tensor) for name, tensor in target.state_dict().items())
+
+
+def test_an_output_that_is_none_is_one_sentence(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "exspec.jobs.train_clover", str(tmp_path / "nothing"), str(tmp_path / "head")]
+    found = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert found.returncode == 2
+    assert found.stderr.count("\n") == 1
+    assert str(tmp_path / "nothing") in found.stderr
+    assert not (tmp_path / "head").exists()
