@@ -22,19 +22,21 @@ Example = tuple[list[int], list[int]]  # tokens of a prompt, and of what comes a
 
 def finished(job: Job, output: Output, pair: Pair, rows: int) -> list[Example]:
     """About so many rows of a job, of those that have a completion: prompts as they were decoded, and the target's
-    tokens.
+    tokens, the last of them too where there is one token alone that ends.
 
     Raises JobError where there is none.
     """
     found: list[Example] = []
-    end = min(model_end_ids(pair.target), default=None)
+    ends = list(model_end_ids(pair.target))
     gone = vanished(output.state.plan.shards, job.storage_options)
     for row in read_rows(job, output, pair, choose(output, rows, None, 0, gone)):
-        if row.request is None or not row.completion:
+        if row.request is None or row.completion is None:
             continue
-        tokens = pair.tokenizer(row.completion, add_special_tokens=False)["input_ids"]
-        ended = end is not None and row.tokens == len(tokens) + 1
-        found.append((list(row.request.prompt), [*tokens, end] if ended else tokens))  # type: ignore[list-item]
+        tokens = list(pair.tokenizer(row.completion, add_special_tokens=False)["input_ids"])
+        if row.tokens == len(tokens) + 1 and len(ends) == 1:
+            tokens += ends
+        if tokens:
+            found.append((list(row.request.prompt), tokens))
     if not found:
         raise JobError(f"{output.folder.url}: no row has a completion to learn from")
     return found
