@@ -25,7 +25,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from exspec.actors.engine.config import EngineConfig
-from exspec.actors.engine.drafters import head_of
+from exspec.actors.engine.drafters import drafter_class, head_of
 from exspec.actors.engine.engine import model_end_ids
 from exspec.actors.engine.kv.cached_model import GATHERED, PagedModel, context_length, kv_shape
 from exspec.actors.engine.kv.pages import Pages
@@ -95,7 +95,9 @@ def load_draft(
     model = pair.target
     given: Any = (model.dtype, model.device, revision)
     if head_config(config_of(name, revision), name, model.config) is not None:
-        return load_head(name, *given, allow_pickle=allow_pickle)
+        head = load_head(name, *given, allow_pickle=allow_pickle)
+        _check_head(model.config, head.config, name)  # which its tensors have told more of
+        return head
     tokenizer = load_part(AutoTokenizer, name, revision, trust_remote_code)
     check_vocabularies(pair.tokenizer, tokenizer, target, name)
     draft = load_model(name, *given, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
@@ -104,7 +106,7 @@ def load_draft(
         warnings.warn(
             f"the draft {name} ({sizes[1]:,} parameters) is larger than the target {target} ({sizes[0]:,}): "
             "speculation will cost more than it saves; were they given in the wrong order?",
-            stacklevel=3,
+            stacklevel=2,
         )
     return draft
 
@@ -129,9 +131,13 @@ def head_config(found: dict[str, Any], name: str, target: PretrainedConfig) -> P
         config = drafter.read(found)
     except ValueError as error:
         raise ModelError(f"{name}: {error}") from error
-    if why := drafter.refusal(target, config, EngineConfig()):
-        raise ModelError(f"{name}: {why}")
+    _check_head(target, config, name)
     return config
+
+
+def _check_head(target: PretrainedConfig, head: PretrainedConfig, name: str) -> None:
+    if why := drafter_class(head.head_for).refusal(target, head, EngineConfig()):
+        raise ModelError(f"{name}: {why}")
 
 
 def load_head(

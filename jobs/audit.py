@@ -106,8 +106,7 @@ def audit(
     done = read_output(folder)
     description, plan = done.state.description, done.state.plan
     job = settings(description, options).model_copy(update=permissions)
-    if job.map and not job.trust_remote_code:
-        raise JobError(f"{output}: the job ran code of its own, map {job.map.name}; --trust-remote-code runs it here")
+    check_map(job, output)
     if not done.state.complete:
         print(f"{done.state.rows} of {plan.rows} rows are done: the sample is of those")
     device = str(description["device"])
@@ -141,6 +140,12 @@ def audit(
     rewrite(done)
     _show(found, folder)
     return int(found[0].equal < found[0].rows)
+
+
+def check_map(job: Job, output: str) -> None:
+    """Raises JobError where rows of the job are made by code of its own that may not run here."""
+    if job.map and not job.trust_remote_code:
+        raise JobError(f"{output}: the job ran code of its own, map {job.map.name}; --trust-remote-code runs it here")
 
 
 @dataclass(frozen=True)

@@ -187,8 +187,8 @@ class Bench:
     def settle(self) -> None:
         """Find what runs the layers fastest here, and how prompts are prefilled fastest, for all methods alike."""
         requests = [Request(i, p, max_new_tokens=self.settings.max_new_tokens) for i, p in enumerate(self.prompts)]
-        options = self.pair.target, self.pair.draft, requests, self.capacity
         asked, usual = self.settings.kernels, "plain" if self.drafter == NONE else "exspec"
+        options = self.pair.target, self.draft_for(self.config(usual)), requests, self.capacity
         if asked not in ("auto", settle(self.pair.target, self.pair.draft, self.config("plain")).kernels):
             raise ValueError(f"--kernels: {asked} does not work here; expected auto, or eager")
         if asked == "auto":
@@ -204,7 +204,7 @@ class Bench:
         if self.settings.drafter != "auto":
             fixed = ("drafter", "method") if self.drafter == NONE else ("drafter",)
             free = tuple(name for name in free if name not in fixed)
-        self.calibration = calibrate(self.pair.target, self.pair.draft, requests, config, free, seconds)
+        self.calibration = calibrate(self.pair.target, self.draft_for(config), requests, config, free, seconds)
         return self.calibration
 
     def plain_in_shape_of(self, config: EngineConfig) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""What the trainings have in common: the examples that a finished job is, batches of them, and optimizers."""
+"""What the trainings have in common: batches and optimizers."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -7,39 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exspec.actors.engine.engine import model_end_ids
-from exspec.actors.models import Pair
-from exspec.jobs.audit import choose, read_rows
-from exspec.pipeline.errors import JobError
-from exspec.pipeline.input.shards import vanished
-from exspec.pipeline.job import Job
-from exspec.pipeline.output.owner import Output
-
 TOKENS_PER_STEP = 3072
 Batch = tuple[Tensor, Tensor]  # ids [B, S], and labels [B, S]: the next token where it is learned, else -100
 Example = tuple[list[int], list[int]]  # tokens of a prompt, and of what comes after it
-
-
-def finished(job: Job, output: Output, pair: Pair, rows: int) -> list[Example]:
-    """About so many rows of a job, of those that have a completion: prompts as they were decoded, and the target's
-    tokens, the last of them too where there is one token alone that ends.
-
-    Raises JobError where there is none.
-    """
-    found: list[Example] = []
-    ends = list(model_end_ids(pair.target))
-    gone = vanished(output.state.plan.shards, job.storage_options)
-    for row in read_rows(job, output, pair, choose(output, rows, None, 0, gone)):
-        if row.request is None or row.completion is None:
-            continue
-        tokens = list(pair.tokenizer(row.completion, add_special_tokens=False)["input_ids"])
-        if row.tokens == len(tokens) + 1 and len(ends) == 1:
-            tokens += ends
-        if tokens:
-            found.append((list(row.request.prompt), tokens))
-    if not found:
-        raise JobError(f"{output.folder.url}: no row has a completion to learn from")
-    return found
 
 
 def batches(examples: Sequence[Example], shuffle: random.Random) -> Iterator[Batch]:

@@ -58,7 +58,8 @@ def shape_of(job: Job, models: Sequence[PretrainedConfig], rows: int, stored: di
     if given.get("method") == "plain":
         free = tuple(name for name in free if name not in ("method", "drafter", "draft_tokens"))
     if "draft_tokens" in free and given["drafter"] in DRAFTERS:
-        given["draft_tokens"] = min(EngineConfig.draft_tokens, max(drafter_class(given["drafter"]).lengths))
+        longest = max(drafter_class(given["drafter"]).lengths_with(draft))
+        given["draft_tokens"] = min(EngineConfig.draft_tokens, longest)
     if "window" in free and "batch_size" not in free:
         given["window"] = max(given["batch_size"], EngineConfig.window)
     if "batch_size" in free and "window" not in free:

@@ -67,15 +67,29 @@ def test_the_last_line_holds_every_method_and_its_figures() -> None:
 
 
 def test_of_several_drafts_each_drafter_takes_the_first_that_it_can_use(tmp_path: Path) -> None:
-    grown(load_pair(str(TARGET), None).target, 3).save_pretrained(tmp_path / "head")
-    drafts = [word for name in (DRAFT, tmp_path / "head", tmp_path / "head") for word in ("--draft", str(name))]
+    for heads in (1, 3):
+        grown(load_pair(str(TARGET), None).target, heads).save_pretrained(tmp_path / f"{heads}")
+    drafts = [word for name in (DRAFT, tmp_path / "1", tmp_path / "3") for word in ("--draft", str(name))]
     methods = "plain,exspec,exspec@model:2,exspec@clover:3"
     printed = run("--target", str(TARGET), *drafts, "--methods", methods)
     assert printed["settings"]["draft"] == drafts[1::2]
     assert [row["drafter"] for row in printed["methods"]] == ["none", "model", "model", "clover"]
     assert all(row["exact_vs_generate"] == row["exact_vs_plain"] == 1.0 for row in printed["methods"])
     assert printed["methods"][1]["acceptance_rate"] > 0.5
-    assert printed["methods"][3]["drafted"]
+    drafted, rounds = printed["methods"][3]["drafted"], printed["methods"][3]["tokens"]
+    assert 0 < drafted <= rounds, "the head that can draft one token"
+    printed = run(
+        "--target",
+        str(TARGET),
+        *drafts,
+        "--methods",
+        "plain,exspec:3,auto",
+        "--drafter",
+        "clover",
+        "--tune-seconds",
+        "2",
+    )
+    assert [row["drafter"] for row in printed["methods"]][:2] == ["none", "clover"]
 
 
 @pytest.mark.slow

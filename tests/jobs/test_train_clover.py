@@ -12,7 +12,9 @@ from transformers import AutoModelForCausalLM
 from exspec.actors.engine import Request, SequenceStatistics
 from exspec.actors.models import load_pair
 from exspec.jobs import train_clover
-from exspec.jobs.training import batches, finished
+from exspec.jobs.train_clover import Last, finished, grown, losses, train
+from exspec.jobs.training import batches
+from exspec.pipeline.errors import JobError
 from exspec.pipeline.output.owner import read_output, settings
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
@@ -78,15 +80,63 @@ def test_a_trained_head_is_a_draft_and_drafts_what_it_has_learned(done: tuple[st
     name, out = done
     train_clover.main(str(out), tmp_path / "head", heads=3, rows=ROWS, minutes=100, steps=150, device="cpu")
     pair = load_pair(name, str(tmp_path / "head"))
-    assert accepted(pair.target, train_clover.grown(pair.target, 3).eval()) < 0.2
+    assert accepted(pair.target, grown(pair.target, 3).eval()) < 0.2
     assert accepted(pair.target, pair.draft) > 0.8, "nearly all of what it knows by heart"
 
 
 def test_the_target_stays_as_it_is(done: tuple[str, Path]) -> None:
     target = AutoModelForCausalLM.from_pretrained(done[0])
     before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
-    train_clover.train(target, [([1, 2, 3], [4, 5, 6, 7])], heads=2, minutes=100, steps=2)
+    train(target, [([1, 2, 3], [4, 5, 6, 7])], heads=2, minutes=100, steps=2)
     assert all(torch.equal(before[name], tensor) for name, tensor in target.state_dict().items())
+    assert not any(module._forward_hooks for module in target.modules())
+
+
+def test_every_head_learns_every_token_that_it_will_have_to_say() -> None:
+    """But for those too near the beginning; the last of the longest row too."""
+    target = tiny.deep(4, 0.3)
+    head = grown(target, 3)
+    said: list[int] = []
+    step = head.step
+
+    def noted(number: int, hidden: torch.Tensor, embedding: torch.Tensor) -> Any:
+        said.append(hidden.shape[1])
+        return step(number, hidden, embedding)
+
+    head.step = noted  # type: ignore[method-assign]
+    ids, labels = next(batches([([1, 2], [3, 4, 5, 6])], tiny.random.Random(0)))
+    assert len(losses(head, target, Last(target), ids, labels)) == 3
+    assert said == [4, 3, 2], "of the five places, each head has those that its token is behind"
+    ids, labels = next(batches([([1], [3])], tiny.random.Random(0)))
+    assert losses(head, target, Last(target), ids, labels) == [], "nothing is behind"
+
+
+@pytest.mark.parametrize(("rows", "heads", "told"), [([([1], [2, 3])], 2, "--heads 2: no row has so many tokens")])
+def test_heads_that_no_row_can_teach_are_refused(rows: Any, heads: int, told: str) -> None:
+    with pytest.raises(JobError, match=told):
+        train(tiny.deep(4), rows, heads, minutes=100, steps=2)
+
+
+def test_ends_that_the_text_does_not_tell_are_not_learned(done: tuple[str, Path]) -> None:
+    """A stop string, or an end token of the row's own, may stand where the model's would."""
+    pair = load_pair(done[0], None)
+    assert train_clover._end(Request(0, [1]), pair) == [tiny.ENDS[0]]
+    for other in ({"stop": lambda: None}, {"ignore_end": True}, {"end_ids": frozenset([7])}):
+        assert train_clover._end(Request(0, [1], **other), pair) == []  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("words", [["--device", "cuda"], ["--minutes", "0"], []])
+def test_what_cannot_be_is_said_before_any_training(done: tuple[str, Path], tmp_path: Path, words: list[str]) -> None:
+    if words == ["--device", "cuda"] and torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    (tmp_path / "head").mkdir()
+    if not words:
+        (tmp_path / "head" / "config.json").write_text("{}")
+    call = [sys.executable, "-m", "exspec.jobs.train_clover", str(done[1]), str(tmp_path / "head"), *words]
+    found = subprocess.run(call, capture_output=True, text=True, check=False)
+    assert found.returncode == 2
+    assert "Traceback" not in found.stderr
+    assert (words[0] if words else "holds something") in found.stderr
 
 
 def test_an_output_that_is_none_is_one_sentence(tmp_path: Path) -> None:

@@ -24,8 +24,6 @@ class Clover(HeadDrafter):
 
     asks: ClassVar[str] = "a head of Clover"
     configures: ClassVar[type[PretrainedConfig]] = CloverConfig
-    lengths: ClassVar[tuple[int, ...]] = (1, 2, 3)
-    looked_at: ClassVar[int] = 3
     embedding: Tensor
     score: nn.Module
 
@@ -45,6 +43,11 @@ class Clover(HeadDrafter):
     @classmethod
     def tapped(cls, target: PretrainedConfig, draft: PretrainedConfig) -> tuple[int, ...]:  # noqa: ARG003
         return (target.get_text_config().num_hidden_layers,)
+
+    @classmethod
+    def lengths_with(cls, draft: PretrainedConfig | None) -> tuple[int, ...]:
+        assert isinstance(draft, CloverConfig)
+        return tuple(range(1, draft.heads + 1))
 
     @classmethod
     def build(cls, given: Given) -> Self:

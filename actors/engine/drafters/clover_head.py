@@ -12,14 +12,16 @@ Attention over one token is always 1, and so the cosine stands in its place.
 
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, rms_norm, silu
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
+from exspec.actors.engine.drafters.head import checked
+
 NAME = "clover"
+NORMED = 1e-6  # far below the mean square of a head's row
 
 
 class CloverConfig(LlamaConfig):
@@ -39,13 +41,10 @@ class CloverConfig(LlamaConfig):
 
 def read_config(found: dict[str, Any]) -> CloverConfig:
     """The config of a head, of its config.json. Raises ValueError naming what is wrong with it."""
-    try:
-        config = CloverConfig(**{key: value for key, value in found.items() if key != "model_type"})
-    except StrictDataclassError as error:
-        raise ValueError(f"config.json: {' '.join(str(error).split())}") from error
-    if not (isinstance(config.heads, int) and config.heads > 0):
-        raise ValueError(f"config.json: heads is {config.heads!r}; expected the number of tokens that it can draft")
-    return config
+    heads = found.get("heads")
+    if type(heads) is not int or heads < 1:
+        raise ValueError(f"config.json: heads is {heads!r}; expected the number of tokens that it can draft")
+    return checked(CloverConfig, CloverHead, {key: value for key, value in found.items() if key != "model_type"})
 
 
 class CloverHead(PreTrainedModel):
@@ -92,7 +91,7 @@ class CloverHead(PreTrainedModel):
     def step(self, number: int, hidden: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor]:
         """h_i, and what the target's head is asked, of h_{i-1} and the row of the head of token i - 1: [R, Q, D] each.
         number: i - 1."""
-        token = rms_norm(embedding, embedding.shape[-1:])
+        token = rms_norm(embedding.float(), embedding.shape[-1:], eps=NORMED).to(embedding.dtype)
         query, key, value = (
             x.unflatten(-1, (self.config.num_attention_heads, -1))
             for x in (self.q_proj(hidden), self.k_proj(token), self.v_proj(token))

@@ -111,6 +111,11 @@ class Drafter(ABC):
         return sum((model_memory(m, config, dtype, columns=2) for m in cls.models(draft)), start=MemoryPlan())
 
     @classmethod
+    def lengths_with(cls, draft: PretrainedConfig | None) -> tuple[int, ...]:  # noqa: ARG003
+        """The K that are worth a trial with this draft."""
+        return cls.lengths
+
+    @classmethod
     def variants(cls, target: PretrainedConfig, config: EngineConfig) -> list[dict[str, Any]]:  # noqa: ARG003
         """Settings of its own, by name, that are worth a trial."""
         return [{}]

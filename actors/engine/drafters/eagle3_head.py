@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from exspec.actors.engine.drafters.head import filled, read_tensors
+from exspec.actors.engine.drafters.head import checked, filled, read_tensors
 
 NAME = "eagle3"
 AUTHORS, OURS = "midlayer.", "layers.0."  # what the tensors of the layer are called; speculators' are as ours
@@ -73,10 +72,7 @@ def read_config(found: dict[str, Any], tensors: set[str] | None = None) -> Eagle
     embeds = found.get("target_hidden_size") not in (None, llama.get("hidden_size"))
     if tensors is not None:
         embeds = "embed_tokens.weight" in tensors
-    try:
-        return Eagle3Config(taps=taps, embeds=embeds, **settings)
-    except StrictDataclassError as error:
-        raise ValueError(f"config.json: {' '.join(str(error).split())}") from error
+    return checked(Eagle3Config, Eagle3Head, {"taps": taps, "embeds": embeds, **settings})
 
 
 def norm(config: Eagle3Config) -> nn.Module:

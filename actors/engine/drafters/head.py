@@ -6,6 +6,7 @@ from pickle import UnpicklingError
 from typing import Any, ClassVar, Self, TypeVar
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -20,11 +21,12 @@ from exspec.actors.engine.kv.memory import MemoryPlan, states_memory
 from exspec.actors.engine.kv.trial import spans_trial
 
 M = TypeVar("M", bound=PreTrainedModel)
+C = TypeVar("C", bound=PretrainedConfig)
 
 
 class HeadDrafter(DraftModel):
     """A head has KV of its own. At a token's place it is fed with the target's hidden states of that token, its
-    features, and with the token that was chosen after it: token j at place j - 1.
+    features, and, where it wants one, with the token that was chosen after it: token j at place j - 1.
 
     Features lie in pages, as KV does. What a round has chosen is fed as soon as its features are known.
 
@@ -102,6 +104,19 @@ class HeadDrafter(DraftModel):
     def _features(self, slots: Tensor, starts: Tensor, width: int, attended: int) -> Tensor:
         """The features [R, width, D] of tokens from starts on."""
         return self.target.recall(self.taps, slots, starts, width, attended)
+
+
+def checked(configures: type[C], makes: type[PreTrainedModel], values: dict[str, Any]) -> C:
+    """A head's config of these values, with which a head can be made. Raises ValueError saying why not."""
+    try:
+        config = configures(**values)
+        with torch.device("meta"):
+            makes(config)
+    except StrictDataclassError as error:
+        raise ValueError(f"config.json: {' '.join(str(error).split())}") from error
+    except (ArithmeticError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"config.json: no head can be made of it ({type(error).__name__}: {error})") from error
+    return config
 
 
 def read_tensors(folder: Path, allow_pickle: bool) -> dict[str, Tensor]:

@@ -167,7 +167,7 @@ class PagedModel:
         """Called by the attention of every layer: store key and value [R, H, Q, D], return all pages [N, P, H, D]."""
         for store, new in zip(self.stores(layer_idx), (key, value), strict=True):
             put(store, new, self.write)
-        if self.ends_in(layer_idx):
+        if self.fills_last(layer_idx) and self.last not in self.states:
             raise Filled
         return self.stores(layer_idx)
 
@@ -175,9 +175,10 @@ class PagedModel:
         """Keys and values of a layer: [N, P, H, D] each."""
         return self.keys[layer], self.values[layer]
 
-    def ends_in(self, layer: int) -> bool:
-        """Whether the forward at hand asks for nothing past the keys and values of this layer."""
-        return self.fills and layer + 1 == self.last and self.last not in self.states
+    def fills_last(self, layer: int) -> bool:
+        """Whether this is the last layer that the forward at hand fills. Its keys and values are the same bit for bit
+        whether it ends there, or goes on for the hidden states that are remembered: it runs uncompiled either way."""
+        return self.fills and layer + 1 == self.last
 
     def enter(self, layer: int) -> Tensor:
         """The hidden states [R, Q, D] that the tokens of the forward at hand have left a layer with."""

@@ -133,7 +133,7 @@ class Cache(Protocol):
 
     def stores(self, layer: int) -> tuple[Tensor, Tensor]: ...
 
-    def ends_in(self, layer: int) -> bool: ...
+    def fills_last(self, layer: int) -> bool: ...
 
 
 class Region:
@@ -145,7 +145,7 @@ class Region:
         self.made: dict[Hashable, Piece | None] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.cache.ends_in(self.place):
+        if self.cache.fills_last(self.place):
             return self.eager(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         key = tuple((x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in leaves)

@@ -20,7 +20,7 @@ from statistics import mean, median
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from exspec.actors.engine.config import KERNELS, EngineConfig, KernelsName, Method
 from exspec.actors.engine.drafters import NONE, at_hand, drafter_class, kind, label
@@ -141,7 +141,7 @@ def calibrate(
             if fitted.batch_size == shape.batch_size:
                 made.append(Candidate(fitted, predict(fitted, costs, sample)))
 
-    shapes = list(_candidates(config, free, ways, device))
+    shapes = list(_candidates(config, free, ways, device, _config(draft)))
     kinds = {label(shape) for shape in shapes}
     widths = sorted({s.bucket for s in shapes})
     usual = [s for s in shapes if s.bucket == widths[len(widths) // 2]]
@@ -314,7 +314,7 @@ def _ways(
     """
     if not config.drafts and "method" not in free:
         return []
-    names = at_hand(target.config, None if draft is None else draft.config, config)
+    names = at_hand(target.config, _config(draft), config)
     found = names if "drafter" in free else [name for name in names if name == config.drafter]
     found.sort(key=lambda name: name != config.drafter)
     made = [{"drafter": n, **way} for n in found for way in drafter_class(n).variants(target.config, config)]
@@ -326,6 +326,10 @@ def _ways(
             f"calibration: method {config.method} has no drafter at hand{why}; expected one, or method plain"
         )
     return ways
+
+
+def _config(model: PreTrainedModel | None) -> PretrainedConfig | None:
+    return None if model is None else model.config
 
 
 def _label(config: EngineConfig, way: Way) -> str:
@@ -343,7 +347,7 @@ def _looks(
 ) -> dict[str, Callable[[], Engine]]:
     """What makes the engines that the drafters are looked at in, of those that fit, by label. Who learns comes last,
     and never alone: it needs completions."""
-    shapes = [_looked_at(config, way, free) for way in ways]
+    shapes = [_looked_at(config, way, free, _config(draft)) for way in ways]
     shapes.append(replace(config, method="plain", drafter=NONE, draft_length="fixed", columns=None))
     found: dict[str, Callable[[], Engine]] = {}
     for shape in shapes:
@@ -356,10 +360,11 @@ def _looks(
     return found | learning
 
 
-def _looked_at(config: EngineConfig, way: Way, free: Sequence[str]) -> EngineConfig:
+def _looked_at(config: EngineConfig, way: Way, free: Sequence[str], draft: PretrainedConfig | None) -> EngineConfig:
     """The shape in which a drafter is looked at."""
     method = config.method if config.drafts else "exspec"
-    looked_at = drafter_class(way["drafter"]).looked_at
+    drafter = drafter_class(way["drafter"])
+    looked_at = min(drafter.looked_at, max(drafter.lengths_with(draft)))
     drafted = looked_at if "draft_tokens" in free or not config.drafts else config.draft_tokens
     if config.exact:
         drafted = max(min(drafted, config.bucket - 1), 1)
@@ -372,7 +377,9 @@ def _usual(shape: EngineConfig, shapes: list[EngineConfig]) -> int:
     return min(lengths, key=lambda k: abs(k - USUAL))
 
 
-def _candidates(config: EngineConfig, free: Sequence[str], ways: list[Way], device: str) -> Iterator[EngineConfig]:
+def _candidates(
+    config: EngineConfig, free: Sequence[str], ways: list[Way], device: str, draft: PretrainedConfig | None
+) -> Iterator[EngineConfig]:
     """Shapes that differ from `config` in what is free, the likeliest first. ways: who may draft, and how."""
 
     def options(name: str, values: Sequence[Any]) -> Sequence[Any]:
@@ -385,7 +392,7 @@ def _candidates(config: EngineConfig, free: Sequence[str], ways: list[Way], devi
     plain = {"method": "plain", "drafter": NONE, "draft_tokens": config.draft_tokens or 1}
     methods: list[dict[str, Any]] = [plain] if "method" in free or not ways else []
     for way in ways:
-        lengths = options("draft_tokens", drafter_class(way["drafter"]).lengths)
+        lengths = options("draft_tokens", drafter_class(way["drafter"]).lengths_with(draft))
         methods += [{"method": speculating, **way, "draft_tokens": k} for k in lengths]
     for rows in sizes:
         if "window" not in free and rows > config.window:
@@ -409,7 +416,7 @@ def _finalists(made: list[Candidate]) -> list[Candidate]:
 
 def _fitted(target: PreTrainedModel, draft: PreTrainedModel | None, shape: EngineConfig, budget: int) -> EngineConfig:
     """The shape with a window and a batch that fit. Raises ValueError with the smallest budget that would do."""
-    return fit(target.config, draft.config if draft is not None else None, shape, target.dtype, budget)
+    return fit(target.config, _config(draft), shape, target.dtype, budget)
 
 
 def _held(target: PreTrainedModel, draft: PreTrainedModel | None, shape: EngineConfig, budget: int | None) -> int:

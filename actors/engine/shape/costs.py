@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from exspec.actors.engine.config import EngineConfig
-from exspec.actors.engine.drafters import label
+from exspec.actors.engine.drafters import kind, label
 from exspec.actors.engine.drafters.drafter import Drafter
 from exspec.actors.engine.engine import Engine
 from exspec.actors.engine.group import Group
@@ -83,11 +83,14 @@ class Costs:
 
     def draft_step(self, config: EngineConfig, attended: int) -> float:
         """One more drafted token."""
-        one, four = (
+        lengths = kind(config).lengths_with(None if self.draft is None else self.draft.config)
+        if (most := min(4, max(lengths))) == 1:
+            return 0.0
+        one, many = (
             self._between(attended, lambda a, n=n: self.propose(config, n, a))  # type: ignore[misc]
-            for n in (1, 4)
+            for n in (1, most)
         )
-        return max(four - one, 0.0) / 3
+        return max(many - one, 0.0) / (most - 1)
 
     def prefill(self, config: EngineConfig, length: int) -> float:
         """A prompt of so many tokens."""

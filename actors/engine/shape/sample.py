@@ -93,7 +93,9 @@ def _note(sample: Sample, name: str, engine: Engine) -> None:
     done, running = engine.take(), engine.pool.running
     total = sum([*(c.statistics for c in done), *(s.statistics for s in running)], start=SequenceStatistics())
     survival = [accepted / total.rounds for accepted in total.accepted_by_position]
-    sample.survival[name] = _extrapolated(survival, max(kind(engine.config).lengths))
+    draft = engine.given.draft
+    lengths = kind(engine.config).lengths_with(None if draft is None else draft.config)
+    sample.survival[name] = _extrapolated(survival, max(lengths))
     spent, rows = engine.statistics.seconds, max(engine.statistics.busy_rows, 1)
     sample.overhead[name] = (spent["group"] + spent["commit"]) / rows
     prompts = {request.id: request.prompt for request in sample.requests}

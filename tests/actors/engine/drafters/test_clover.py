@@ -11,14 +11,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from exspec.actors.engine import Engine, EngineConfig, Request, SequenceStatistics
+from exspec.actors.engine import Engine, EngineConfig, Request, Sampling, SequenceStatistics
 from exspec.actors.engine.drafters import at_hand
 from exspec.actors.engine.drafters.clover import Clover
 from exspec.actors.engine.drafters.clover_head import CloverConfig, CloverHead
 from exspec.actors.engine.drafters.drafter import Draft
 from exspec.actors.engine.group import Group
 from exspec.actors.engine.kv.attention import trial
+from exspec.actors.engine.layers.fused import compiler_trial
 from exspec.actors.engine.layers.spans import layers_of
+from exspec.actors.engine.shape.calibration import _candidates, calibrate
 from exspec.actors.models import ModelError, load_head, load_pair
 from exspec.jobs.demo import TARGET
 from exspec.jobs.demo.messages import examples
@@ -172,6 +174,10 @@ def test_a_damaged_head_is_refused_by_name(
         ({"heads": "three"}, "heads is 'three'; expected the number"),
         ({"hidden_size": "wide"}, "config.json: .*hidden_size"),
         ({"num_attention_heads": 5}, "config.json: .*attention heads"),
+        ({"num_attention_heads": 0, "head_dim": None}, "config.json: .*"),
+        ({"hidden_act": "swish2"}, "config.json: no head can be made of it .*swish2"),
+        ({"rope_parameters": "x"}, "config.json: .*"),
+        ({"heads": True}, "heads is True; expected the number"),
     ],
 )
 def test_a_config_that_cannot_be_is_refused(change: dict[str, Any], told: str, tmp_path: Path) -> None:
@@ -203,9 +209,54 @@ def test_a_pair_of_a_target_and_a_head_is_loaded(tmp_path: Path) -> None:
         load_pair(str(TARGET), str(other))
 
 
+def kept(engine: Any, slot: int, length: int) -> list[Tensor]:
+    """Keys and values of a slot's first tokens, by layer."""
+    pages, size = engine.pool.store.table[slot], engine.config.page_size
+    places = torch.tensor([int(pages[i // size]) * size + i % size for i in range(length)], dtype=torch.long)
+    return [store.flatten(0, 1)[places] for store in engine.target.keys + engine.target.values]
+
+
+@pytest.mark.parametrize("kernels", ["eager", "compiled"])
+@pytest.mark.parametrize("sampling", [None, Sampling(temperature=0.8, top_k=20)], ids=["greedy", "sampled"])
+def test_what_the_target_keeps_of_prompts_is_bit_for_bit_that_of_plain_decoding(
+    kernels: Any, sampling: Sampling | None
+) -> None:
+    """Though here its last layer runs to its end for prompts, for what leaves it is remembered."""
+    if not IN_PLACE or compiler_trial(torch.device("cpu")) is not None:
+        pytest.skip("nothing can be compiled here")
+    target = tiny.deep(4, 0.3, torch.bfloat16)
+    rows = tiny.requests(tiny.prompts(12, longest=60), 16, sampling)
+    shape: dict[str, Any] = {"attention": "in_place", "kernels": kernels, "prefill_rows": 3, "batch_size": 4}
+    made = tiny.engine(target, draft=tiny.clover(target, dtype=target.dtype), drafter="clover", **shape)
+    plain = Engine(target, None, made.config.plain())
+    assert made.config.kernels == plain.config.kernels == kernels
+    for engine in (made, plain):
+        for request in rows[:4]:
+            engine.submit(request)
+        engine.step()
+    for slot, request in enumerate(rows[:4]):
+        ours, theirs = (kept(e, slot, len(request.prompt) - 1) for e in (made, plain))
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    made, plain = (Engine(target, e.given.draft, e.config) for e in (made, plain))
+    assert tiny.decode(made, rows, shuffle=3) == tiny.decode(plain, rows, shuffle=4)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 5])
+def test_no_more_is_tried_than_the_head_can_draft(heads: int) -> None:
+    target = tiny.deep(4, 0.3)
+    head = tiny.clover(target, heads=heads)
+    config = EngineConfig(drafter="clover", batch_size=4, window=4, draft_tokens=1, bucket=32, capacity=tiny.CONTEXT,
+                          prefill_columns=8, page=8)  # fmt: skip
+    ways: list[dict[str, Any]] = [{"drafter": "clover"}]
+    tried = {c.draft_tokens for c in _candidates(config, ("draft_tokens",), ways, "cpu", head.config)}
+    assert tried == set(range(1, heads + 1))
+    found = calibrate(target, head, tiny.requests(PROMPTS, 10), config, ("draft_tokens",), seconds=1.0)
+    assert {c.config.draft_tokens for c in found.candidates} <= tried
+
+
 @pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
 def test_training_begins_with_the_targets_last_layer(family: str) -> None:
-    """Where that is one of Llama's; and no step from token to token changes anything."""
+    """Where the target is a Llama; and no step from token to token changes anything."""
     target = tiny.model(family)
     head = grown(target, 2)
     if family in ("llama", "mistral"):
