@@ -334,7 +334,7 @@ def bench(
         list[str] | None,
         typer.Option(
             help="Hub id or folder of the draft: a model, or a head for the target. May be given again: a drafter "
-            "takes the first that it can use; auto and assisted know the first."
+            "takes the first that it can use; auto compares what one draft allows, that of --drafter or the first."
         ),
     ] = None,
     prompts: Annotated[Path | None, typer.Option(help="Parquet or JSONL file. Default: demo messages.")] = None,

@@ -109,7 +109,8 @@ def losses(head: CloverHead, target: Any, last: Last, ids: Tensor, labels: Tenso
     with torch.no_grad():
         target.base_model(input_ids=ids, use_cache=False)
         score = target.get_output_embeddings()
-    hidden = head(input_ids=ids, features=last.hidden, position_ids=_places(ids)).logits
+    places = torch.arange(ids.shape[1], device=ids.device)[None]
+    hidden = head(input_ids=ids, features=last.hidden, position_ids=places).logits
     found: list[tuple[Tensor, Tensor]] = []
     for i in range(head.config.heads):
         here = labels[:, i + 1 :] != -100
@@ -119,10 +120,6 @@ def losses(head: CloverHead, target: Any, last: Last, ids: Tensor, labels: Tenso
         logits, wanted = score(said[here]).float(), labels[:, i + 1 :][here]
         found.append((cross_entropy(logits, wanted), (logits.argmax(-1) == wanted).float().mean()))
     return found
-
-
-def _places(ids: Tensor) -> Tensor:
-    return torch.arange(ids.shape[1], device=ids.device)[None]
 
 
 def endless(examples: Sequence[Example]) -> Iterator[Batch]:

@@ -9,14 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from exspec.actors.engine import Engine, EngineConfig, Request, Sampling, SequenceStatistics
 from exspec.actors.engine.drafters import at_hand
 from exspec.actors.engine.drafters.clover import Clover
 from exspec.actors.engine.drafters.clover_head import CloverConfig, CloverHead
-from exspec.actors.engine.drafters.drafter import Draft
-from exspec.actors.engine.group import Group
 from exspec.actors.engine.kv.attention import trial
 from exspec.actors.engine.layers.fused import compiler_trial
 from exspec.actors.engine.layers.spans import layers_of
@@ -27,6 +24,7 @@ from exspec.jobs.demo.messages import examples
 from exspec.jobs.demo.train import prompt_text
 from exspec.jobs.train_clover import Last, grown, train
 from tests import tiny
+from tests.actors.engine.drafters.slow import Slow, slow_engine
 
 PROMPTS = tiny.prompts(9)
 IN_PLACE = trial(torch.device("cpu"), torch.float32, 4, 2, 8, 8) is None
@@ -47,46 +45,20 @@ def said(head: Any, number: int, hidden: Tensor, row: Tensor) -> tuple[Tensor, T
     return hidden, hidden + inner * inner.sigmoid()
 
 
-class Slow(Clover):
-    """Checks every draft against one that is made without any cache."""
-
-    whole: Any
-    own: Any
-    last: Last
-    checked = 0
-
+class SlowClover(Slow, Clover):
     @torch.inference_mode()
     def slow(self, tokens: list[int], count: int) -> list[int]:
         """The layer over what has left the target's last one; then from token to token, beginning with the pending."""
-        ids = torch.tensor([tokens[:-1]])
+        ids, last = torch.tensor([tokens[:-1]]), Last(self.whole)
         self.whole(input_ids=ids)
+        last.let_go()
         places = torch.arange(ids.shape[1])[None]
-        hidden = self.own(input_ids=ids, features=self.last.hidden, position_ids=places).logits[0, -1]
+        hidden = self.own(input_ids=ids, features=last.hidden, position_ids=places).logits[0, -1]
         drafted = [tokens[-1]]
         for i in range(min(count, self.own.config.heads)):
             hidden, given = said(self.own, i, hidden, self.whole.lm_head.weight[drafted[-1]])
             drafted.append(int(self.whole.lm_head(given).argmax()))
         return drafted[1:]
-
-    def propose(self, group: Group, limits: list[int]) -> Draft:
-        draft = super().propose(group, limits)
-        for row, (sequence, limit) in enumerate(zip(group.sequences, limits, strict=True)):
-            if sequence and limit and len(sequence.tokens) > 1:
-                expected = self.slow(sequence.tokens, limit)
-                assert draft.tokens[row, : draft.lengths[row]].tolist() == expected
-                Slow.checked += 1
-        return draft
-
-
-def slow_engine(target: PreTrainedModel, head: CloverHead, **config: Any) -> Engine:
-    def make(given: Any) -> Slow:
-        made = Slow.build(given)
-        made.whole, made.own, made.last = target, head, Last(target)
-        return made
-
-    shape = {"batch_size": 4, "window": 10, "draft_tokens": 4, "bucket": 32, "capacity": tiny.CONTEXT,
-             "prefill_columns": 8, "prefill_rows": 3, "page": 8, "attention": "gathered"}  # fmt: skip
-    return Engine(target, head, EngineConfig(drafter="clover", **{**shape, **config}), None, None, make)
 
 
 @pytest.mark.parametrize("own", [{}, {"heads": 1}, {"heads": 6}, {"num_attention_heads": 2}],
@@ -101,7 +73,7 @@ def test_drafts_are_those_of_a_forward_without_a_cache(way: dict[str, Any], own:
     if way.get("attention") == "in_place" and not IN_PLACE:
         pytest.skip("attention is not in place here")
     target = tiny.deep(5, 0.3)
-    made = slow_engine(target, tiny.clover(target, **own), **way)
+    made = slow_engine(SlowClover, target, tiny.clover(target, **own), **way)
     Slow.checked = 0
     expected = {r.id: tiny.generate(target, r.prompt, 12) for r in tiny.requests(PROMPTS, 12)}
     assert tiny.decode(made, tiny.requests(PROMPTS, 12), shuffle=0) == expected
@@ -110,7 +82,7 @@ def test_drafts_are_those_of_a_forward_without_a_cache(way: dict[str, Any], own:
 
 def test_prompts_that_begin_alike_share_features_too() -> None:
     target = tiny.deep(5, 0.3)
-    made = slow_engine(target, tiny.clover(target), prefill_columns=8, batch_size=1, window=1)
+    made = slow_engine(SlowClover, target, tiny.clover(target), prefill_columns=8, batch_size=1, window=1)
     trunk = tiny.prompts(3)[2][:24]
     for tail in ([3], [4, 5], [3, 9]):
         found = tiny.decode(made, tiny.requests([[*trunk, *tail]], 9))

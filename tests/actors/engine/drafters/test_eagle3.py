@@ -9,30 +9,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from exspec.actors.engine import Engine, EngineConfig
 from exspec.actors.engine.drafters import at_hand, eagle3_head
-from exspec.actors.engine.drafters.drafter import Draft
 from exspec.actors.engine.drafters.eagle3 import Eagle3
 from exspec.actors.engine.drafters.eagle3_head import Eagle3Config, Eagle3Head, is_head
-from exspec.actors.engine.group import Group
 from exspec.actors.engine.kv.attention import trial
 from exspec.actors.models import ModelError, load_head, load_pair
 from exspec.jobs.demo import TARGET
 from tests import tiny
+from tests.actors.engine.drafters.slow import Slow, slow_engine
 
 PROMPTS = tiny.prompts(9)
 IN_PLACE = trial(torch.device("cpu"), torch.float32, 4, 2, 8, 8) is None
 
 
-class Slow(Eagle3):
-    """Checks every draft against one that is made without any cache."""
-
-    whole: PreTrainedModel
-    own: Any
-    checked = 0
-
+class SlowEagle3(Slow, Eagle3):
     @torch.inference_mode()
     def slow(self, tokens: list[int], count: int) -> list[int]:
         """As the paper tells it: token j + 1 with the target's feature of token j; where the target has none yet, with
@@ -54,25 +46,6 @@ class Slow(Eagle3):
             features = torch.cat([features, left[0][:, -1:]], dim=1)
         return drafted
 
-    def propose(self, group: Group, limits: list[int]) -> Draft:
-        draft = super().propose(group, limits)
-        for row, (sequence, limit) in enumerate(zip(group.sequences, limits, strict=True)):
-            if sequence and limit and len(sequence.tokens) > 1:
-                assert draft.tokens[row, :limit].tolist() == self.slow(sequence.tokens, limit)
-                Slow.checked += 1
-        return draft
-
-
-def slow_engine(target: PreTrainedModel, head: Eagle3Head, **config: Any) -> Engine:
-    def make(given: Any) -> Slow:
-        made = Slow.build(given)
-        made.whole, made.own = target, head
-        return made
-
-    shape = {"batch_size": 4, "window": 10, "draft_tokens": 4, "bucket": 32, "capacity": tiny.CONTEXT,
-             "prefill_columns": 8, "prefill_rows": 3, "page": 8, "attention": "gathered"}  # fmt: skip
-    return Engine(target, head, EngineConfig(drafter="eagle3", **{**shape, **config}), None, None, make)
-
 
 @pytest.mark.parametrize("own", [{}, {"embeds": True, "hidden_size": 16}, {"norm_before_residual": True}, {"size": 61}],
                          ids=["as published", "its own embedding", "norm before residual", "all tokens"])  # fmt: skip
@@ -86,7 +59,7 @@ def test_drafts_are_those_of_a_forward_without_a_cache(way: dict[str, Any], own:
     if way.get("attention") == "in_place" and not IN_PLACE:
         pytest.skip("attention is not in place here")
     target = tiny.deep(5, 0.3)
-    made = slow_engine(target, tiny.head(target, **own), **way)
+    made = slow_engine(SlowEagle3, target, tiny.head(target, **own), **way)
     Slow.checked = 0
     expected = {r.id: tiny.generate(target, r.prompt, 12) for r in tiny.requests(PROMPTS, 12)}
     assert tiny.decode(made, tiny.requests(PROMPTS, 12), shuffle=0) == expected
@@ -96,7 +69,7 @@ def test_drafts_are_those_of_a_forward_without_a_cache(way: dict[str, Any], own:
 def test_prompts_that_begin_alike_share_features_too() -> None:
     """But for the last place that they share, where there is what was fed last: one prompt after the other here."""
     target = tiny.deep(5, 0.3)
-    made = slow_engine(target, tiny.head(target), prefill_columns=8, batch_size=1, window=1)
+    made = slow_engine(SlowEagle3, target, tiny.head(target), prefill_columns=8, batch_size=1, window=1)
     trunk = tiny.prompts(3)[2][:24]
     for tail in ([3], [4, 5], [3, 9]):
         found = tiny.decode(made, tiny.requests([[*trunk, *tail]], 9))
