@@ -1,16 +1,21 @@
 # Two commands: `make demo` and `make test`. Both set up .venv where it is missing; PYTHON picks the interpreter.
+# `make slow` runs the tests that `make test` leaves out, and .ci/run runs everything.
 PYTHON ?= python3
 BIN := .venv/bin
+PYTEST := $(BIN)/python -u -m pytest -n auto --maxprocesses 4 --dist loadgroup
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test setup
+.PHONY: demo test slow setup
 
 demo: setup
 	$(BIN)/exspec messages out/messages --rows 256 --shards 4
 	$(BIN)/exspec run --input out/messages --output out/completions
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
+
+slow: setup
+	$(PYTEST) -m slow --durations 20
 
 setup: .venv/installed
 

@@ -27,7 +27,6 @@ from exspec.actors.models import StopStrings, completion_text
 from exspec.actors.work import WORK
 
 KILLER = "the row ended the process that decoded it"  # the error of such a row
-WIDEST = 64  # slots from which an actor goes down that cannot even be built
 SIGN = 2.0  # seconds between two signs of life
 GROUPS = 8  # how many parts a suspect chunk is cut into to find the row that kills the process
 
@@ -64,6 +63,14 @@ class Sink(Protocol):
         ...
 
 
+class Loader(Protocol):
+    """Gives the engine, with at most so many slots, and the tokenizer."""
+
+    window: int  # slots that the engine has where none ran out of memory
+
+    def __call__(self, window: int) -> tuple[Engine, Any]: ...
+
+
 class Meter(Protocol):
     def report(self, actor: str, result: dict[str, Any], engine: EngineStatistics) -> None: ...
 
@@ -71,14 +78,14 @@ class Meter(Protocol):
 class Generator:
     """Calls run at once, from several threads, each with one chunk; all of them feed one engine.
 
-    load: gives the engine, with at most so many slots, and the tokenizer. attempts: after so many that ended in the
-    process's death a chunk is set aside. answers: what completions are to be, from the tokenizer. A chunk's rows
-    have the carried columns and WORK: prompt ids or an error for every row, and its settings.
+    attempts: after so many that ended in the process's death a chunk is set aside. answers: what completions are to be,
+    from the tokenizer. A chunk's rows have the carried columns and WORK: prompt ids or an error for every row, and its
+    settings.
     """
 
     def __init__(
         self,
-        load: Callable[[int | None], tuple[Engine, Any]],
+        load: Loader,
         sampling: dict[str, Any],
         sink: Sink,
         ledger: Ledger,
@@ -86,11 +93,11 @@ class Generator:
         attempts: int,
         answers: Callable[[Any], Answers],
     ) -> None:
-        self.window = window = ledger.window()
+        self.window = ledger.window() or load.window
         try:
-            engine, self.tokenizer = load(window)
+            engine, self.tokenizer = load(self.window)
         except torch.OutOfMemoryError:
-            ledger.shrink(max((window or WIDEST) // 2, 1))
+            ledger.shrink(max(self.window // 2, 1))
             raise
         self.shape, self.answers = engine.config, answers(self.tokenizer)
         self.engine = EngineThread(engine)
@@ -99,12 +106,19 @@ class Generator:
         ran = {"attention": self.shape.attention, "kernels": self.shape.kernels}
         self.hardware = hardware(getattr(engine, "device", torch.device("cpu"))) | ran
         self.turns = Turns()
+        self.closed = threading.Event()
         threading.Thread(target=self._sign, daemon=True).start()
 
     def _sign(self) -> None:
         while True:
             self.ledger.sign(self.name, self.engine.statistics.tokens)
-            time.sleep(SIGN)
+            if self.closed.wait(SIGN):
+                return
+
+    def close(self) -> None:
+        """End its threads. An actor never calls this: its threads end with its process."""
+        self.closed.set()
+        self.engine.close()
 
     def __call__(self, block: pa.Table) -> pa.Table:
         """One chunk in, one row out. block: the task, its rows as an Arrow stream, or why they cannot be read."""
@@ -144,7 +158,7 @@ class Generator:
             logging.getLogger(__name__).exception("%s: attempt %d failed", task, attempt.number)
             self.ledger.note(task.key, f"({type(error).__name__}: {error})")
             if isinstance(error, torch.OutOfMemoryError) and self._can_shrink:
-                self.ledger.shrink(max((self.window or self.shape.window) // 2, 1))
+                self.ledger.shrink(max(self.window // 2, 1))
                 self.ledger.mark(task.key, [])  # the window is to blame before any row is
             os._exit(1)
 

@@ -3,7 +3,7 @@
 import json
 import logging
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from exspec.actors.engine import Engine, EngineConfig, Room
 from exspec.actors.engine.drafters import kind
-from exspec.actors.generator import Generator
+from exspec.actors.generator import Generator, Loader
 from exspec.actors.models import load_part
 from exspec.actors.work import WORK
 from exspec.pipeline.connect import ACTOR, gpus
@@ -50,7 +50,7 @@ def results(
     tasks: Iterator[Task],
     schema: pa.Schema,
     sink: PartSink,
-    load: Callable[[int | None], tuple[Engine, Any]],
+    load: Loader,
     ledger: RayLedger,
 ) -> Iterator[dict[str, Any]]:
     """Run the tasks; yields for each what became of it, as its file is staged or it is set aside."""
@@ -216,15 +216,16 @@ class PairLoader:
 
     def __init__(self, job: Job, config: EngineConfig, on: str, parts: Sequence[str] = ()) -> None:
         self.job, self.config, self.on, self.parts = job, config, on, parts
+        self.window = config.window
 
-    def __call__(self, window: int | None) -> tuple[Engine, Any]:
+    def __call__(self, window: int) -> tuple[Engine, Any]:
         import torch
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
         torch.set_num_threads(self.job.threads)
         config = self.config
-        if window is not None and window < config.window:
+        if window < config.window:
             pages = max(config.fewest_pages, config.page_count * window // config.window)
             config = replace(config, window=max(config.batch_size, window), pages=pages)
         pair = pair_of(self.job, self.on, kind(self.config).needs_draft)

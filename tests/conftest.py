@@ -1,15 +1,17 @@
-"""For all tests: offline, two threads at most, the transformers' talk turned down."""
+"""For all tests: offline, one thread, several tests at a time, the transformers' talk turned down."""
 
 import os
-import shutil
 import socket
-import tempfile
+from collections import defaultdict
+from itertools import combinations
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that spin as they wait would take the core of another test
 
-os.environ["EXSPEC_CACHE"] = tempfile.mkdtemp(prefix="exspec-cache-")  # no test fills the cache of who runs it
+# What is compiled outlives a session of tests, and does not lie among what the user's own jobs compile.
+os.environ["EXSPEC_CACHE"] = os.environ.get("EXSPEC_TEST_CACHE") or str(Path(__file__).parents[1] / ".test_cache")
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["RAY_BACKEND_LOG_LEVEL"] = "fatal"
 # What workers import must be what the tests import.
@@ -21,19 +23,52 @@ import pytest
 import torch
 from transformers.utils import logging
 
-
-@pytest.fixture(autouse=True, scope="session")
-def _quiet() -> None:
-    logging.disable_progress_bar()
-    # The models here are so small that a second thread costs more than it does.
-    torch.set_num_threads(1)
+logging.disable_progress_bar()
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _cache() -> Iterator[None]:
-    folder = os.environ["EXSPEC_CACHE"]
+@pytest.hookimpl(wrapper=True)  # before all that goes by marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    """Tests that share the one Ray run in one process.
+
+    Of a test with many cases only some are fast: those that the mark `fast` names, or as many as `cover` needs.
+    """
+    grids: dict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if not isinstance(item, pytest.Function):
+            continue
+        if "ray_session" in item.fixturenames:
+            item.add_marker(pytest.mark.xdist_group("ray"))
+        if (fast := item.get_closest_marker("fast")) and item.callspec.id not in fast.args:
+            item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("cover"):
+            grids[item.nodeid.partition("[")[0]].append(item)
+    for grid in grids.values():
+        size = grid[0].get_closest_marker("cover").args[0]
+        kept = cover([{name: repr(value) for name, value in item.callspec.params.items()} for item in grid], size)
+        for item in (item for i, item in enumerate(grid) if i not in kept):
+            item.add_marker(pytest.mark.slow)
     yield
-    shutil.rmtree(folder)
+
+
+def cover(rows: list[dict[str, str]], size: int) -> set[int]:
+    """Numbers of a few rows that together hold every value (size 1), or every pair of values (size 2), of all rows.
+
+    Greedy: the row with the most that is still missing comes next.
+    """
+    parts = [set(combinations(sorted(row.items()), size)) for row in rows]
+    left, kept = set().union(*parts), set[int]()
+    while left:
+        best = max(range(len(rows)), key=lambda i: len(parts[i] & left))
+        left -= parts[best]
+        kept.add(best)
+    return kept
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """The models are so small that a second thread costs more than it saves. A job or a benchmark that ran in this
+    process may have set another number."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

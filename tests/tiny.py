@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import (
@@ -38,6 +39,8 @@ from exspec.actors.engine.drafters.clover_head import CloverConfig, CloverHead
 from exspec.actors.engine.drafters.drafter import Draft, Drafter
 from exspec.actors.engine.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from exspec.actors.engine.group import Group
+from exspec.actors.engine.kv.attention import trial
+from exspec.actors.engine.layers.fused import compiler_trial
 from exspec.actors.engine.layers.spans import layers_of
 from exspec.actors.engine.tokens.sampling import gumbel_noise
 
@@ -57,6 +60,19 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "mistral": MistralConfig(**_COMMON, **_SHAPE, sliding_window=None),
     "gpt2": GPT2Config(**{**_COMMON, "n_positions": CONTEXT, "n_embd": 32, "n_layer": 2, "n_head": 4}),
 }
+
+
+def in_place() -> bool:
+    """Whether attention can read KV in its pages here: on a machine without a compiler it cannot."""
+    return trial(torch.device("cpu"), torch.float32, 4, 2, 8, 8) is None
+
+
+def need(attention: str | None, kernels: str | None = None) -> None:
+    """Skip a test of what this machine cannot run."""
+    if attention == "in_place" and not in_place():
+        pytest.skip("no compiler for the kernel of attention in place")
+    if kernels == "compiled" and (not in_place() or compiler_trial(torch.device("cpu")) is not None):
+        pytest.skip("nothing can be compiled here")
 
 
 def model(family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:

@@ -40,6 +40,10 @@ class Lease:
             except Exception:  # a store that fails for a while; if for long, another may take the output, and may
                 continue
 
+    def clear(self, dead: dict[str, Any]) -> None:
+        """Remove the last sign of life of an owner that died: it cannot do so itself."""
+        self.folder.remove(sign_name(dead["lease"]))
+
     def end(self) -> None:
         self._over.set()
         self._thread.join()

@@ -280,6 +280,8 @@ def take(
                 break
         writer = Writer(output)
         try:
+            if taken is not None:
+                life.clear(taken)
             writer.settle()
             yield writer
         finally:

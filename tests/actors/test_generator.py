@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
+import pytest
+import torch
 
 from exspec.actors.answers import FreeText
 from exspec.actors.generator import Generator, Turns
@@ -34,6 +36,19 @@ def test_a_book_narrows_down_to_the_row_that_kills() -> None:
     book.mark("p", [])
     assert book.begin("p").bad == {9}
     assert book.begin("other").number == 1
+
+
+def test_an_actor_that_cannot_be_built_for_lack_of_memory_tries_half_its_window() -> None:
+    """It tried 32 slots where it had 24, twice the same, and then gave up."""
+
+    class Full(jobs.ArithmeticLoader):
+        def __call__(self, window: int) -> Any:
+            raise torch.OutOfMemoryError(f"{window} slots")
+
+    book, unused = Book(), SimpleNamespace()
+    for slots in (24, 12, 6, 3, 1, 1):
+        with pytest.raises(torch.OutOfMemoryError, match=f"^{slots} slots$"):
+            Generator(Full(window=24), {}, unused, book, unused, 3, lambda _: FreeText())  # type: ignore[arg-type]
 
 
 def test_a_row_whose_settings_cannot_be_computed_is_an_error_of_its_own() -> None:

@@ -34,20 +34,19 @@ def expected(pair: dict[str, str]) -> list[str]:
     return [words.decode(tokens[:-1] if tokens[-1] in tiny.ENDS else tokens) for tokens in made]
 
 
-@pytest.mark.usefixtures("ray_session")
 def test_a_table_keeps_its_rows_and_their_order(pair: dict[str, str]) -> None:
     made = generate(table(), max_new_tokens=6, rows_per_chunk=7, **pair, **SHAPE)
     assert made["key"].to_pylist() == list(range(ROWS))
     assert made["completion"].to_pylist() == expected(pair)
 
 
-@pytest.mark.usefixtures("ray_session")
 def test_a_frame_comes_back_as_a_frame(pair: dict[str, str]) -> None:
     made = generate(table().to_pandas(), max_new_tokens=6, **pair, **SHAPE)
     assert isinstance(made, pd.DataFrame)
     assert list(made["completion"]) == expected(pair)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 def test_a_dataset_comes_back_as_a_dataset(pair: dict[str, str], tmp_path: Path) -> None:
     import ray
@@ -57,6 +56,7 @@ def test_a_dataset_comes_back_as_a_dataset(pair: dict[str, str], tmp_path: Path)
     assert rows == dict(enumerate(expected(pair)))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 def test_a_dataset_of_which_some_rows_were_never_written_is_no_input(pair: dict[str, str], tmp_path: Path) -> None:
     """Its first blocks were there once, and a later run took them for the whole."""
@@ -96,7 +96,6 @@ def test_a_dataset_that_was_written_whole_resumes(pair: dict[str, str], tmp_path
         generate(table(), str(tmp_path), **settings)
 
 
-@pytest.mark.usefixtures("ray_session")
 def test_a_folder_that_holds_other_rows_is_refused(pair: dict[str, str], tmp_path: Path) -> None:
     first = generate(table(), str(tmp_path), max_new_tokens=6, **pair, **SHAPE)
     assert generate(table(), str(tmp_path), max_new_tokens=6, **pair, **SHAPE).equals(first), "nothing ran again"
@@ -111,7 +110,6 @@ def test_what_is_no_table_is_refused(pair: dict[str, str]) -> None:
         generate(table(), colour="red", **pair)
 
 
-@pytest.mark.usefixtures("ray_session")
 def test_without_a_folder_nothing_is_said_of_one(pair: dict[str, str], capfd: Any) -> None:
     generate(table(), max_new_tokens=6, **pair, **SHAPE)
     printed = capfd.readouterr()

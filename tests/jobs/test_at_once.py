@@ -38,6 +38,7 @@ def await_parts(out: Path, count: int, process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("ray")
 def test_a_second_command_leaves_and_one_after_a_kill_goes_on(tmp_path: Path) -> None:
     write_shards(tmp_path / "in", 96, 3, 5)
     run = ["run", "--input", "in", "--output", "out", "--quiet", *SHAPE]

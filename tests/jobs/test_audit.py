@@ -46,7 +46,6 @@ def corrupt(part: Path, number: int) -> dict[str, Any]:
     return row | {"corrupted": texts[number]}
 
 
-@pytest.mark.usefixtures("ray_session")
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.8, "seed": 3}, {"dtype": "bfloat16", "method": "plain"}])
 def test_an_honest_job_passes_and_one_changed_word_is_found(pair: Pair, tmp_path: Path, settings: Any) -> None:
     out = run_job(pair, tmp_path, **settings)
@@ -79,7 +78,6 @@ def test_an_honest_job_passes_and_one_changed_word_is_found(pair: Pair, tmp_path
     assert "differs from plain decoding" in (out / "_report.html").read_text()
 
 
-@pytest.mark.usefixtures("ray_session")
 def test_the_sample_has_every_shard_and_error_rows_stay_errors(pair: Pair, tmp_path: Path) -> None:
     jobs.write_shards(tmp_path / "in", rows=30)
     table = pa.table({"key": [98, 99], "prompt": [None, "w1 w2"], "budget": [3, -1]}, schema=pq.read_schema(
@@ -93,7 +91,6 @@ def test_the_sample_has_every_shard_and_error_rows_stay_errors(pair: Pair, tmp_p
     assert shards <= sample <= 5 + shards
 
 
-@pytest.mark.usefixtures("ray_session")
 def test_reports_are_built_again_and_compared(pair: Pair, tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()

@@ -45,6 +45,7 @@ def run(*options: str) -> dict[str, Any]:
     return json.loads(result.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_the_last_line_holds_every_method_and_its_figures() -> None:
     printed = run("--tune-seconds", "2")
     assert printed["settings"]["batch_size"] == 4
@@ -66,6 +67,7 @@ def test_the_last_line_holds_every_method_and_its_figures() -> None:
     assert by_name["generate"]["occupancy"] is None
 
 
+@pytest.mark.slow
 def test_of_several_drafts_each_drafter_takes_the_first_that_it_can_use(tmp_path: Path) -> None:
     for heads in (1, 3):
         grown(load_pair(str(TARGET), None).target, heads).save_pretrained(tmp_path / f"{heads}")
@@ -110,12 +112,14 @@ def test_an_unknown_method_is_refused() -> None:
         CliRunner().invoke(cli.app, ["bench", "--methods", "exspec:x"], catch_exceptions=False)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_exact_against_plain_in_its_own_shape() -> None:
     printed = run("--dtype", "bfloat16", "--methods", "plain,exspec", "--max-new-tokens", "40")
     assert [row["exact_vs_plain"] for row in printed["methods"]] == [1.0, 1.0]
     assert printed["methods"][0]["ratio_to_generate"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not SPEC_BENCH.exists(), reason="the SpecBench prompts are not at hand")
 def test_bfloat16_is_exact_on_spec_bench() -> None:
     printed = run(

@@ -21,10 +21,11 @@ from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
 from exspec.pipeline.storage import Folder
 from tests.pipeline import jobs
+from tests.pipeline.in_process import in_process
 
 
 @pytest.fixture(scope="module")
-def output(tmp_path_factory: pytest.TempPathFactory, ray_session: None) -> Path:  # noqa: ARG001
+def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("convert")
     pair = jobs.save_pair(place / "pair")
     jobs.write_shards(place / "in", rows=30)
@@ -32,7 +33,8 @@ def output(tmp_path_factory: pytest.TempPathFactory, ray_session: None) -> Path:
         table = pq.read_table(path)
         kinds = [f"k{key % 3}" for key in table["key"].to_pylist()]
         pq.write_table(table.append_column("kind", pa.array(kinds)), path)
-    assert execute(prepare(jobs.job(pair, place / "in", place / "out")), load=jobs.ArithmeticLoader()) == 0
+    with in_process():
+        assert execute(prepare(jobs.job(pair, place / "in", place / "out")), load=jobs.ArithmeticLoader()) == 0
     return place / "out"
 
 

@@ -70,6 +70,7 @@ def test_what_attention_prepares_is_counted_once_a_forward(pair: count.Pair) -> 
     assert once == first - 1 + again - 1, "tiny has two layers"
 
 
+@pytest.mark.slow
 def test_many_rows_of_a_large_pair_move_few_bytes_more(large: count.Pair) -> None:
     config = LARGE(64, 192, 1024)
     assert 1 < count.bytes_ratio(large, config, large.forwards(config), count.random_lengths(64, 1024, 5)) <= RATIO

@@ -197,6 +197,7 @@ def test_zsh_is_offered_the_choices_with_their_help() -> None:
     assert "plain" not in offered
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 def test_the_pages_commands_work_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a new user types them, on few rows: messages, plan, run, a second run, audit, report, compact."""

@@ -35,7 +35,9 @@ def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> int | str | None:
     return end.value.code
 
 
-NO_STORE = json.dumps({"endpoint_url": "http://127.0.0.1:1", "key": "a", "secret": "b"})
+NO_STORE = json.dumps(
+    {"endpoint_url": "http://127.0.0.1:1", "key": "a", "secret": "b", "config_kwargs": {"retries": {"max_attempts": 0}}}
+)
 ON_OUTPUTS = [
     (("nowhere",), "nowhere: holds no job; expected the output of exspec run"),
     (("text.parquet",), "text.parquet: cannot be read: NotADirectoryError"),

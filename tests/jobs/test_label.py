@@ -42,7 +42,6 @@ def rows_of(out: Path) -> list[dict[str, Any]]:
     return [row for path in sorted(out.glob("part-*")) for row in pq.read_table(path).to_pylist()]
 
 
-@pytest.mark.usefixtures("ray_session")
 def test_labels_with_gold_review_report_and_audit(messages: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     source = ["label", "--input", str(messages), "--output", str(out)]
@@ -102,8 +101,11 @@ def test_labels_with_gold_review_report_and_audit(messages: Path, tmp_path: Path
     assert json.loads((out / "_report.json").read_text())["answers"] == before
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
-@pytest.mark.parametrize("form", [["--json-schema", '{"enum": ["red", "green", "blue"]}'], FIELDS])
+@pytest.mark.parametrize(
+    "form", [["--json-schema", '{"enum": ["red", "green", "blue"]}'], FIELDS], ids=["schema", "fields"]
+)
 def test_the_shape_of_a_labeling_job_is_measured(form: list[str], messages: Path, tmp_path: Path) -> None:
     """On requests with their constraints, in another process."""
     tuned = ["--tune-from", "1", "--tune-seconds", "2", "--quiet"]
@@ -124,7 +126,6 @@ def test_a_matrix_of_odd_labels_is_drawn() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("ray_session")
 def test_json_of_a_schema_gets_typed_columns_and_what_is_cut_short_is_an_error(messages: Path, tmp_path: Path) -> None:
     schema = {
         "type": "object",

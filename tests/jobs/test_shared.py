@@ -53,7 +53,6 @@ def rows_of(out: Path) -> dict[str, tuple[Any, ...]]:
     }
 
 
-@pytest.mark.usefixtures("ray_session")
 def test_what_is_shared_is_found_and_changes_no_token(messages: Path, tmp_path: Path) -> None:
     """Against the same job with prefill chunks that are longer than any prompt, of which none can be shared."""
     reports = {}

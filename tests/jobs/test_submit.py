@@ -28,7 +28,7 @@ from exspec.pipeline.errors import JobError
 from tests.jobs.cluster import Head, ray_head
 from tests.pipeline.generators import held
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 ROOT = Path(__file__).parents[2]
 EXSPEC = str(Path(sys.executable).with_name("exspec"))

@@ -117,6 +117,7 @@ def stages(plan: Plan, *names: str) -> dict[str, dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_stage_of_a_measurement_gives_its_figures(dtype: str) -> None:
     found = stages(replace(TINY, dtype=dtype), *STAGES)

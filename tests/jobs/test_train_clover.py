@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from typer import Typer
+from typer.testing import CliRunner
 
 from exspec.actors.engine import Request, SequenceStatistics
 from exspec.actors.models import load_pair
@@ -21,12 +23,13 @@ from exspec.pipeline.run import execute
 from exspec.pipeline.storage import Folder
 from tests import tiny
 from tests.pipeline import jobs
+from tests.pipeline.in_process import in_process
 
 ROWS = 40
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory, ray_session: Any) -> tuple[str, Path]:  # noqa: ARG001
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """A target, and the output of a job of its."""
     place = tmp_path_factory.mktemp("done")
     target = tiny.deep(4, 0.3)
@@ -36,7 +39,8 @@ def done(tmp_path_factory: pytest.TempPathFactory, ray_session: Any) -> tuple[st
     jobs.tokenizer().save_pretrained(place / "target")
     jobs.write_shards(place / "in", rows=ROWS)
     given: Any = (str(place / "target"), None)
-    assert execute(prepare(jobs.job(given, place / "in", place / "out", method="plain"))) == 0
+    with in_process():
+        assert execute(prepare(jobs.job(given, place / "in", place / "out", method="plain"))) == 0
     return given[0], place / "out"
 
 
@@ -132,9 +136,10 @@ def test_what_cannot_be_is_said_before_any_training(done: tuple[str, Path], tmp_
     (tmp_path / "head").mkdir()
     if not words:
         (tmp_path / "head" / "config.json").write_text("{}")
-    call = [sys.executable, "-m", "exspec.jobs.train_clover", str(done[1]), str(tmp_path / "head"), *words]
-    found = subprocess.run(call, capture_output=True, text=True, check=False)
-    assert found.returncode == 2
+    app = Typer()
+    app.command()(train_clover.main)
+    found = CliRunner().invoke(app, [str(done[1]), str(tmp_path / "head"), *words])
+    assert found.exit_code == 2
     assert "Traceback" not in found.stderr
     assert (words[0] if words else "holds something") in found.stderr
 

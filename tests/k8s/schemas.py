@@ -59,9 +59,14 @@ def _ray(item: Manifest) -> list[str]:
     return _errors(_crd(item["kind"]), item) if CRDS.is_dir() else []
 
 
+def read(file: Path) -> Any:
+    """A large file of YAML, by libyaml, which is ten times as fast as Python's own."""
+    return yaml.load(file.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
 @functools.cache
 def _crd(kind: str) -> Draft202012Validator:
-    definition = yaml.safe_load((CRDS / f"ray.io_{kind.lower()}s.yaml").read_text())
+    definition = read(CRDS / f"ray.io_{kind.lower()}s.yaml")
     (version,) = (v for v in definition["spec"]["versions"] if v["name"] == "v1")
     schema = version["schema"]["openAPIV3Schema"]
     schema["properties"]["metadata"] = METADATA

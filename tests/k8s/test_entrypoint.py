@@ -37,7 +37,7 @@ from tests.k8s.manifests import (
     pod_templates,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 ROWS = 960  # so many that a head can die between the first commit and the last, however fast the machine
 TOKEN = "a-token-of-this-test-and-no-other"

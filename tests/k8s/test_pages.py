@@ -174,12 +174,12 @@ def test_the_columns_are_those_of_the_crd() -> None:
     if not schemas.CRDS.is_dir():
         pytest.skip(f"no KubeRay CRDs in {schemas.CRDS} (EXSPEC_K8S_CRDS)")
     text = TEXTS[K8S / "docs" / "first-run.md"]
-    definition = yaml.safe_load((schemas.CRDS / "ray.io_rayjobs.yaml").read_text())
+    definition = schemas.read(schemas.CRDS / "ray.io_rayjobs.yaml")
     (version,) = (v for v in definition["spec"]["versions"] if v["name"] == "v1")
     columns = ["NAME", *(column["name"].upper() for column in version["additionalPrinterColumns"])]
     (line,) = re.findall(r"^    (NAME +JOB STATUS.*)$", text, re.MULTILINE)
     assert re.split(r"  +", line) == columns
-    kinds = {yaml.safe_load(file.read_text())["metadata"]["name"] for file in schemas.CRDS.iterdir()}
+    kinds = {schemas.read(file)["metadata"]["name"] for file in schemas.CRDS.iterdir()}
     (deleted,) = re.findall(r"kubectl delete crd ([^`]*)`", text)
     assert set(deleted.split()) == kinds
     known = set(version["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"])

@@ -1,8 +1,20 @@
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.pipeline import jobs
+from tests.pipeline.in_process import in_process
+
+
+@pytest.fixture(autouse=True)
+def _in_process(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Jobs run in this process, unless the test asks for Ray."""
+    if "ray_session" in request.fixturenames:
+        yield
+        return
+    with in_process():
+        yield
 
 
 @pytest.fixture(scope="session")

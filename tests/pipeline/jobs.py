@@ -68,8 +68,9 @@ class ArithmeticLoader:
     def __init__(self, seconds: float = 0.0, **config: Any) -> None:
         self.seconds = seconds
         self.config = {"method": "plain", "batch_size": 4, "window": 4, "capacity": 64, **config}
+        self.window = self.config["window"]
 
-    def __call__(self, window: int | None) -> tuple[Engine, Any]:  # noqa: ARG002
+    def __call__(self, window: int) -> tuple[Engine, Any]:  # noqa: ARG002
         engine = Engine(ArithmeticModel(), None, EngineConfig(**self.config))  # type: ignore[arg-type]
         step = engine.step
 
@@ -88,7 +89,7 @@ class TogetherLoader(ArithmeticLoader):
         super().__init__()
         self.folder, self.actors = folder, actors
 
-    def __call__(self, window: int | None) -> tuple[Engine, Any]:
+    def __call__(self, window: int) -> tuple[Engine, Any]:
         engine, words = super().__call__(window)
         (self.folder / f"{os.getpid()}").touch()
         step = engine.step
@@ -106,11 +107,12 @@ class ForgetfulLoader(ArithmeticLoader):
     """Runs out of memory in its first round if it has more than `most` slots."""
 
     def __init__(self, most: int) -> None:
-        super().__init__(bucket=16, attention="gathered")  # several buckets: a window of slots, not only a batch
+        # Several buckets: a window of slots, not only a batch.
+        super().__init__(bucket=16, attention="gathered", window=16)
         self.most = most
 
-    def __call__(self, window: int | None) -> tuple[Engine, Any]:
-        self.config["window"] = 16 if window is None else max(4, window)
+    def __call__(self, window: int) -> tuple[Engine, Any]:
+        self.config["window"] = max(4, window)
         engine, words = super().__call__(window)
         step = engine.step
 
@@ -130,7 +132,7 @@ class PoisonLoader(ArithmeticLoader):
         super().__init__()
         self.poison = poison
 
-    def __call__(self, window: int | None) -> tuple[Engine, Any]:
+    def __call__(self, window: int) -> tuple[Engine, Any]:
         engine, words = super().__call__(window)
         submit = engine.submit
 
@@ -150,7 +152,7 @@ class RefusingLoader(ArithmeticLoader):
         super().__init__()
         self.refused = refused
 
-    def __call__(self, window: int | None) -> tuple[Engine, Any]:
+    def __call__(self, window: int) -> tuple[Engine, Any]:
         engine, words = super().__call__(window)
         submit = engine.submit
 

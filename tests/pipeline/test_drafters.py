@@ -15,7 +15,6 @@ from tests import tiny
 from tests.actors.engine.drafters.test_eagle3 import as_published
 from tests.pipeline import jobs
 
-pytestmark = pytest.mark.usefixtures("ray_session")
 LAYERS = 5
 
 

@@ -81,7 +81,6 @@ def test_rows_are_made_before_and_columns_added_after(pair: tuple[str, str], own
         assert row["prompt_tokens"] == len(words), "the prompt is what the function made"
 
 
-@pytest.mark.usefixtures("ray_session")
 def test_other_code_is_another_job(pair: tuple[str, str], own: Path) -> None:
     jobs.write_shards(own / "in", rows=6)
     job = jobs.job(pair, own / "in", own / "out", map="mine:shorter")
@@ -94,7 +93,6 @@ def test_other_code_is_another_job(pair: tuple[str, str], own: Path) -> None:
         prepare(jobs.job(pair, own / "in", own / "out", map="mine:shorter"))
 
 
-@pytest.mark.usefixtures("ray_session")
 def test_a_function_that_fails_takes_its_chunks_alone(pair: tuple[str, str], own: Path, capsys: Any) -> None:
     jobs.write_shards(own / "in", rows=30)
     job = jobs.job(pair, own / "in", own / "out", map="mine:for_many")
@@ -106,7 +104,6 @@ def test_a_function_that_fails_takes_its_chunks_alone(pair: tuple[str, str], own
     assert len(rows) > 20
 
 
-@pytest.mark.usefixtures("ray_session")
 def test_rows_that_come_back_in_another_order_are_not_mixed(pair: tuple[str, str], own: Path, capsys: Any) -> None:
     jobs.write_shards(own / "in", rows=12)
     job = jobs.job(pair, own / "in", own / "out", map_output="mine:backwards")
@@ -115,7 +112,6 @@ def test_rows_that_come_back_in_another_order_are_not_mixed(pair: tuple[str, str
     assert not list((own / "out").glob("part-*"))
 
 
-@pytest.mark.usefixtures("ray_session")
 def test_a_limit_may_grow_and_not_shrink(pair: tuple[str, str], own: Path) -> None:
     jobs.write_shards(own / "in", rows=30)
     assert execute(prepare(jobs.job(pair, own / "in", own / "out", limit=16)), load=jobs.ArithmeticLoader()) == 0

@@ -54,7 +54,6 @@ def generated(folder: str, **settings: Any) -> list[str]:
     return texts
 
 
-@pytest.mark.usefixtures("ray_session")
 def test_with_the_models_own_settings_a_job_gives_what_its_generate_gives(
     asking: Pair, source: Path, tmp_path: Path, capsys: Any
 ) -> None:
@@ -73,7 +72,6 @@ def test_with_the_models_own_settings_a_job_gives_what_its_generate_gives(
     assert stored["fingerprint"]["repetition_penalty"] == 1.4, "what was resolved is stored"
 
 
-@pytest.mark.usefixtures("ray_session")
 def test_an_audit_of_a_job_without_them_compares_without_them(asking: Pair, source: Path, tmp_path: Path) -> None:
     assert execute(prepare(jobs.job(asking, source, tmp_path / "out", limit=20))) == 0
     result = CliRunner().invoke(cli.app, ["audit", str(tmp_path / "out"), "--share", "1"], catch_exceptions=False)

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from exspec.actors.engine import EngineConfig
 from exspec.actors.engine.drafters.suffix import Suffix
 from exspec.pipeline.graph import PairLoader
@@ -14,7 +12,6 @@ from tests.pipeline import jobs
 Pair = tuple[str, str]
 
 
-@pytest.mark.usefixtures("ray_session")
 def test_an_actor_begins_with_the_latest_completions(pair: Pair, tmp_path: Path) -> None:
     jobs.write_shards(tmp_path / "in", rows=40)
     job = jobs.job(pair, tmp_path / "in", tmp_path / "out")
@@ -22,11 +19,11 @@ def test_an_actor_begins_with_the_latest_completions(pair: Pair, tmp_path: Path)
     parts = [*sorted(path.name for path in (tmp_path / "out").glob("part-*")), "part-that-was-merged.parquet"]
     written = {row["completion"] for row in jobs.read_output(tmp_path / "out").values() if row["completion"]}
     config = EngineConfig(drafter="suffix", batch_size=4, window=4, bucket=64, capacity=64, prefill_columns=8)
-    engine, tokenizer = PairLoader(job, config, "cpu", parts)(None)
+    engine, tokenizer = PairLoader(job, config, "cpu", parts)(4)
     assert isinstance(engine.drafter, Suffix)
     for text in written:
         tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
         node, depth = engine.drafter.tree.find(tokens[:8])
         assert depth == len(tokens[:8])
         assert len(tokens) <= 8 or engine.drafter.tree.guess(node)[1] > 0
-    assert PairLoader(job, config, "cpu")(None)[0].drafter.tree.children == {}, "of a job that has written nothing"
+    assert PairLoader(job, config, "cpu")(4)[0].drafter.tree.children == {}, "of a job that has written nothing"

@@ -10,7 +10,7 @@ import pytest
 
 from tests.pipeline import jobs
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 ROOT = Path(__file__).parents[2]
 

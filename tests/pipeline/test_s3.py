@@ -98,7 +98,6 @@ def test_the_first_writer_wins(endpoint: str, bucket: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("ray_session")
 def test_a_restart_keeps_the_old_output_and_leaves_one_job(
     pair: Pair, endpoint: str, bucket: str, tmp_path: Path, capsys: Any
 ) -> None:
@@ -175,7 +174,6 @@ def faulty(endpoint: str) -> Iterator[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("ray_session")
 def test_a_store_that_throttles_and_cuts_connections(
     pair: Pair, endpoint: str, faulty: str, bucket: str, tmp_path: Path
 ) -> None:

@@ -75,6 +75,7 @@ def requests() -> list[Request]:
     return tiny.requests(tiny.prompts(12), 10)
 
 
+@pytest.mark.fast("free0")
 @pytest.mark.parametrize("free", [FREE, ("draft_tokens",), ("method",), ("window", "bucket")])
 def test_only_what_is_free_changes_and_tokens_never(free: tuple[str, ...]) -> None:
     target, draft = tiny.model(), tiny.model(seed=1)
@@ -119,6 +120,7 @@ def test_a_sample_that_cannot_be_decoded_is_refused_by_its_first() -> None:
         calibrate(tiny.model(), tiny.model(seed=1), [Request("long", [1] * 500)], SHAPE, seconds=0.5)
 
 
+@pytest.mark.slow
 def test_without_a_draft_the_look_up_is_tried() -> None:
     """Whatever drafter the config names, which may not be at hand."""
     found = calibrate(tiny.model(), None, requests(), SHAPE, seconds=1.0)

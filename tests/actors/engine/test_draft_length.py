@@ -29,6 +29,7 @@ def total(done: list[Completion]) -> SequenceStatistics:
     return sum((c.statistics for c in done), start=SequenceStatistics())
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("draft_length", DRAFT_LENGTHS)
 def test_no_policy_changes_a_token(draft_length: str, exact: bool) -> None:
@@ -38,6 +39,7 @@ def test_no_policy_changes_a_token(draft_length: str, exact: bool) -> None:
     assert {c.id: c.tokens for c in run(engine)} == reference()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("right", [0.2, 0.6, 0.95])
 def test_history_wastes_less_than_a_fixed_length(right: float) -> None:
     """The worse the draft, the shorter; a good one keeps its length."""

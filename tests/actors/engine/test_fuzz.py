@@ -6,16 +6,13 @@ import random
 from typing import Any
 
 import pytest
-import torch
 
 from exspec.actors.engine import Request, Sampling
 from exspec.actors.engine.drafters import DRAFTERS, NONE
-from exspec.actors.engine.kv.attention import trial
 from tests import tiny
 
 COUNT, FIRST = int(os.environ.get("EXSPEC_FUZZ", "12")), int(os.environ.get("EXSPEC_FUZZ_FROM", "0"))
 DEEP = ("early_exit", "eagle3", "clover")  # which stand on the target's own layers
-IN_PLACE = trial(torch.device("cpu"), torch.float32, 4, 2, 8, 8) is None
 
 
 def shape(rng: random.Random) -> dict[str, Any]:
@@ -30,7 +27,7 @@ def shape(rng: random.Random) -> dict[str, Any]:
         "prefill_rows": rng.randint(1, 4),
         "prefill_columns": page * rng.randint(1, 3),
         "page": page,
-        "attention": rng.choice(["gathered", "in_place"] if IN_PLACE else ["gathered"]),
+        "attention": rng.choice(["gathered", "in_place"] if tiny.in_place() else ["gathered"]),
         "draft_length": rng.choice(["fixed", "explicit", "implicit", "both"]),
         "exact": rng.random() < 0.8,
         "kernels": rng.choice(["eager", "packed"]),

@@ -58,6 +58,7 @@ def engine(recorder: Any, **config: Any) -> Engine:
     return Engine(tiny.model(), tiny.model(seed=1), EngineConfig(**shape | config, prefill_columns=8), None, recorder)
 
 
+@pytest.mark.fast("exspec-filtered")
 @pytest.mark.parametrize(
     "sampling",
     [None, Sampling(temperature=0.8), Sampling(temperature=1.0, top_k=9, top_p=0.9), Sampling(repetition_penalty=1.3)],
@@ -72,6 +73,7 @@ def test_recorded_forwards_give_the_same_tokens(method: str, sampling: Sampling 
     assert recorder.played > 3 * recorder.recorded, "shapes come again"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["plain", "exspec"])
 def test_recorded_forwards_under_constraints(method: str) -> None:
     """Masks and candidates come from the host, and go through the same recordings."""
@@ -94,6 +96,7 @@ def test_recorded_forwards_under_constraints(method: str) -> None:
     assert recorder.played > recorder.recorded
 
 
+@pytest.mark.fast("96-fixed")
 @pytest.mark.parametrize(("bucket", "draft_length"), [(96, "fixed"), (32, "fixed"), (32, "both")])
 def test_shapes_are_few(bucket: int, draft_length: str) -> None:
     """As many recordings as the shapes allow, however many rounds."""

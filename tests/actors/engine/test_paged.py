@@ -1,23 +1,20 @@
 """Pages shared, taken back and moved, attention in place and compiled layers: every token that of plain decoding."""
 
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Hashable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from exspec.actors.engine import Engine, EngineConfig, Request, Sampling
-from exspec.actors.engine.kv.attention import trial
-from exspec.actors.engine.layers.fused import CODE, compiler_trial
+from exspec.actors.engine.layers.fused import FOLDER, Code, compiled_by
 from tests import tiny
-
-IN_PLACE = trial(torch.device("cpu"), torch.float32, 4, 2, 8, 8) is None
-in_place = pytest.mark.skipif(not IN_PLACE, reason="no compiler for the kernel of attention in place")
-compiles = pytest.mark.skipif(
-    not IN_PLACE or compiler_trial(torch.device("cpu")) is not None, reason="nothing can be compiled here"
-)
 
 
 def alike(count: int = 16, seed: int = 0) -> list[list[int]]:
@@ -36,11 +33,13 @@ def expected(family: str = "llama", new: int = 20) -> dict[int, list[int]]:
     return {i: tiny.generate(tiny.model(family), row, new) for i, row in enumerate(alike())}
 
 
-@pytest.mark.parametrize("attention", ["gathered", pytest.param("in_place", marks=in_place)])
+@pytest.mark.cover(1)
+@pytest.mark.parametrize("attention", ["gathered", "in_place"])
 @pytest.mark.parametrize("pages", [12, 14, 20, 40])
 @pytest.mark.parametrize("method", ["plain", "exspec"])
 def test_few_pages_change_no_token(method: str, pages: int, attention: str) -> None:
     """Sequences are admitted while pages last, and taken back where they run out."""
+    tiny.need(attention)
     engine = tiny.engine(
         tiny.model(), draft=tiny.model(seed=1), method=method, pages=pages, attention=attention, prefill_rows=3
     )
@@ -59,11 +58,12 @@ def test_few_pages_change_no_token(method: str, pages: int, attention: str) -> N
     assert engine.statistics.found_tokens > 0
 
 
-@pytest.mark.parametrize("kernels", ["eager", pytest.param("compiled", marks=compiles)])
+@pytest.mark.cover(1)
+@pytest.mark.parametrize("kernels", ["eager", "compiled"])
 @pytest.mark.parametrize("sampling", [None, Sampling(temperature=0.8, top_k=20)], ids=["greedy", "sampled"])
-@in_place
 def test_bfloat16_depends_on_no_neighbour(kernels: str, sampling: Sampling | None) -> None:
     """Bit for bit: not on order, drafts, pages, what was found, or what was taken back and made again."""
+    tiny.need("in_place", kernels)
     target = tiny.model(dtype=torch.bfloat16)
     rows = tiny.requests(alike(), 24, sampling)
     shape: dict[str, Any] = {"attention": "in_place", "kernels": kernels, "prefill_rows": 3}
@@ -74,8 +74,8 @@ def test_bfloat16_depends_on_no_neighbour(kernels: str, sampling: Sampling | Non
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-@in_place
 def test_in_place_equals_generate_in_every_family(family: str) -> None:
+    tiny.need("in_place")
     for method in ("plain", "exspec"):
         engine = tiny.engine(
             tiny.model(family), draft=tiny.model(family, seed=1), method=method, attention="in_place", prefill_rows=2
@@ -84,21 +84,37 @@ def test_in_place_equals_generate_in_every_family(family: str) -> None:
         assert tiny.decode(engine, tiny.requests(alike()), shuffle=1) == expected(family)
 
 
+@pytest.mark.fast("llama")
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
-@compiles
 def test_compiled_layers_equal_generate(family: str) -> None:
-    before = len(CODE.kept)
-    engine = tiny.engine(
-        tiny.model(family, num_hidden_layers=3),
-        draft=tiny.model(family, seed=1),
-        attention="in_place",
-        kernels="compiled",
-    )
-    assert engine.config.kernels == "compiled"
-    target = tiny.model(family, num_hidden_layers=3)
+    tiny.need("in_place", "compiled")
+    target, draft = tiny.model(family, num_hidden_layers=3), tiny.model(family, seed=1)
     wanted = {i: tiny.generate(target, row, 12) for i, row in enumerate(alike(8))}
-    assert tiny.decode(engine, tiny.requests(alike(8), 12)) == wanted
-    assert 0 < len(CODE.kept) - before <= 9, "one piece serves all layers that are alike, one for each shape"
+    code = Code()
+    with compiled_by(code):
+        engine = tiny.engine(target, draft=draft, attention="in_place", kernels="compiled")
+        assert engine.config.kernels == "compiled"
+        assert tiny.decode(engine, tiny.requests(alike(8), 12)) == wanted
+    assert 0 < len(code.kept) <= 9, "one piece serves all layers that are alike, one for each shape"
+
+
+@pytest.mark.slow
+def test_what_is_compiled_from_nothing_works_too(tmp_path: Path) -> None:
+    """All other tests find what an earlier session of tests has compiled."""
+    tests = [
+        f"{__file__}::{test.__name__}"
+        for test in (test_compiled_layers_equal_generate, test_bfloat16_depends_on_no_neighbour)
+    ]
+    empty = {name: value for name, value in os.environ.items() if name != FOLDER} | {"EXSPEC_TEST_CACHE": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n0", *tests],
+        env=empty,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    made = {path.relative_to(tmp_path).parts[1] for path in tmp_path.rglob("*.so")}
+    assert len(made) == 2, "the kernel of attention, and layers"
 
 
 def test_what_prompts_have_in_common_is_computed_once() -> None:

@@ -83,6 +83,7 @@ def test_seeds_of_64_bits_all_differ() -> None:
     assert len({tuple(row) for row in tokens.tolist()}) == len(set(seeds))
 
 
+@pytest.mark.slow
 def test_draft_and_target_agree_as_often_as_the_coupling_promises() -> None:
     """At least (1 - TV) / (1 + TV), for every pair of distributions (Daliri, Musco, Suresh 2024)."""
     generator = torch.Generator().manual_seed(0)

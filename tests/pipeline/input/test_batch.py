@@ -100,7 +100,6 @@ def test_labels_are_as_long_as_they_are_whatever_a_call_says() -> None:
         made.request(row(prompt="x", stop="y"), SHARD, 0)
 
 
-@pytest.mark.usefixtures("ray_session")
 def test_a_batch_file_in_and_a_batch_file_out(pair: tuple[str, str], tmp_path: Path) -> None:
     lines = [
         {

@@ -173,7 +173,6 @@ def test_a_file_that_is_as_planned_is_not_gone_through_again(tmp_path: Path, mon
     assert (again, same) == (found, schema)
 
 
-@pytest.mark.usefixtures("ray_session")
 def test_a_job_over_json_lines(pair: tuple[str, str], tmp_path: Path) -> None:
     jobs.write_shards(tmp_path / "parquet", rows=50)
     (tmp_path / "in").mkdir()

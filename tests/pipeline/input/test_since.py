@@ -20,7 +20,6 @@ def night(pair: Pair, place: Path, **settings: Any) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("ray_session")
 def test_each_row_once_though_old_shards_go_and_late_ones_look_old(pair: Pair, tmp_path: Path) -> None:
     jobs.write_shards(tmp_path / "all", rows=60, shards=4)
     arrive = [tmp_path / "all" / f"shard-{i}.parquet" for i in range(4)]
@@ -44,7 +43,6 @@ def test_each_row_once_though_old_shards_go_and_late_ones_look_old(pair: Pair, t
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("ray_session")
 def test_a_shard_that_has_grown_or_is_not_done_is_not_left_out(pair: Pair, tmp_path: Path) -> None:
     jobs.write_shards(tmp_path / "in", rows=60)
     assert night(pair, tmp_path, since="last") == 0
@@ -59,7 +57,6 @@ def test_a_shard_that_has_grown_or_is_not_done_is_not_left_out(pair: Pair, tmp_p
         night(pair, tmp_path, since="last")
 
 
-@pytest.mark.usefixtures("ray_session")
 def test_a_date_leaves_out_what_is_older(pair: Pair, tmp_path: Path) -> None:
     jobs.write_shards(tmp_path / "in", rows=60)
     for old in ("shard-1", "shard-2"):
@@ -71,7 +68,6 @@ def test_a_date_leaves_out_what_is_older(pair: Pair, tmp_path: Path) -> None:
         night(pair, tmp_path / "other", since="2999-01-01")
 
 
-@pytest.mark.usefixtures("ray_session")
 def test_a_new_shard_must_have_the_columns_of_the_first_run(pair: Pair, tmp_path: Path) -> None:
     jobs.write_shards(tmp_path / "in", rows=20, shards=1)
     assert night(pair, tmp_path, since="last") == 0

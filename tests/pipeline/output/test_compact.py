@@ -31,6 +31,7 @@ from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
 from exspec.pipeline.storage import Folder
 from tests.pipeline import jobs
+from tests.pipeline.in_process import in_process
 
 Pair = tuple[str, str]
 ROWS, REFUSED = 60, 29
@@ -39,17 +40,13 @@ SCHEMA = 16_000  # bytes of a footer beside the summaries, at most
 
 
 @pytest.fixture(scope="module")
-def finished(pair: Pair, ray_session: str, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: ARG001
+def finished(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished job of nine parts, and its input; to be copied, not changed."""
     place = tmp_path_factory.mktemp("finished")
     jobs.write_shards(place / "in", rows=ROWS)
-    assert (
-        execute(
-            prepare(jobs.job(pair, place / "in", place / "out")),
-            load=jobs.RefusingLoader(jobs.prompt(REFUSED)),
-        )
-        == 0
-    )
+    job = jobs.job(pair, place / "in", place / "out")
+    with in_process():
+        assert execute(prepare(job), load=jobs.RefusingLoader(jobs.prompt(REFUSED))) == 0
     return place
 
 

@@ -49,6 +49,9 @@ class NoLease:
     def __init__(self, folder: Folder, nonce: str) -> None:
         pass
 
+    def clear(self, dead: dict[str, Any]) -> None:
+        pass
+
     def end(self) -> None:
         pass
 
@@ -484,6 +487,7 @@ NAMES = ("run", "other", "extended", "retry", "restart", "compact")
 PAIRS = list(combinations_with_replacement(NAMES, 2))
 
 
+@pytest.mark.fast("half-objects")
 @pytest.mark.parametrize("place", [DISK, OBJECTS], ids=["disk", "objects"])
 @pytest.mark.parametrize("start", STARTS)
 def test_two_at_once_with_two_switches(start: str, place: Place) -> None:
@@ -493,6 +497,7 @@ def test_two_at_once_with_two_switches(start: str, place: Place) -> None:
     assert found.schedules > 9000
 
 
+@pytest.mark.fast("half-run-run")
 @pytest.mark.parametrize(
     "case",
     [
@@ -526,6 +531,7 @@ def test_three_at_once(case: Case) -> None:
     assert found.schedules > 5000
 
 
+@pytest.mark.fast("half")
 @pytest.mark.parametrize("start", STARTS)
 def test_a_store_that_fails_once(start: str) -> None:
     """An answer is lost, or a request comes late, or twice: anywhere, with another at work."""
@@ -535,6 +541,7 @@ def test_a_store_that_fails_once(start: str) -> None:
     assert found.schedules > 20_000
 
 
+@pytest.mark.fast("complete")
 @pytest.mark.parametrize("start", STARTS)
 def test_nobody_who_lives_loses_an_output(start: str) -> None:
     """Where no living process is taken for dead, though one is killed anywhere."""

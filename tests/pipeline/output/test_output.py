@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,6 @@ def staged(writer: Any, *chunks: Chunk) -> File:
     return File("", name, 4, "", 4, [summary(chunk) for chunk in chunks])
 
 
-@pytest.mark.usefixtures("ray_session")
 def test_shards_of_one_base_name_in_many_folders(pair: Pair, tmp_path: Path) -> None:
     """These two had the same part name, eight hex digits of their paths' digests being equal: half of the rows were
     lost, and the job said that it was done."""
@@ -57,7 +57,6 @@ def test_shards_of_one_base_name_in_many_folders(pair: Pair, tmp_path: Path) -> 
     assert ds.dataset(tmp_path / "out", format="parquet").count_rows() == 8
 
 
-@pytest.mark.usefixtures("ray_session")
 def test_a_name_of_200_characters_and_one_with_a_colon(pair: Pair, tmp_path: Path) -> None:
     jobs.write_shards(tmp_path / "in", rows=20, shards=2)
     (tmp_path / "in" / "shard-0.parquet").rename(tmp_path / "in" / f"{'x' * 200}.parquet")
@@ -66,7 +65,6 @@ def test_a_name_of_200_characters_and_one_with_a_colon(pair: Pair, tmp_path: Pat
     jobs.assert_complete(tmp_path / "out", 20)
 
 
-@pytest.mark.usefixtures("ray_session")
 def test_two_drivers_with_other_settings_prepared_at_once(pair: Pair, tmp_path: Path) -> None:
     """The second finds that the first has begun another job meanwhile."""
     jobs.write_shards(tmp_path / "in", rows=20)
@@ -79,7 +77,6 @@ def test_two_drivers_with_other_settings_prepared_at_once(pair: Pair, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("ray_session")
 def test_what_comes_second_leaves_and_says_so(pair: Pair, tmp_path: Path) -> None:
     """Run, retry, restart and compact, while a run of another process is at work; nothing of it is disturbed."""
     jobs.write_shards(tmp_path / "in", rows=120)
@@ -100,7 +97,6 @@ def test_what_comes_second_leaves_and_says_so(pair: Pair, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("ray_session")
 def test_a_driver_that_was_stopped_wakes_up_after_another_finished(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,7 +118,6 @@ def test_a_driver_that_was_stopped_wakes_up_after_another_finished(
     assert (tmp_path / "out" / "_SUCCESS").exists()
 
 
-@pytest.mark.usefixtures("ray_session")
 def test_a_part_cut_to_nothing_is_not_nothing_to_do(pair: Pair, tmp_path: Path) -> None:
     jobs.write_shards(tmp_path / "in", rows=20)
     assert run(pair, tmp_path) == 0
@@ -131,7 +126,6 @@ def test_a_part_cut_to_nothing_is_not_nothing_to_do(pair: Pair, tmp_path: Path) 
     jobs.assert_complete(tmp_path / "out", 20)
 
 
-@pytest.mark.usefixtures("ray_session")
 def test_a_refused_run_leaves_the_marker(pair: Pair, tmp_path: Path) -> None:
     jobs.write_shards(tmp_path / "in", rows=20)
     assert run(pair, tmp_path) == 0
@@ -144,7 +138,6 @@ def test_a_refused_run_leaves_the_marker(pair: Pair, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("ray_session")
 def test_a_limit_may_grow(pair: Pair, tmp_path: Path) -> None:
     """Though it cuts a chunk in two; rows that are done stay."""
     jobs.write_shards(tmp_path / "in", rows=60)
@@ -156,7 +149,6 @@ def test_a_limit_may_grow(pair: Pair, tmp_path: Path) -> None:
     jobs.assert_complete(tmp_path / "out", 60)
 
 
-@pytest.mark.usefixtures("ray_session")
 def test_binary_ids_are_hexadecimal(pair: Pair, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     table = pa.table({"uid": [b"\x01\xff", None], "prompt": ["w1", "w2"], "budget": [2, 2]})
@@ -166,7 +158,6 @@ def test_binary_ids_are_hexadecimal(pair: Pair, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("ray_session")
 def test_what_an_actor_staged_for_a_driver_that_died_is_kept(pair: Pair, tmp_path: Path) -> None:
     """A part that nobody committed is committed by the next run, not decoded again; half of one is thrown away."""
     jobs.write_shards(tmp_path / "in", rows=20)
@@ -203,6 +194,21 @@ def test_a_writer_that_lost_the_output_cannot_commit(tmp_path: Path) -> None:
     assert folder.names() == shown
     assert read_output(folder).state.complete
     assert read_output(folder).state.taken is None
+
+
+def test_the_next_owner_removes_the_signs_of_life_of_one_that_was_killed(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path / "out"))
+
+    def signs() -> list[str]:
+        return [name for name in folder.names("_log") if name.startswith("alive-")]
+
+    with ExitStack() as killed:
+        for _ in range(3):
+            killed.enter_context(take(Output(folder), "run", dead=lambda *_: True))
+            assert len(signs()) == 1, "its own"
+        with take(Output(folder), "run", dead=lambda *_: True):
+            assert len(signs()) == 1, "its own"
+        assert signs() == []
 
 
 def test_rows_are_never_committed_twice(tmp_path: Path) -> None:

@@ -14,8 +14,6 @@ from exspec.actors.engine import Engine, EngineConfig, Request, Sampling, Sequen
 from exspec.actors.engine.drafters import at_hand
 from exspec.actors.engine.drafters.clover import Clover
 from exspec.actors.engine.drafters.clover_head import CloverConfig, CloverHead
-from exspec.actors.engine.kv.attention import trial
-from exspec.actors.engine.layers.fused import compiler_trial
 from exspec.actors.engine.layers.spans import layers_of
 from exspec.actors.engine.shape.calibration import _candidates, calibrate
 from exspec.actors.models import ModelError, load_head, load_pair
@@ -27,7 +25,6 @@ from tests import tiny
 from tests.actors.engine.drafters.slow import Slow, slow_engine
 
 PROMPTS = tiny.prompts(9)
-IN_PLACE = trial(torch.device("cpu"), torch.float32, 4, 2, 8, 8) is None
 
 
 def said(head: Any, number: int, hidden: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,6 +58,7 @@ class SlowClover(Slow, Clover):
         return drafted[1:]
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("own", [{}, {"heads": 1}, {"heads": 6}, {"num_attention_heads": 2}],
                          ids=["three", "one", "more than K", "other attention heads"])  # fmt: skip
 @pytest.mark.parametrize(
@@ -70,8 +68,7 @@ class SlowClover(Slow, Clover):
 )
 def test_drafts_are_those_of_a_forward_without_a_cache(way: dict[str, Any], own: dict[str, Any]) -> None:
     """After prefill in chunks, after rounds of every acceptance, and after a sequence was taken back."""
-    if way.get("attention") == "in_place" and not IN_PLACE:
-        pytest.skip("attention is not in place here")
+    tiny.need(way.get("attention"))
     target = tiny.deep(5, 0.3)
     made = slow_engine(SlowClover, target, tiny.clover(target, **own), **way)
     Slow.checked = 0
@@ -188,14 +185,14 @@ def kept(engine: Any, slot: int, length: int) -> list[Tensor]:
     return [store.flatten(0, 1)[places] for store in engine.target.keys + engine.target.values]
 
 
+@pytest.mark.fast("greedy-compiled")
 @pytest.mark.parametrize("kernels", ["eager", "compiled"])
 @pytest.mark.parametrize("sampling", [None, Sampling(temperature=0.8, top_k=20)], ids=["greedy", "sampled"])
 def test_what_the_target_keeps_of_prompts_is_bit_for_bit_that_of_plain_decoding(
     kernels: Any, sampling: Sampling | None
 ) -> None:
     """Though here its last layer runs to its end for prompts, for what leaves it is remembered."""
-    if not IN_PLACE or compiler_trial(torch.device("cpu")) is not None:
-        pytest.skip("nothing can be compiled here")
+    tiny.need("in_place", kernels)
     target = tiny.deep(4, 0.3, torch.bfloat16)
     rows = tiny.requests(tiny.prompts(12, longest=60), 16, sampling)
     shape: dict[str, Any] = {"attention": "in_place", "kernels": kernels, "prefill_rows": 3, "batch_size": 4}

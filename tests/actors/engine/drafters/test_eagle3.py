@@ -14,14 +14,12 @@ from exspec.actors.engine import Engine, EngineConfig
 from exspec.actors.engine.drafters import at_hand, eagle3_head
 from exspec.actors.engine.drafters.eagle3 import Eagle3
 from exspec.actors.engine.drafters.eagle3_head import Eagle3Config, Eagle3Head, is_head
-from exspec.actors.engine.kv.attention import trial
 from exspec.actors.models import ModelError, load_head, load_pair
 from exspec.jobs.demo import TARGET
 from tests import tiny
 from tests.actors.engine.drafters.slow import Slow, slow_engine
 
 PROMPTS = tiny.prompts(9)
-IN_PLACE = trial(torch.device("cpu"), torch.float32, 4, 2, 8, 8) is None
 
 
 class SlowEagle3(Slow, Eagle3):
@@ -47,6 +45,7 @@ class SlowEagle3(Slow, Eagle3):
         return drafted
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("own", [{}, {"embeds": True, "hidden_size": 16}, {"norm_before_residual": True}, {"size": 61}],
                          ids=["as published", "its own embedding", "norm before residual", "all tokens"])  # fmt: skip
 @pytest.mark.parametrize(
@@ -56,8 +55,7 @@ class SlowEagle3(Slow, Eagle3):
 )
 def test_drafts_are_those_of_a_forward_without_a_cache(way: dict[str, Any], own: dict[str, Any]) -> None:
     """After prefill in chunks, after rounds of every acceptance, and after a sequence was taken back."""
-    if way.get("attention") == "in_place" and not IN_PLACE:
-        pytest.skip("attention is not in place here")
+    tiny.need(way.get("attention"))
     target = tiny.deep(5, 0.3)
     made = slow_engine(SlowEagle3, target, tiny.head(target, **own), **way)
     Slow.checked = 0

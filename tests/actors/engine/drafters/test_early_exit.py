@@ -15,7 +15,6 @@ from exspec.actors.engine.drafters import drafter_class
 from exspec.actors.engine.drafters.drafter import Draft
 from exspec.actors.engine.drafters.early_exit import EarlyExit
 from exspec.actors.engine.group import Group
-from exspec.actors.engine.kv.attention import trial
 from exspec.actors.engine.layers.spans import layers_of
 from exspec.actors.engine.shape.memory import plan_memory
 from exspec.actors.engine.tokens.constraint import Automaton, Node, chain, choice
@@ -25,7 +24,6 @@ from tests import tiny
 LAYERS = 6
 PROMPTS = tiny.prompts(9)
 EXITS = {"exit_depth": 1, "check_depth": 3}
-IN_PLACE = trial(torch.device("cpu"), torch.float32, 4, 2, 8, 8) is None
 WAYS = [
     {},
     {"attention": "in_place", "bucket": tiny.CONTEXT},
@@ -95,8 +93,7 @@ def slow_engine(target: PreTrainedModel, **config: Any) -> tuple[Engine, Slow]:
 
 @pytest.mark.parametrize("way", WAYS, ids=["gathered", "in place", "free", "three ahead", "one ahead", "deeper"])
 def test_drafts_are_those_of_a_slow_loop_and_so_are_the_tokens(way: dict[str, Any]) -> None:
-    if way.get("attention") == "in_place" and not IN_PLACE:
-        pytest.skip("attention is not in place here")
+    tiny.need(way.get("attention"))
     target = tiny.deep(LAYERS)
     made, drafter = slow_engine(target, **way)
     expected = {r.id: tiny.generate(target, r.prompt, 20) for r in tiny.requests(PROMPTS, 20)}
@@ -116,6 +113,7 @@ def test_statistics_tell_both_levels() -> None:
     assert total.early_accepted <= total.drafted, "what was kept is proposed, with a token of the check's own each time"
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("agreement", [0.0, 0.06, 1.0], ids=["always right", "sometimes", "never"])
 @pytest.mark.parametrize("way", WAYS[2:4], ids=["two ahead", "three ahead"])
 def test_every_layer_computes_a_surviving_token_once(

@@ -13,7 +13,6 @@ from exspec.actors.engine.drafters import DRAFTERS, NONE, at_hand
 from exspec.actors.engine.drafters.drafter import Draft, Drafter
 from exspec.actors.engine.graphs import Eager
 from exspec.actors.engine.group import Group
-from exspec.actors.engine.kv.attention import trial
 from exspec.actors.engine.methods import drafter_of
 from exspec.actors.engine.shape.calibration import calibrate
 from exspec.actors.engine.shape.memory import plan_memory
@@ -23,7 +22,6 @@ from tests.actors.engine.test_graphs import Traced
 
 STRANGER = "ngram"
 NAMES = [*(name for name in DRAFTERS if name != NONE), STRANGER]
-IN_PLACE = trial(torch.device("cpu"), torch.float32, 4, 2, 8, 8) is None
 # Rows that repeat themselves and each other, so that what looks up finds something; and such that do not.
 PROMPTS = [[*([7, 8, 9, 10] * 5), i % 3] for i in range(9)] + tiny.prompts(8)
 SAMPLED = Sampling(temperature=0.8, top_k=20, top_p=0.9)
@@ -106,6 +104,7 @@ def reference(sampling: Sampling | None = None) -> dict[Any, list[int]]:
     return {r.id: tiny.slow_decode(target, r.prompt, r.sampling, 20) for r in tiny.requests(PROMPTS, 20, sampling)}
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize(
     "sampling", [None, SAMPLED, Sampling(repetition_penalty=1.3)], ids=["greedy", "sampled", "penal"]
 )
@@ -125,8 +124,7 @@ def reference(sampling: Sampling | None = None) -> dict[Any, list[int]]:
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_are_those_of_a_slow_loop(name: str, config: dict[str, Any], sampling: Sampling | None) -> None:
-    if config.get("attention") == "in_place" and not IN_PLACE:
-        pytest.skip("attention is not in place here")
+    tiny.need(config.get("attention"))
     if name in ("early_exit", "eagle3", "clover") and config.get("method") == "eqspec":
         with pytest.raises(ValueError, match=f"the drafter {name}: method eqspec moves the KV"):
             engine(name, **config)
@@ -137,6 +135,7 @@ def test_tokens_are_those_of_a_slow_loop(name: str, config: dict[str, Any], samp
     assert watched.ended == len(PROMPTS)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("sampling", [None, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", NAMES)
 def test_bfloat16_equals_plain_in_the_same_shape(name: str, sampling: Sampling | None) -> None:
@@ -146,6 +145,7 @@ def test_bfloat16_equals_plain_in_the_same_shape(name: str, sampling: Sampling |
     assert tiny.decode(made, rows, shuffle=3) == tiny.decode(plain, rows, shuffle=4)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("config", [{}, {"attention": "gathered", "exact": False, "bucket": 1}], ids=["", "free"])
 @pytest.mark.parametrize("name", NAMES)
 def test_constraints_hold_whoever_drafts(name: str, config: dict[str, Any]) -> None:
@@ -172,6 +172,7 @@ def test_rows_that_have_room_for_one_token_draft_nothing(name: str) -> None:
     assert watched.proposed == 0
 
 
+@pytest.mark.fast("early_exit")
 @pytest.mark.parametrize("name", NAMES)
 def test_recorded_shapes_give_the_same_tokens_and_are_few(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.backends.mkldnn.is_available", lambda: False)
@@ -183,6 +184,7 @@ def test_recorded_shapes_give_the_same_tokens_and_are_few(name: str, monkeypatch
     assert recorder.recorded <= 3 * buckets + buckets * (1 + made.config.draft_tokens)
 
 
+@pytest.mark.fast("model")
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_planned_for_and_calibrated(name: str) -> None:
     """Through the registry alone: nothing outside of it names a drafter."""

@@ -111,6 +111,7 @@ def test_what_repeats_itself_goes_on_repeating() -> None:
     assert draft(Suffix(1), [4, 1, 2, 3, 1, 2, 3], 7) == [1, 2, 3, 1, 2, 3, 1]
 
 
+@pytest.mark.slow
 def test_memory_stays_within_what_the_plan_counts() -> None:
     """After tens of thousands of completions that have nothing in common, of such that are all alike, of a very long
     one, and in long rows."""

@@ -1,0 +1,1 @@
+from tests.pipeline.conftest import _in_process  # noqa: F401
