@@ -29,6 +29,7 @@ from exspec.actors.engine.drafters import drafter_class, head_of
 from exspec.actors.engine.engine import model_end_ids
 from exspec.actors.engine.kv.cached_model import GATHERED, PagedModel, context_length, kv_shape
 from exspec.actors.engine.kv.pages import Pages
+from exspec.actors.engine.layers import experts
 from exspec.actors.engine.request import Completion
 
 WHAT_WORKS = "a decoder-only model that holds keys and values of every token, such as Llama, Qwen, Mistral or GLM-4"
@@ -37,6 +38,7 @@ REFUSED_CODE = "expected a model that transformers itself knows, or trust_remote
 NEEDED = ("num_attention_heads", "num_hidden_layers", "vocab_size", "max_position_embeddings")
 WINDOWS = ("sliding_window", "attention_chunk_size")  # of a configuration and of modules, in tokens
 FED, FIRST, NARROW = 12, 7, 4  # tokens of the check, those of its first part, and of its windows
+BESIDE = ((4, 1), (4, 6), (2, 64))  # rows and columns of the forwards of a round without drafts, a verify, a fill
 CHANGING = ("dynamic", "longrope")  # rotary factors that a forward chooses
 WAITS = {
     "_local_scalar_dense", "equal", "is_nonzero", "item", "masked_select", "nonzero", "repeat_interleave", "unique",
@@ -268,15 +270,54 @@ def check_forward(model: PreTrainedModel, name: str) -> None:
 
     Raises ModelError with what differed.
     """
+    swayed = False
     try:
+        swayed = settle_experts(model)
         reason = _beside_others(model) or _out_of_step(_narrowed(model))
     except (AttributeError, AssertionError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {_first_line(error)}"
+    kind = model.config.model_type
     if reason:
-        kind = model.config.model_type
         raise ModelError(
             f"{name}: {kind} does not decode the same by slots as on its own ({reason}); expected {WHAT_WORKS}"
         )
+    if swayed:
+        raise ModelError(
+            f"{name}: in {str(model.dtype).removeprefix('torch.')} the logits of {kind} depend on the tokens beside "
+            "them; expected float32, where the difference is as small as any rounding"
+        )
+
+
+def settle_experts(model: PreTrainedModel) -> bool:
+    """Have a mixture's experts computed in the first way in which no token's bits depend on its neighbours. Returns
+    whether, in half precision, there is no such way.
+
+    In float32 the first way is taken untried: what differs there is as small as between any two shapes.
+    """
+    for way in experts.ways(model.device):
+        if way is not None:
+            model.set_experts_implementation(way)
+        if model.dtype == torch.float32 or not _swayed(model):
+            return False
+    return True
+
+
+@torch.inference_mode()
+def _swayed(model: PreTrainedModel) -> bool:
+    """Whether the logits of a row's tokens differ by a bit with the rows beside it: rows like it, or any others."""
+    size: int = model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    for rows, columns in BESIDE:
+        columns = min(columns, context_length(model.config))
+        tokens = torch.randint(size, (1, columns), generator=generator)
+        others = [torch.randint(size, (rows - 1, columns), generator=generator) for _ in range(3)]
+        found = []
+        for beside in (tokens.expand(rows - 1, -1), *others):
+            ids = torch.cat([tokens, beside]).to(model.device)
+            found.append(model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0])
+        if not all(logits.equal(found[0]) for logits in found):
+            return True
+    return False
 
 
 def _first_line(error: Exception) -> str:

@@ -26,24 +26,29 @@ LENGTHS, NEW = (1, 3, 30, 17, 40), 12  # tokens of the prompts, and of each comp
 LARGEST = 20_000_000  # parameters of what is still small
 MADE = "Every family for which transformers has a causal language model, as `python -m exspec.jobs.families` found it"
 BUILD = "could not be built small"
-# Sizes of a tiny model, by the names that configurations have for them.
-SIZES: dict[str, Any] = {
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+WIDER = 8  # times: widths of a mixture in half precision, where its products round as those of large models do
+# Sizes of a tiny model, by the names that configurations have for them: those that are made wider, and the others.
+WIDTHS: dict[str, int] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embedding_size", "word_embed_proj_dim"), 32),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "d_ff", "decoder_ffn_dim", "encoder_ffn_dim"), 64),
     **dict.fromkeys(("ffn_hidden_size", "dense_intermediate_size", "intermediate_size_mlp"), 64),
+    **dict.fromkeys(("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "qk_head_dim"), 8),
+    **dict.fromkeys(("global_head_dim", "rotary_dim", "kv_channels"), 8),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 16),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
+}
+SIZES: dict[str, Any] = {
+    **WIDTHS,
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "encoder_layers"), 2),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), 4),
     **dict.fromkeys(("encoder_attention_heads",), 4),
     **dict.fromkeys(("num_key_value_heads", "n_head_kv", "num_kv_heads"), 2),
-    **dict.fromkeys(("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "qk_head_dim"), 8),
-    **dict.fromkeys(("global_head_dim", "rotary_dim", "kv_channels"), 8),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length"), CONTEXT),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"), 2),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 16),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"), 1),
     **dict.fromkeys(("sliding_window", "attention_chunk_size"), 16),
+    **dict.fromkeys(EXPERTS, 4),
     "vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "initializer_range": 0.3, "is_decoder": True,
     "bos_token_id": 1, "eos_token_id": END, "pad_token_id": 0,
 }  # fmt: skip
@@ -97,17 +102,21 @@ def configurations() -> Iterator[tuple[str, Callable[[], PretrainedConfig]]]:
             yield f"{kind.model_type}, {name}", lambda kind=kind, changes=changes: small(kind, changes)  # type: ignore[misc]
 
 
-def small(kind: type[PretrainedConfig], changes: dict[str, Any] | None = None) -> PretrainedConfig:
-    """A configuration with small sizes, whose layers are one of each kind that its default has, and two at least."""
+def small(kind: type[PretrainedConfig], changes: dict[str, Any] | None = None, times: int = 1) -> PretrainedConfig:
+    """A configuration with small sizes, whose layers are one of each kind that its default has, and two at least.
+
+    times: by how much its widths are larger than the smallest.
+    """
     default = kind()
     parts = {name: getattr(default, name, None) for name in getattr(kind, "sub_configs", {})}
-    nested = {name: _sizes(part) for name, part in parts.items() if isinstance(part, PretrainedConfig)}
-    return kind(**_sizes(default) | nested | NEEDS.get(kind.model_type, {}) | (changes or {}))
+    nested = {name: _sizes(part, times) for name, part in parts.items() if isinstance(part, PretrainedConfig)}
+    return kind(**_sizes(default, times) | nested | NEEDS.get(kind.model_type, {}) | (changes or {}))
 
 
-def _sizes(default: PretrainedConfig) -> dict[str, Any]:
+def _sizes(default: PretrainedConfig, times: int) -> dict[str, Any]:
     known = default.to_dict()
-    found = {name: size for name, size in SIZES.items() if known.get(name) is not None or name.endswith("_token_id")}
+    sizes = SIZES | {name: size * times for name, size in WIDTHS.items()}
+    found = {name: size for name, size in sizes.items() if known.get(name) is not None or name.endswith("_token_id")}
     if types := known.get("layer_types"):
         kinds = list(dict.fromkeys(types))
         layers = kinds if len(kinds) > 1 else kinds * 2
@@ -145,11 +154,15 @@ def trial(family: str, make: Callable[[], PretrainedConfig]) -> Trial:
     wrong = compare(model)
     if wrong:
         return Trial(family, "differs", wrong)
+    if any((getattr(config.get_text_config(), name, 0) or 0) > 1 for name in EXPERTS):
+        model = build(small(type(config), times=WIDER))
+        forget_sampling(model)
+        settle_positions(model)
     try:
         check_forward(model.to(torch.bfloat16), family)  # type: ignore[arg-type]
     except ModelError as error:
         return Trial(family, "works", narrow=_reason(error))
-    return Trial(family, "works")
+    return Trial(family, "works", narrow=neighbours(model))
 
 
 def compare(model: PreTrainedModel) -> str:
@@ -157,16 +170,36 @@ def compare(model: PreTrainedModel) -> str:
 
     The model is its own draft, and its context is what limits prompts.
     """
-    context = min(CONTEXT, model.config.get_text_config().max_position_embeddings)
-    generator = torch.Generator().manual_seed(1)
-    lengths = [min(length, context - NEW) for length in LENGTHS]
-    prompts = [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
-    engine = Engine(model, model, EngineConfig(batch_size=4, draft_tokens=3, capacity=context))
-    for number, prompt in enumerate(prompts):
-        engine.submit(Request(number, prompt, NEW))
-    found = {completion.id: completion.tokens for completion in engine.run()}
+    prompts = _prompts(model)
+    found = _decoded(model, prompts)
     wrong = [n for n, prompt in enumerate(prompts) if found[n] != _generate(model, prompt)]
     return f"{len(wrong)} of {len(prompts)} completions are not those of generate" if wrong else ""
+
+
+def neighbours(model: PreTrainedModel) -> str:
+    """How completions differ from those of the same prompts alone in the engine; empty where they do not."""
+    prompts = _prompts(model)
+    found = _decoded(model, prompts)
+    wrong = [n for n, prompt in enumerate(prompts) if found[n] != _decoded(model, [prompt])[0]]
+    return f"{len(wrong)} of {len(prompts)} completions depend on their neighbours" if wrong else ""
+
+
+def _context(model: PreTrainedModel) -> int:
+    return min(CONTEXT, int(model.config.get_text_config().max_position_embeddings))
+
+
+def _prompts(model: PreTrainedModel) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    lengths = [min(length, _context(model) - NEW) for length in LENGTHS]
+    return [torch.randint(VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+
+
+def _decoded(model: PreTrainedModel, prompts: list[list[int]]) -> dict[Any, list[int]]:
+    """Completions of the prompts by speculation in batches, by the prompts' numbers."""
+    engine = Engine(model, model, EngineConfig(batch_size=4, draft_tokens=3, capacity=_context(model)))
+    for number, prompt in enumerate(prompts):
+        engine.submit(Request(number, prompt, NEW))
+    return {completion.id: completion.tokens for completion in engine.run()}
 
 
 def _generate(model: PreTrainedModel, prompt: list[int]) -> list[int]:
@@ -195,8 +228,10 @@ def page(trials: list[Trial]) -> str:
         "**How tried.** A tiny model with random weights, one layer of each kind that the family's configuration has",
         "unless told otherwise, is loaded as a job loads one. Where it is not refused, prompts of",
         f"{', '.join(map(str, LENGTHS))} tokens are decoded in batches of 4 in float32, with the model as its own",
-        f"draft, and {NEW} tokens of each are compared with those of `generate` for that prompt alone. Models of a",
-        "refused family may work, and the other way round, where their configuration is another.",
+        f"draft, and {NEW} tokens of each are compared with those of `generate` for that prompt alone. In bfloat16",
+        "they are compared with those that the engine gives for the prompt alone. There mixtures of experts are",
+        f"{WIDER} times as wide, because products of small matrices round alike in any shape. Models of a refused",
+        "family may work, and the other way round, where their configuration is another.",
         "",
         f"{len(works)} of {len(trials)} work.",
         "",

@@ -15,7 +15,7 @@ from urllib.request import urlopen
 
 import psutil
 
-PATIENCE = 60  # seconds until the dashboard answers
+PATIENCE = 180  # seconds until the dashboard answers
 SETTINGS = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_DASHBOARD_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 

@@ -30,7 +30,7 @@ def end(process: subprocess.Popen[str], code: int) -> str:
 
 
 def await_parts(out: Path, count: int, process: subprocess.Popen[str]) -> None:
-    until = time.monotonic() + 120
+    until = time.monotonic() + 300
     while len(list(out.glob("part-*"))) < count:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < until

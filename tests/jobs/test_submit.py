@@ -89,7 +89,7 @@ def test_a_job_is_followed_left_followed_again_and_cancelled(head: Head, message
         assert first.stdout is not None
         assert any("Running entrypoint" in line for line in first.stdout)
         first.send_signal(signal.SIGINT)
-        said = first.communicate(timeout=30)[1]
+        said = first.communicate(timeout=PATIENCE)[1]
     assert first.returncode == 130
     assert "long goes on" in said
 

@@ -15,7 +15,7 @@ from tests.k8s.manifests import K8S, combine, needs_renderer, of_kind, one
 DASHBOARD = json.loads((K8S / "components" / "grafana" / "exspec.json").read_text())
 NAME = re.compile(r"\bray_exspec_\w+")
 SAMPLE = re.compile(r"^(ray_exspec_\w+)\{(.*)\} ", re.MULTILINE)
-PATIENCE = 30  # seconds until the exporter has heard of everything
+PATIENCE = 120  # seconds until the exporter has heard of everything
 PODMONITOR = {"ray_io_cluster"}  # labels that the scrape adds
 
 

@@ -134,7 +134,7 @@ def start_driver(job: Job, folder: Path, seconds: float) -> subprocess.Popen[byt
 
 
 def wait_for_parts(folder: Path, count: int, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while len(list(folder.glob("part-*"))) < count:
         assert process.poll() is None, "the driver ended before it could be killed"
         assert time.monotonic() < deadline

@@ -13,7 +13,7 @@ from exspec.pipeline.run import execute
 from tests.pipeline import jobs
 
 SAMPLE = re.compile(r'^ray_exspec_(\w+)\{.*?actor="([^"]+)".*\} (\S+)$', re.MULTILINE)
-PATIENCE = 30  # seconds until the exporter has heard of everything
+PATIENCE = 120  # seconds until the exporter has heard of everything
 
 
 def scrape(url: str, actors: set[str]) -> dict[str, float]:

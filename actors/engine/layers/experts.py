@@ -1,0 +1,73 @@
+"""Experts of a mixture, computed so that no token's bits depend on where its neighbours are routed.
+
+A product's rounding may depend on its shape, and transformers' own products have as many rows as tokens were routed to
+an expert. Here every product has as many rows as the forward's shape says.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+NAME = "exspec_windows"  # of this way, among transformers' ways to compute experts
+FEWEST = 8  # rows of a product: with fewer, reading the weights takes all the time
+
+
+def windowed_linear(x: Tensor, weight: Tensor, ends: Tensor, rows: int) -> Tensor:
+    """Each row times the weights of its expert, in products of `rows` rows.
+
+    x: [S, I], in the order of the experts, S >= rows. weight: [E, O, I]. ends: [E], where each expert's rows end.
+    A product with fewer rows of its expert takes the rows beside them along, and what it gives for those is left.
+    Returns [S, O].
+    """
+    out, start = x.new_zeros(len(x), weight.shape[1]), 0
+    for expert, end in enumerate(ends.tolist()):
+        for first in range(start, end, rows):
+            window, last = min(first, len(x) - rows), min(first + rows, end)
+            product = linear(x[window : window + rows], weight[expert])
+            out[first:last] = product[first - window : last - window]
+        start = end
+    return out
+
+
+def _shaped(x: Tensor, weight: Tensor, ends: Tensor, rows: int) -> Tensor:
+    del ends, rows
+    return x.new_empty(len(x), weight.shape[1])
+
+
+_LIBRARY = torch.library.Library("exspec", "FRAGMENT")  # an operator, for a trace to hold as one
+_LIBRARY.define("windowed_linear(Tensor x, Tensor weight, Tensor ends, int rows) -> Tensor")
+_LIBRARY.impl("windowed_linear", windowed_linear, "CPU")
+_LIBRARY.impl("windowed_linear", _shaped, "Meta")
+
+
+def windowed_experts(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """What a module of experts gives for hidden states [T, H], routed to experts index [T, k] with weights [T, k]."""
+    tokens, chosen = index.shape
+    mean = -(-tokens * chosen // self.num_experts)
+    rows = min(tokens, max(FEWEST, 1 << (mean - 1).bit_length()))
+    experts, order = index.flatten().sort()
+    ends = torch.searchsorted(experts, torch.arange(self.num_experts, device=experts.device), right=True)
+
+    def product(x: Tensor, name: str) -> Tensor:
+        weight = getattr(self, name)
+        weight = weight.transpose(1, 2) if self.is_transposed else weight
+        out: Tensor = torch.ops.exspec.windowed_linear(x.to(weight.dtype), weight, ends, rows)
+        return out + getattr(self, f"{name}_bias")[experts] if self.has_bias else out
+
+    up = product(hidden[order // chosen], "gate_up_proj" if self.has_gate else "up_proj")
+    out = product(self._apply_gate(up) if self.has_gate else self.act_fn(up), "down_proj")
+    if self.has_post_expert_norm:
+        out = self.post_expert_norm(out)
+    out = out * weights.flatten()[order, None]
+    return out[order.argsort()].view(tokens, chosen, -1).sum(1).to(hidden.dtype)
+
+
+ALL_EXPERTS_FUNCTIONS.register(NAME, windowed_experts)
+
+
+def ways(device: torch.device) -> tuple[str | None, ...]:
+    """How experts may be computed on a device, the fastest first, by transformers' names; None is what it chose."""
+    return (NAME,) if device.type == "cpu" else (None, "batched_mm")
