@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.error import URLError
@@ -37,9 +37,10 @@ def _bare() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in SETTINGS}
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as held:  # all at once, so that none comes twice
+        servers = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [int(server.getsockname()[1]) for server in servers]
 
 
 @contextmanager
@@ -47,13 +48,13 @@ def ray_head(folder: Path) -> Iterator[Head]:
     """Starts a head and ends it with everything that it started. folder: short, for sockets lie below it."""
     token = folder / "token"
     token.write_text(secrets.token_hex(16))
-    dashboard = free_port()
+    dashboard, gcs, agent, client = free_ports(4)
     programs = Path(sys.executable).parent
     path = os.pathsep.join([str(programs), os.environ.get("PATH", "")])
     command = [
-        programs / "ray", "start", "--head", "--block", "--node-ip-address=127.0.0.2", f"--port={free_port()}",
+        programs / "ray", "start", "--head", "--block", "--node-ip-address=127.0.0.2", f"--port={gcs}",
         "--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}",
-        f"--dashboard-agent-listen-port={free_port()}", f"--ray-client-server-port={free_port()}", "--num-cpus=6",
+        f"--dashboard-agent-listen-port={agent}", f"--ray-client-server-port={client}", "--num-cpus=6",
         "--min-worker-port=0", "--max-worker-port=0", f"--object-store-memory={100 * 2**20}",
         f"--temp-dir={folder / 'r'}", "--disable-usage-stats",
     ]  # fmt: skip

@@ -86,13 +86,16 @@ def folder() -> Iterator[Path]:
         yield Path(made)
 
 
+# From a range that neither Ray's workers nor the system's own choice comes from; none twice.
+PORTS = iter(random.sample(range(25000, 30000), 5000))
+
+
 def free_port() -> int:
-    """From a range that neither Ray's workers nor the system's own choice comes from."""
-    while True:
-        port = random.randrange(25000, 30000)
+    for port in PORTS:
         with socket.socket() as probe:
             if probe.connect_ex((HEAD, port)):
                 return port
+    raise AssertionError("all ports are in use")
 
 
 class Cluster:

@@ -19,6 +19,7 @@ from exspec.actors.engine.kv.memory import MEBIBYTE, MemoryPlan
 
 CONTEXT = 8  # tokens that are looked up, at most
 STORE = 64 * MEBIBYTE  # for what was learned of completions
+SLICE = 256  # tokens learned at a time: the engine's thread does nothing else meanwhile
 NODE, PLACE = 260, 300  # bytes of a node of the tree, and of a token of a running sequence
 KEPT = 144  # bytes of a completion that is kept, beside four for each of its tokens
 BITS = 21  # of a token id, so that three of them are a number of 63
@@ -31,7 +32,7 @@ class Suffix(Drafter):
 
     What followed one c of the n times that it stood in completions that have ended goes on with chance c / (n + 1).
     Where the sequence itself has had its last m tokens before, what followed the last time goes on with m / (m + 1).
-    A draft ends where the chance of all of it falls below `worth`.
+    A draft ends where the chance of all of it falls below `worth`. A long completion is learned over several rounds.
     """
 
     lengths: ClassVar[tuple[int, ...]] = (1, 2, 3, 5, 8, 12, 16)
@@ -62,7 +63,7 @@ class Suffix(Drafter):
     def __init__(self, slots: int, worth: float = LEAST, store: int = STORE) -> None:
         self.worth, self.store = max(worth, LEAST), store
         self.rows = [Row([])] * slots
-        self.tree = Tree(store)
+        self.forget()
 
     def admit(self, slot: int, tokens: list[int]) -> None:
         self.rows[slot] = Row(tokens)
@@ -102,15 +103,27 @@ class Suffix(Drafter):
     def committed(self, tokens: dict[int, list[int]]) -> None:
         for slot, new in tokens.items():
             self.rows[slot].extend(new)
+        self._learn(max(SLICE, 2 * sum(map(len, tokens.values()))))  # faster than completions grow
 
     def end(self, slot: int) -> None:
         self.rows[slot] = Row([])
 
     def learn(self, prompt: Sequence[int], completion: list[int]) -> None:
-        self.tree.learn([*prompt[-CONTEXT:], *completion])
+        self.waiting.append(np.array([*prompt[-CONTEXT:], *completion], dtype=np.int32))
+        self._learn(SLICE)
+
+    def _learn(self, most: int) -> None:
+        """Learn so many of the tokens that wait, in slices that overlap by CONTEXT."""
+        while self.waiting and most > 0:
+            tokens = self.waiting.popleft()
+            if len(tokens) > SLICE + CONTEXT:
+                self.waiting.appendleft(tokens[SLICE:])
+            self.tree.learn(tokens[: SLICE + CONTEXT].tolist())
+            most -= SLICE
 
     def forget(self) -> None:
         self.tree = Tree(self.store)
+        self.waiting: deque[np.ndarray] = deque()  # what is yet to be learned
 
 
 class Row:
@@ -184,13 +197,14 @@ class Tree:
         """Count a completion, with the last tokens before it; of one that might fill half of the tree by itself, its
         last tokens."""
         tokens = tokens[-max(self.nodes // (2 * (CONTEXT + 1)), 1) :]
-        self.kept.append(np.array(tokens, dtype=np.int32))
-        self.held += KEPT + 4 * len(tokens)
-        self._add(tokens)
-        while len(self.children) > self.nodes or self.held > self.room:
+        nodes, size = (CONTEXT + 1) * len(tokens), KEPT + 4 * len(tokens)  # at most
+        while self.kept and (len(self.children) + nodes > self.nodes or self.held + size > self.room):
             oldest = self.kept.popleft()
             self.held -= KEPT + 4 * len(oldest)
             self._remove(oldest.tolist())
+        self.kept.append(np.array(tokens, dtype=np.int32))
+        self.held += size
+        self._add(tokens)
 
     def _add(self, tokens: list[int]) -> None:
         children, count, best, top, link = self.children, self.count, self.best, self.top, self.link

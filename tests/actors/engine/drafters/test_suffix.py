@@ -6,7 +6,7 @@ import tracemalloc
 import pytest
 
 from exspec.actors.engine import Engine, EngineConfig, Request
-from exspec.actors.engine.drafters.suffix import CONTEXT, NODE, PLACE, Row, Suffix, Tree
+from exspec.actors.engine.drafters.suffix import CONTEXT, NODE, PLACE, SLICE, STORE, Row, Suffix, Tree
 from tests import tiny
 
 
@@ -109,6 +109,51 @@ def test_a_row_finds_the_last_place_where_it_has_been_before(seed: int) -> None:
 def test_what_repeats_itself_goes_on_repeating() -> None:
     assert Row([4, 1, 2, 3, 1, 2, 3]).find() == (4, 3)
     assert draft(Suffix(1), [4, 1, 2, 3, 1, 2, 3], 7) == [1, 2, 3, 1, 2, 3, 1]
+
+
+def test_a_long_completion_is_learned_in_slices_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many end at once, the backlog shrinks while sequences grow."""
+    at_once: list[int] = []
+    add = Tree._add
+    monkeypatch.setattr(Tree, "_add", lambda tree, tokens: (at_once.append(len(tokens)), add(tree, tokens))[1])
+    rng = random.Random(0)
+    drafter, long = Suffix(4), [rng.randrange(50_000) for _ in range(20 * SLICE + 17)]
+    for _ in range(3):
+        drafter.learn([7] * 30, long)
+    assert sum(at_once) <= 3 * (SLICE + CONTEXT)
+    rounds = 0
+    while drafter.waiting:
+        before = len(at_once)
+        drafter.committed({0: [1] * SLICE, 1: [2] * SLICE})
+        assert sum(at_once[before:]) <= 5 * (SLICE + CONTEXT), "twice as many as the round has committed"
+        rounds += 1
+    assert max(at_once) <= SLICE + CONTEXT
+    assert 10 < rounds <= 3 * 21 // 4 + 1
+    drafter.tree.check()
+    for place in range(CONTEXT, len(long), 97):
+        node, depth = drafter.tree.find(long[place - CONTEXT : place])
+        assert depth == CONTEXT
+        assert drafter.tree.guess(node)[0] == long[place]
+    drafter.learn([], long)
+    drafter.forget()
+    assert not drafter.waiting
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [60, 600, 20_000])
+def test_the_store_holds_no_more_than_its_limit(size: int) -> None:
+    """Of tokens that have nothing in common, at any moment."""
+    rng = random.Random(0)
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    drafter = Suffix(1)
+    for _ in range(150_000 // size):
+        drafter.learn([], [rng.randrange(50_000) for _ in range(size)])
+        while drafter.waiting:
+            drafter.committed({})
+    peak = tracemalloc.get_traced_memory()[1] - before
+    tracemalloc.stop()
+    assert 0.4 * STORE < peak <= STORE
 
 
 @pytest.mark.slow
