@@ -44,6 +44,9 @@ class DraftLength(StrEnum):
 
 AUTO = ("method", "drafter", "batch_size", "window", "draft_tokens", "bucket")  # settings that may be measured
 Auto = int | Literal["auto"]
+# A setting in a later run of a job: it decides the output; or it decides where and how the job runs; or with fixed
+# shapes, where the target alone decides every token, it decides how soon one comes, or which rows there are.
+Later = Literal["the same", "any", "any if exact"]
 # What the engine can compute in float32; its own limits are the same (actors/engine/request.py).
 CHUNK, LEAST_CHUNK, ROUNDS = 64, 8, 4  # rows of a chunk, at most and at least; chunks that an actor is to have
 SMALLEST, LARGEST, LARGEST_INT, HIGHEST = 1e-6, 1e6, 2**31 - 1, 100
@@ -62,10 +65,11 @@ def _json(text: str) -> Any:
         return text
 
 
-def setting(group: str, default: Any, help: str, **limits: Any) -> Any:
-    """A field of a job. group: the heading that its option has in the help."""
+def setting(group: str, default: Any, help: str, later: Later = "the same", **limits: Any) -> Any:
+    """A field of a job. group: the heading that its option has in the help. later: what it may be in a later run of the
+    job."""
     extra = limits.pop("json_schema_extra", {})
-    return Field(default, description=help, json_schema_extra={"group": group, **extra}, **limits)
+    return Field(default, description=help, json_schema_extra={"group": group, "later": later, **extra}, **limits)
 
 
 class Job(BaseModel):
@@ -76,23 +80,33 @@ class Job(BaseModel):
 
     target: str = setting("Models", ..., "Hub id, folder or fsspec URL of the target model. Default: the demo pair.")
     draft: str | None = setting(
-        "Models", None, "Hub id, folder or fsspec URL of the draft: a small model, or a head for the target."
+        "Models",
+        None,
+        "Hub id, folder or fsspec URL of the draft: a small model, or a head for the target.",
+        later="any if exact",
     )
-    target_revision: str | None = setting("Models", None, "Revision of the target on the hub.")
-    draft_revision: str | None = setting("Models", None, "Revision of the draft on the hub.")
-    trust_remote_code: bool = setting("Models", False, "Run Python code that comes with a model.")
-    allow_pickle: bool = setting("Models", False, "Load weights that are no safetensors; such a file can run code.")
+    # They may change: what they stand for, a commit, is in the fingerprint.
+    target_revision: str | None = setting("Models", None, "Revision of the target on the hub.", later="any")
+    draft_revision: str | None = setting("Models", None, "Revision of the draft on the hub.", later="any")
+    trust_remote_code: bool = setting("Models", False, "Run Python code that comes with a model.", later="any")
+    allow_pickle: bool = setting(
+        "Models", False, "Load weights that are no safetensors; such a file can run code.", later="any"
+    )
 
     input: list[str] = setting(
         "Input and output",
         ...,
         "Files, folders or globs, of Parquet, JSONL, CSV or Arrow; fsspec URLs such as s3://bucket/folder.",
+        later="any",
     )
     output: str = setting(
-        "Input and output", ..., "Folder for the completions, or a file NAME.jsonl or NAME.csv; an fsspec URL."
+        "Input and output",
+        ...,
+        "Folder for the completions, or a file NAME.jsonl or NAME.csv; an fsspec URL.",
+        later="any",
     )
     storage_options: dict[str, Any] = setting(
-        "Input and output", {}, "Options of the file systems, as fsspec takes them."
+        "Input and output", {}, "Options of the file systems, as fsspec takes them.", later="any"
     )
 
     prompt_column: str | None = setting(
@@ -156,45 +170,65 @@ class Job(BaseModel):
         "Sampling",
         False,
         "Take sampling settings that are not given from the target's generation config, as generate of transformers.",
+        later="any",
     )
     seed: int = setting("Sampling", 0, "Seed of the job; every row's own comes from it and the row's identity.", ge=0)
     stop: list[str] = setting("Sampling", [], "Strings that end a completion; it is cut before them.")
 
-    method: Method = setting("Decoding", Method.auto, "plain, eqspec, exspec, or auto: the faster of plain and exspec.")
+    method: Method = setting(
+        "Decoding", Method.auto, "plain, eqspec, exspec, or auto: the faster of plain and exspec.", later="any if exact"
+    )
     drafter: str = setting(
         "Decoding",
         "auto",
         "Who drafts: none, model, eagle3, clover, suffix, early_exit; auto: the fastest of those at hand.",
+        later="any if exact",
     )
     batch_size: Auto = setting("Decoding", "auto", "B: rows of a forward.")
     window: Auto = setting("Decoding", "auto", "W: slots of the pool.")
     draft_tokens: Auto = setting("Decoding", "auto", "K: tokens drafted a round.")
     bucket: Auto = setting("Decoding", "auto", "KV columns of a length bucket.")
     draft_length: DraftLength = setting(
-        "Decoding", DraftLength.fixed, "How long a draft gets: fixed (K), or shorter: explicit, implicit or both."
+        "Decoding",
+        DraftLength.fixed,
+        "How long a draft gets: fixed (K), or shorter: explicit, implicit or both.",
+        later="any",
     )
     threshold: float | None = setting(
         "Decoding",
         None,
         "Chance of acceptance below which a draft ends, unless fixed. Default: what pays, or 0.3.",
+        later="any if exact",
         gt=0,
         lt=1,
     )
     exit_depth: int | None = setting(
-        "Decoding", None, "Layers after which early_exit drafts. Default: an eighth, or what is measured.", ge=1
+        "Decoding",
+        None,
+        "Layers after which early_exit drafts. Default: an eighth, or what is measured.",
+        later="any if exact",
+        ge=1,
     )
     check_depth: int | None = setting(
-        "Decoding", None, "Layers after which early_exit checks. Default: a quarter, or what is measured.", ge=1
+        "Decoding",
+        None,
+        "Layers after which early_exit checks. Default: a quarter, or what is measured.",
+        later="any if exact",
+        ge=1,
     )
     exit_tokens: int | None = setting(
-        "Decoding", None, "Tokens that early_exit drafts before it checks them. Default: 2, or what is measured.", ge=1
+        "Decoding",
+        None,
+        "Tokens that early_exit drafts before it checks them. Default: 2, or what is measured.",
+        later="any if exact",
+        ge=1,
     )
-    tune_seconds: float = setting("Decoding", 20.0, "Seconds to measure what is auto, about.", gt=0)
+    tune_seconds: float = setting("Decoding", 20.0, "Seconds to measure what is auto, about.", later="any", gt=0)
     tune_from: int = setting(
-        "Decoding", 1000, "Rows from which on auto is measured; a smaller job takes defaults.", ge=1
+        "Decoding", 1000, "Rows from which on auto is measured; a smaller job takes defaults.", later="any", ge=1
     )
     memory_gib: float | None = setting(
-        "Decoding", None, "Memory of an actor in GiB. Default: what the device has free.", gt=0
+        "Decoding", None, "Memory of an actor in GiB. Default: what the device has free.", later="any", gt=0
     )
     capacity: int | None = setting(
         "Decoding", None, "Longest request in tokens. Default: the model's context, 4096 at most.", ge=2
@@ -203,37 +237,54 @@ class Job(BaseModel):
     dtype: Dtype = setting("Models", Dtype.float32, "Dtype of weights and KV.")
 
     device: str = setting(
-        "Cluster", "auto", "cpu, cuda, or auto: cuda where there is one.", pattern="^(auto|cpu|cuda)$"
+        "Cluster", "auto", "cpu, cuda, or auto: cuda where there is one.", later="any", pattern="^(auto|cpu|cuda)$"
     )
-    threads: int = setting("Cluster", 1, "CPU threads of an actor.", ge=1)
+    threads: int = setting("Cluster", 1, "CPU threads of an actor.", later="any", ge=1)
     actors: Annotated[str, Field(pattern=r"^(auto|\d+(:\d+)?)$")] = setting(
-        "Cluster", "auto", "A number of actors, MIN:MAX, or auto: one a GPU, or as many as cores and memory carry."
+        "Cluster",
+        "auto",
+        "A number of actors, MIN:MAX, or auto: one a GPU, or as many as cores and memory carry.",
+        later="any",
     )
-    num_gpus: float | None = setting("Cluster", None, "GPUs of an actor. Default: 1 on cuda, 0 on cpu.", ge=0)
+    num_gpus: float | None = setting(
+        "Cluster", None, "GPUs of an actor. Default: 1 on cuda, 0 on cpu.", later="any", ge=0
+    )
     rows_per_chunk: Auto = setting(
         "Chunks and failures",
         "auto",
         f"Rows of a chunk: the unit of dispatch, commit and resume. auto: {CHUNK}, fewer where actors would be idle.",
+        later="any",
     )
-    chunks_in_flight: int = setting("Chunks and failures", 4, "Chunks that an actor works on at once, at least.", ge=1)
-    attempts: int = setting("Chunks and failures", 6, "Attempts at a chunk before it is set aside.", ge=1)
+    chunks_in_flight: int = setting(
+        "Chunks and failures", 4, "Chunks that an actor works on at once, at least.", later="any", ge=1
+    )
+    attempts: int = setting("Chunks and failures", 6, "Attempts at a chunk before it is set aside.", later="any", ge=1)
     max_error_share: float | None = setting(
         "Chunks and failures",
         None,
         "Share of rows with an error from which on the job stops and has failed. Default: only where all rows fail.",
+        later="any",
         ge=0,
         le=1,
     )
     max_write_failures: int = setting(
-        "Chunks and failures", 3, "Chunks whose part could not be written, after which the job stops.", ge=1
+        "Chunks and failures",
+        3,
+        "Chunks whose part could not be written, after which the job stops.",
+        later="any",
+        ge=1,
     )
     wait: bool = setting(
-        "Chunks and failures", False, "Wait where another run is at work on the output, and go on when it is done."
+        "Chunks and failures",
+        False,
+        "Wait where another run is at work on the output, and go on when it is done.",
+        later="any",
     )
     notify: str | None = setting(
         "Chunks and failures",
         None,
         "URL that is told how the job ended: its code and figures, as JSON.",
+        later="any",
         pattern="^https?://",
     )
     map: Function | None = setting(
@@ -242,14 +293,15 @@ class Job(BaseModel):
     map_output: Function | None = setting(
         "Input and output", None, "The same over the output's rows: the new columns that it makes are written too."
     )
-    limit: int | None = setting("Input and output", None, "Take the first rows only.", ge=1)
+    limit: int | None = setting("Input and output", None, "Take the first rows only.", later="any if exact", ge=1)
     since: str | None = setting(
         "Input and output",
         None,
         "Leave out shards that are done, even where they have vanished: last; and older ones: a date.",
+        later="any",
     )
     ray_address: str | None = setting(
-        "Cluster", None, "Address of a Ray cluster. Default: RAY_ADDRESS, or a local one."
+        "Cluster", None, "Address of a Ray cluster. Default: RAY_ADDRESS, or a local one.", later="any"
     )
 
     @field_validator("input", "stop", "bad_words", mode="before")
@@ -414,21 +466,9 @@ class Job(BaseModel):
         return min(CHUNK, max(LEAST_CHUNK, -(-rows // (ROUNDS * self.actor_range[1]))))
 
 
+CONTENT = " (content)"  # behind a model's setting: what the model holds, its digest or commit
 # Leave to run code that comes with a model.
 PERMISSIONS = {"trust_remote_code", "allow_pickle"}
-# Settings that decide where and how a job runs, not what it writes; they may change between runs of one job.
-FREE = {
-    "output", "input", "storage_options", "device", "threads", "actors", "num_gpus", "chunks_in_flight", "attempts",
-    "ray_address", "rows_per_chunk", "notify",
-    "draft_length", "tune_seconds", "tune_from", "memory_gib", "since", "gold_column", "review_share",
-    *PERMISSIONS, "max_error_share", "max_write_failures", "wait",
-    # What a revision stands for is in the fingerprint: the commit; and so is what the model's own sampling stands for.
-    "target_revision", "draft_revision", "model_sampling",
-}  # fmt: skip
-# With fixed shapes the target alone decides every token: these change how soon it comes, or which rows there are.
-FREE_IF_EXACT = {
-    "draft", "drafter", "method", "threshold", "limit", "draft (content)", "exit_depth", "check_depth", "exit_tokens",
-}  # fmt: skip
 
 
 def load_job(kind: type[J], file: Path | None, flags: dict[str, Any], pair: dict[str, str] | None = None) -> J:
@@ -493,9 +533,8 @@ def fingerprint(job: Job, models: dict[str, str], device: str | None = None) -> 
     device: the kind of device that decodes, cpu or cuda; None where that is not known.
     """
     functions = {name: function.identity for name, function in job.functions.items()}
-    keys = job.published() | functions | {f"{name} (content)": digest for name, digest in models.items()}
-    free = FREE | FREE_IF_EXACT if job.exact else FREE
-    decided = {key: value for key, value in keys.items() if key not in free}
+    keys = job.published() | functions | {f"{name}{CONTENT}": digest for name, digest in models.items()}
+    decided = {key: value for key, value in keys.items() if not may_change(key, job.exact)}
     return decided | ({"device": device} if device else {})
 
 
@@ -508,10 +547,9 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     and device) is compared where both have it.
     """
     exact = before.get("exact", True) or now.get("exact", True)  # where they differ in that, it is told itself
-    free = FREE | FREE_IF_EXACT if exact else FREE
     found = []
     for key in sorted(before | now):
-        decides = key == "device" or key not in free  # the device's kind, not the setting of that name
+        decides = key == "device" or not may_change(key, exact)  # the device's kind, not the setting of that name
         one, other = _value(before, key), _value(now, key)
         if decides and (_differ(one, other) if _is_measured(key) else one != other):
             found.append(f"{key} was {one!r} and is {other!r}")
@@ -531,14 +569,25 @@ def _differ(one: str | None, other: str | None) -> bool:
     return None not in (one, other) and one != other
 
 
+def may_change(key: str, exact: bool) -> bool:
+    """Whether a setting may change between the runs of a job, and with one that names a model what that holds."""
+    field = settings().get(key.removesuffix(CONTENT))
+    later = field.json_schema_extra["later"] if field else "the same"
+    return later == "any" or (later == "any if exact" and exact)
+
+
 def _is_measured(key: str) -> bool:
-    return key == "device" or key.endswith(" (content)")
+    return key == "device" or key.endswith(CONTENT)
+
+
+def settings() -> dict[str, Any]:
+    """The fields of all kinds of jobs, by name."""
+    return {name: field for kind in _kinds(Job) for name, field in kind.model_fields.items()}
 
 
 def defaults() -> dict[str, Any]:
-    """The default of every setting that has one, of all kinds of jobs."""
-    fields = {name: field for kind in _kinds(Job) for name, field in kind.model_fields.items()}
-    return {name: getattr(f.default, "value", f.default) for name, f in fields.items() if not f.is_required()}
+    """The default of every setting that has one."""
+    return {n: getattr(f.default, "value", f.default) for n, f in settings().items() if not f.is_required()}
 
 
 def _kinds(kind: type[Job]) -> Iterator[type[Job]]:

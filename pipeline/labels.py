@@ -41,9 +41,11 @@ class LabelJob(Job):
     label_column: str = setting(
         "Labels", "label", "Column of the label; what the columns of several fields begin with."
     )
-    gold_column: list[str] = setting("Labels", [], "Column of labels that are known; with fields as FIELD=COLUMN.")
+    gold_column: list[str] = setting(
+        "Labels", [], "Column of labels that are known; with fields as FIELD=COLUMN.", later="any"
+    )
     review_share: float | None = setting(
-        "Labels", None, "Share of the rows, the least certain ones, to write into _review.csv.", gt=0, le=1
+        "Labels", None, "Share of the rows, the least certain ones, to write into _review.csv.", later="any", gt=0, le=1
     )
 
     @field_validator("gold_column", mode="before")

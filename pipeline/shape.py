@@ -22,12 +22,13 @@ from exspec.pipeline.input.plan import Plan, decode_schema
 from exspec.pipeline.input.prompts import Prompts
 from exspec.pipeline.input.requests import requests
 from exspec.pipeline.input.rows import RowError
-from exspec.pipeline.job import AUTO, Job
+from exspec.pipeline.job import AUTO, Job, may_change
 from exspec.pipeline.weights import local_model
 
 LONGEST = 4096  # tokens of a request unless the job says otherwise
 SAMPLED = (8, 256)  # chunks that a sample is taken from, and prompts of it
 ALWAYS = ("kernels", "prefill")  # measured with whatever else is
+BY_DRAFTER = ("method", "drafter", *DRAFTING)  # settings that say who drafts, and how
 SHARE = 0.9  # of the free memory that a plan may use: libraries take some too
 
 
@@ -73,7 +74,7 @@ def shape_of(job: Job, models: Sequence[PretrainedConfig], rows: int, stored: di
             threshold=job.threshold or EngineConfig.threshold,
             **_asked(job),
         )
-        config = _taken_up(replace(config, **stored), job, hand) if stored else config
+        config = _taken_up(config, stored, job, hand) if stored else config
     except ValueError as error:
         raise JobError(str(error)) from error
     if why := kind(config).refusal(target, draft, config):
@@ -114,6 +115,11 @@ def _asked(job: Job) -> dict[str, Any]:
     return {name: value for name in DRAFTING if (value := getattr(job, name)) is not None}
 
 
+def _says(job: Job, name: str) -> bool:
+    """Whether the job has such a setting, and not left to what is measured or to a default."""
+    return getattr(job, name, None) not in (None, "auto")
+
+
 def wants_draft(job: Job) -> bool:
     """Whether what the job names as its draft may be used."""
     if job.draft is None or job.method == "plain" or job.drafter == NONE:
@@ -121,9 +127,12 @@ def wants_draft(job: Job) -> bool:
     return job.drafter not in DRAFTERS or drafter_class(job.drafter).needs_draft
 
 
-def _taken_up(stored: EngineConfig, job: Job, hand: list[str]) -> EngineConfig:
-    """The shape that a job began in, by the drafter that there is now: which one changes no token, and neither does
-    plain decoding in this shape."""
+def _taken_up(config: EngineConfig, began: dict[str, Any], job: Job, hand: list[str]) -> EngineConfig:
+    """The shape that a job began in, with what may change as the job says now, by the drafter that there is now: which
+    one changes no token, and neither does plain decoding in this shape. config: as a new job would have it."""
+    stored = replace(config, **began)
+    said = {name: getattr(config, name) for name in asdict(config) if name not in BY_DRAFTER and _says(job, name)}
+    stored = replace(stored, **{name: value for name, value in said.items() if may_change(name, job.exact)})
     asked = _asked(job)
     if any(getattr(stored, name) != value for name, value in asked.items()):
         stored = stored.drafting(asked)

@@ -93,14 +93,15 @@ def settings_reference() -> str:
     for key, field in LabelJob.model_fields.items():
         rows = groups.setdefault(field.json_schema_extra["group"], [])  # type: ignore[index, call-overload]
         if key in options:
-            rows.append(_row(name, options[key]))
+            row = _row(name, options[key])
         else:
             kind = "list of lists" if isinstance(field.default, list) else "mapping"
-            rows.append(f"| `{key}`, in the job file alone | {kind} |  | {_cell(str(field.description))} |")
+            row = f"| `{key}`, in the job file alone | {kind} |  | {_cell(str(field.description))} |"
+        rows.append(f"{row} {field.json_schema_extra['later']} |")  # type: ignore[index, call-overload]
     lines = []
     for group, rows in groups.items():
         alone = " (of `exspec label` alone)" if not any(_group(f) == group for f in Job.model_fields.values()) else ""
-        lines += ["", f"### {group}{alone}", "", *HEAD, *rows]
+        lines += ["", f"### {group}{alone}", "", f"{HEAD[0]} in a later run |", f"{HEAD[1]}---|", *rows]
     return "\n".join(["## Reference", *lines])
 
 
@@ -146,7 +147,7 @@ def _value(name: str, p: Any) -> str:
         c.callback for c in app.registered_commands if c.callback and (c.name or c.callback.__name__) == name
     )
     kind: Any = inspect.signature(function).parameters[p.name].annotation if p.name != "help" else bool
-    field = LabelJob.model_fields.get(p.name)
+    field = settings(commands()[name]).get(p.name)
     if field is not None and field.annotation == Auto:
         return "number, or `auto`"
     while (inner := [a for a in get_args(kind) if a is not type(None)]) and not isinstance(kind, EnumType):

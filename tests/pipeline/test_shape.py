@@ -1,0 +1,59 @@
+"""The shape that a later run of a job decodes in: what it may change, and what stays as the job began."""
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from exspec.actors.engine import EngineConfig
+from exspec.pipeline.job import Job, differences, fingerprint, may_change, settings
+from exspec.pipeline.shape import shape_of, stored_shape
+from tests import tiny
+
+BASE: dict[str, Any] = {"target": "t", "input": "in", "output": "out"}
+# Of each setting of the engine that a job has, what its first run had and what the next one says.
+CHANGES: dict[str, tuple[Any, Any]] = {
+    "method": ("exspec", "plain"), "drafter": ("suffix", "early_exit"), "threshold": (0.5, 0.9),
+    "draft_length": ("fixed", "both"), "exit_depth": (1, 2), "check_depth": (2, 3), "exit_tokens": (1, 3),
+    "batch_size": (4, 8), "window": (16, 32), "draft_tokens": (3, 4), "bucket": (32, 64), "capacity": (64, 96),
+    "exact": (True, False),
+}  # fmt: skip
+
+
+def shape(job: Job, stored: dict[str, Any] | None = None) -> EngineConfig:
+    return shape_of(job, [tiny.model(num_hidden_layers=6).config], 10, stored).config
+
+
+def begun(**settings: Any) -> dict[str, Any]:
+    return stored_shape(shape(Job(**BASE | settings)))
+
+
+def test_every_setting_of_the_engine_that_a_job_has_is_tried() -> None:
+    assert set(CHANGES) == {field.name for field in fields(EngineConfig)} & set(settings())
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_setting_that_may_change_counts_and_one_that_may_not_is_refused(name: str) -> None:
+    before, now = CHANGES[name]
+    usual = {"drafter": "early_exit"} if name in ("exit_depth", "check_depth", "exit_tokens") else {"drafter": "suffix"}
+    one = Job(**BASE | usual | {name: before})
+    other = Job(**BASE | usual | ({"drafter": "auto"} if name == "method" else {}) | {name: now})
+    told = differences(fingerprint(one, {}), fingerprint(other, {}))
+    if not may_change(name, exact=True):
+        assert told == [f"{name} was {before!r} and is {now!r}"]
+        return
+    assert told == []
+    resumed = shape(other, stored_shape(shape(one)))
+    assert getattr(resumed, name) == now
+    assert resumed.width == shape(one).width, "the shape that tokens come out of"
+
+
+def test_what_a_job_does_not_say_stays_as_it_began() -> None:
+    stored = begun(drafter="suffix", threshold=0.5, batch_size=4, window=16, draft_tokens=3, bucket=32, capacity=64)
+    resumed = shape(Job(**BASE), stored)
+    assert stored_shape(resumed) == stored
+    assert shape(Job(**BASE, threshold=0.9), stored) == shape(Job(**BASE, threshold=0.9, drafter="suffix"), stored)
+
+
+def test_what_another_machine_decides_anew_is_not_stored() -> None:
+    assert not {"pages", "attention", "draft_length"} & set(begun())
