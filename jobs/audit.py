@@ -49,7 +49,7 @@ from exspec.pipeline.output.owner import AUDIT, Output, read_output, settings
 from exspec.pipeline.output.report import rewrite
 from exspec.pipeline.progress import Progress
 from exspec.pipeline.secrets import anonymous
-from exspec.pipeline.shape import memory_budget, pair_of
+from exspec.pipeline.shape import known_shape, memory_budget, pair_of
 from exspec.pipeline.storage import Folder
 
 
@@ -122,7 +122,9 @@ def audit(
         print(f"{len(gone)} of {len(plan.shards)} shards are no longer in the input and are left out: {min(gone)}, ...")
     rows = list(read_rows(job, done, pair, choose(done, count, share, seed, gone)))
     progress.stage(f"decoding {len(rows)} rows again")
-    shaped = _fitted(EngineConfig(**description["shape"]).plain(), pair, memory_budget(job, torch.device(device)))
+    shaped = _fitted(
+        EngineConfig(**known_shape(description["shape"])).plain(), pair, memory_budget(job, torch.device(device))
+    )
     answers = job.answers(pair.tokenizer)
     found = [compare("plain decoding in the job's shape", rows, decode(pair.target, shaped, rows), pair, answers)]
     if generate:

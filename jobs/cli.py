@@ -12,6 +12,8 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from exspec.actors.engine.config import KERNELS, METHODS
+from exspec.actors.engine.drafters import DRAFTERS
 from exspec.jobs.options import GroupedCommand, with_settings
 from exspec.pipeline.connect import show_token
 from exspec.pipeline.errors import JobError
@@ -354,19 +356,17 @@ def bench(
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of every method, in turn.")] = 3,
     drafter: Annotated[
         str,
-        typer.Option(
-            help="Who drafts where a method does not say: none, model, eagle3, clover, suffix, early_exit or auto."
-        ),
+        typer.Option(help=f"Who drafts where a method does not say: {', '.join(DRAFTERS)} or auto."),
     ] = "auto",
     methods: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: plain, eqspec, exspec, auto, generate, assisted; exspec@suffix+both:3 has a "
+            help=f"Comma-separated: {', '.join(METHODS)}, auto, generate, assisted; exspec@suffix+both:3 has a "
             "drafter, a policy and a K."
         ),
     ] = "plain,eqspec,exspec,auto,generate,assisted",
     kernels: Annotated[
-        str, typer.Option(help="What runs the layers: eager, packed, compiled, or auto for what is fastest here.")
+        str, typer.Option(help=f"What runs the layers: {', '.join(KERNELS)}, or auto for what is fastest here.")
     ] = "auto",
     threshold: Annotated[float, typer.Option(help="Chance of acceptance below which a policy ends a draft.")] = 0.3,
     exit_depth: Annotated[int | None, typer.Option(min=1, help="Layers after which early_exit drafts.")] = None,

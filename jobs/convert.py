@@ -18,7 +18,7 @@ from exspec.pipeline.errors import JobError, first_line, meant
 from exspec.pipeline.input.batch import answer, is_batch
 from exspec.pipeline.input.plan import decode_schema
 from exspec.pipeline.job import Job
-from exspec.pipeline.output.contents import tables
+from exspec.pipeline.output.contents import columns_of, tables
 from exspec.pipeline.output.owner import SUCCESS, Output, read_output, settings
 from exspec.pipeline.secrets import anonymous
 from exspec.pipeline.storage import Folder
@@ -118,7 +118,7 @@ def _complete(output: str, options: dict[str, Any]) -> Output:
 
 def _columns(output: Output, wanted: list[str]) -> list[str]:
     """The columns of an output. Raises JobError naming those of the wanted that it has not."""
-    names = list(next(tables(output, None)).column_names)
+    names: list[str] = columns_of(output).names
     if missing := [name for name in wanted if name not in names]:
         raise JobError(*(f"{output.folder.url}: has no column {name!r}{meant(name, names)}" for name in missing))
     return names

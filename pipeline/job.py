@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from exspec.actors.engine.drafters import DRAFTERS
 from exspec.pipeline.errors import JobError, meant
 from exspec.pipeline.functions import Function
 from exspec.pipeline.secrets import anonymous
@@ -181,7 +182,7 @@ class Job(BaseModel):
     drafter: str = setting(
         "Decoding",
         "auto",
-        "Who drafts: none, model, eagle3, clover, suffix, early_exit; auto: the fastest of those at hand.",
+        f"Who drafts: {', '.join(DRAFTERS)}; auto: the fastest of those at hand.",
         later="any if exact",
     )
     batch_size: Auto = setting("Decoding", "auto", "B: rows of a forward.")

@@ -38,6 +38,7 @@ from exspec.pipeline.output.contents import samples, tables
 from exspec.pipeline.output.owner import SUCCESS, Output, Writer, take
 from exspec.pipeline.output.parts import PartSink, Task, read_staged
 from exspec.pipeline.output.report import Report, stored_occupancy, write_report
+from exspec.pipeline.output.state import FORMAT
 from exspec.pipeline.prepare import Prepared
 from exspec.pipeline.progress import Progress
 from exspec.pipeline.secrets import anonymous
@@ -162,6 +163,7 @@ class _Run:
             self.writer.extend(self.plan)
             return settled.config
         description = {
+            "format": FORMAT,
             "kind": job.kind,
             "job": prepared.job.published(),
             "fingerprint": prepared.fingerprint(job.device),

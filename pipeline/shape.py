@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import islice
 from typing import Any
 
@@ -130,7 +130,7 @@ def wants_draft(job: Job) -> bool:
 def _taken_up(config: EngineConfig, began: dict[str, Any], job: Job, hand: list[str]) -> EngineConfig:
     """The shape that a job began in, with what may change as the job says now, by the drafter that there is now: which
     one changes no token, and neither does plain decoding in this shape. config: as a new job would have it."""
-    stored = replace(config, **began)
+    stored = replace(config, **known_shape(began))
     said = {name: getattr(config, name) for name in asdict(config) if name not in BY_DRAFTER and _says(job, name)}
     stored = replace(stored, **{name: value for name, value in said.items() if may_change(name, job.exact)})
     asked = _asked(job)
@@ -148,6 +148,14 @@ def _taken_up(config: EngineConfig, began: dict[str, Any], job: Job, hand: list[
     if stored.method == "plain":
         return replace(stored, method="exspec", drafter=drafter, draft_tokens=drafted)
     return replace(stored, drafter=drafter)
+
+
+def known_shape(stored: dict[str, Any]) -> dict[str, Any]:
+    """The shape that a job began in. Raises JobError where a newer version decided more of it."""
+    names = {field.name for field in fields(EngineConfig)}
+    if strange := [name for name in stored if name not in names]:
+        raise JobError(f"the job began with a {strange[0]}, which this version does not know; use the newer version")
+    return stored
 
 
 def stored_shape(config: EngineConfig) -> dict[str, Any]:

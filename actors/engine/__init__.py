@@ -1,10 +1,17 @@
-"""Exact batch speculative decoding. Knows torch and transformers; nothing of Ray, files or text."""
+"""Exact batch speculative decoding. Knows torch and transformers; nothing of Ray, files or text.
+
+Its settings are read without torch: only the engine itself brings that.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 from exspec.actors.engine.config import DRAFT_LENGTHS, METHODS, DraftLengthName, EngineConfig, Method
-from exspec.actors.engine.engine import Engine
 from exspec.actors.engine.request import Completion, MakeStop, Request, RequestError, Room, Sampling, StopCheck
 from exspec.actors.engine.statistics import EngineStatistics, SequenceStatistics
-from exspec.actors.engine.thread import EngineThread
+
+if TYPE_CHECKING:
+    from exspec.actors.engine.engine import Engine
+    from exspec.actors.engine.thread import EngineThread
 
 __all__ = [
     "DRAFT_LENGTHS",
@@ -24,3 +31,11 @@ __all__ = [
     "SequenceStatistics",
     "StopCheck",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("Engine", "EngineThread"):
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    from exspec.actors.engine import thread
+
+    return getattr(thread, name)

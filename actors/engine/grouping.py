@@ -3,6 +3,7 @@
 from collections import defaultdict
 from typing import Protocol
 
+from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.pool import Pool, Sequence
 
 
@@ -14,6 +15,13 @@ class Grouping(Protocol):
     def select(self, running: list[Sequence]) -> list[Sequence]:
         """The sequences of the next round, at most B; not empty while any runs."""
         ...
+
+
+def grouping_of(config: EngineConfig) -> Grouping:
+    """How rounds of a config are grouped."""
+    if config.method == "eqspec":
+        return FixedBatch()
+    return LengthBuckets(config.batch_size, config.bucket, fallback=not config.exact)
 
 
 class FixedBatch:

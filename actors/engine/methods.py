@@ -13,7 +13,7 @@ from exspec.actors.engine.drafters.draft_length import DraftLength, draft_length
 from exspec.actors.engine.drafters.drafter import Drafter, Given, MakeDrafter
 from exspec.actors.engine.drafters.none import NoDraft
 from exspec.actors.engine.graphs import CudaGraphs, Eager, Recorder
-from exspec.actors.engine.grouping import FixedBatch, Grouping, LengthBuckets
+from exspec.actors.engine.grouping import Grouping, grouping_of
 from exspec.actors.engine.kv.attention import trial
 from exspec.actors.engine.kv.cached_model import (
     GATHERED,
@@ -109,18 +109,17 @@ def build(
 ) -> Parts:
     """The parts of an engine of a settled config. Raises ValueError where no drafter can be made."""
     store, cached = _stores(target, config)
-    grouping: Grouping = LengthBuckets(config.batch_size, config.bucket, fallback=not config.exact)
     # A recording each for many shapes would take longer than they save; and in place, what is attended costs nothing.
     few = recorder.records or config.attention == "in_place"
     prefill: Prefill = ChunkedPrefill(
         config.prefill_rows, config.prefill_columns, config.capacity, config.bucket if few else 1
     )
     if config.method == "eqspec":
-        grouping, prefill = FixedBatch(), WholePrefill()
+        prefill = WholePrefill()
     verifier = cached(target)
     given = Given(target, verifier, draft, config, cached, recorder, config.bucket if few else config.page_size)
     its = drafter(given) if config.drafts else NoDraft()
-    return Parts(verifier, its, given, draft_length(config), grouping, prefill, store)
+    return Parts(verifier, its, given, draft_length(config), grouping_of(config), prefill, store)
 
 
 def _stores(target: PreTrainedModel, config: EngineConfig) -> tuple[Store, Callable[[PreTrainedModel], CachedModel]]:

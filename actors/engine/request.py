@@ -3,10 +3,12 @@
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from exspec.actors.engine.statistics import SequenceStatistics
-from exspec.actors.engine.tokens.constraint import MakeConstraint
+
+if TYPE_CHECKING:
+    from exspec.actors.engine.tokens.constraint import MakeConstraint
 
 FinishReason = Literal["stop", "length"]
 # Takes the completion's tokens one by one and returns what ended it, or None to go on. It may keep what it has seen.
@@ -100,7 +102,7 @@ class Request:
     min_new_tokens: int = 0
     ignore_end: bool = False
     bad_words: tuple[tuple[int, ...], ...] = ()
-    constraint: MakeConstraint | None = None
+    constraint: "MakeConstraint | None" = None
     scored: int = 0
 
     def __post_init__(self) -> None:

@@ -1,5 +1,6 @@
 """The columns of an output: those that are carried through, those of answers, and those that every output has."""
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -66,6 +67,29 @@ def carried_schema(job: "Job", schema: pa.Schema) -> pa.Schema:
 def output_schema(job: "Job", schema: pa.Schema) -> pa.Schema:
     """The columns of a part before `map_output`."""
     return pa.schema([*carried_schema(job, schema), *job.answer_columns(), *GENERATED])
+
+
+def completed(schema: pa.Schema) -> pa.Schema:
+    """The columns of a job's files, from those of one file: with those that an older version did not write yet."""
+    fields = list(schema.remove_metadata())
+    for before, field in pairwise([None, *GENERATED]):
+        if field.name not in schema.names:
+            names = [known.name for known in fields]
+            fields.insert(names.index(before.name) + 1 if before else len(names), field)
+    return pa.schema(fields)
+
+
+def conform(table: pa.Table, schema: pa.Schema, place: str) -> pa.Table:
+    """Rows of a file with the columns of its job, null where the version that wrote the file had no such column.
+
+    place: of the file, for the error. Raises JobError where the file has a column of another type, or one more.
+    """
+    other = [f.name for f in table.schema if f.name not in schema.names or schema.field(f.name).type != f.type]
+    if other:
+        raise JobError(f"{place}: parts have different columns ({other[0]}); expected one schema, as one job writes it")
+    there = set(table.column_names)
+    columns = [table[f.name] if f.name in there else pa.nulls(table.num_rows, f.type) for f in schema]
+    return pa.Table.from_arrays(columns, schema=schema)
 
 
 def added_columns(function: "Function | None", schema: pa.Schema) -> pa.Schema:

@@ -14,7 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.output.contents import batches, open_part, read_groups, read_range
+from exspec.pipeline.output.columns import conform
+from exspec.pipeline.output.contents import batches, columns_of, open_part, read_groups, read_range
 from exspec.pipeline.output.owner import Writer, read_output, take
 from exspec.pipeline.output.parts import FOOTER, footer, md5
 from exspec.pipeline.output.state import File, Summary
@@ -158,6 +159,8 @@ class _Writer:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self.writer is not None:
+            self.writer.close()  # before the file that it writes to: it would do so when it is collected
         self.file.close()
 
     @property
@@ -176,14 +179,10 @@ class _Writer:
             raise JobError(f"{folder.url}/{name}: holds {self.rows - before} rows, and the log tells of {rows}")
 
     def write(self, table: pa.Table, weight: int) -> None:
-        table = table.replace_schema_metadata()
         if self.writer is None:
-            self.writer = pq.ParquetWriter(self.file, table.schema, write_page_checksum=True)
-        elif not table.schema.equals(self.writer.schema):
-            raise JobError(
-                f"{self.owner.folder.url}: parts have different columns; expected one schema, as one job writes it"
-            )
-        self.tables.append(table)
+            self.schema = columns_of(self.owner)
+            self.writer = pq.ParquetWriter(self.file, self.schema, write_page_checksum=True)
+        self.tables.append(conform(table, self.schema, self.owner.folder.url))
         self.buffered += weight
         self.rows += table.num_rows
         if self.buffered >= self.group or sum(t.nbytes for t in self.tables) >= ROW_GROUP:

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from exspec.pipeline.errors import JobError, first_line
+from exspec.pipeline.output.columns import completed, conform
 from exspec.pipeline.output.owner import Output
 from exspec.pipeline.storage import STREAMS, Folder, at_once, attempt
 
@@ -16,12 +17,19 @@ READ_AHEAD = 64 << 20  # bytes of files that are read before they are asked for
 
 
 def tables(output: Output, columns: list[str] | None) -> Iterator[pa.Table]:
-    """Columns, or all, of the files of a job in the order of their rows; of a large file a row group at a time."""
+    """Columns, or all, of the files of a job in the order of their rows; of a large file a row group at a time.
+
+    A column that the version which wrote a file did not know is null there.
+    """
     folder, shown, sizes = output.folder, output.folder.names(), dict(output.state.sizes())
+    schema = columns_of(output)
+    if columns is not None:
+        names = dict.fromkeys(columns)
+        schema = pa.schema([schema.field(n) if n in schema.names else pa.field(n, pa.null()) for n in names])
 
     def read(name: str) -> Iterator[pa.Table]:
         place = name if name in shown else output.place(name)
-        return read_groups(folder, place, columns)
+        return (conform(table, schema, folder.url) for table in read_groups(folder, place, columns))
 
     for batch in batches(output.state.names(), sizes):
         if len(batch) == 1:
@@ -29,6 +37,14 @@ def tables(output: Output, columns: list[str] | None) -> Iterator[pa.Table]:
         else:
             for found in at_once(lambda name: list(read(name)), batch):
                 yield from found
+
+
+def columns_of(output: Output) -> pa.Schema:
+    """The columns of a job's files, whichever version wrote them."""
+    first = next(iter(output.state.names()), None)
+    if first is None:
+        return pa.schema([])
+    return completed(parquet(output.folder, output.place(first), lambda file: file.schema_arrow))
 
 
 def samples(output: Output, count: int) -> list[dict[str, Any]]:

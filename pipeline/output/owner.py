@@ -14,6 +14,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import asdict, replace
+from importlib.metadata import version
 from typing import Any
 
 from exspec.pipeline.errors import BrokenOffError, JobError, told
@@ -22,7 +23,7 @@ from exspec.pipeline.job import Job
 from exspec.pipeline.labels import LabelJob
 from exspec.pipeline.output import lease as leases
 from exspec.pipeline.output.log import Entry, Log, entry_name
-from exspec.pipeline.output.state import File, State, Summary, file_name, given_by
+from exspec.pipeline.output.state import FORMAT, File, State, Summary, file_name, given_by
 from exspec.pipeline.storage import STAGED, Folder
 
 SUCCESS, DESCRIPTION = "_SUCCESS", "_job.json"
@@ -52,7 +53,17 @@ class Output:
             except (LookupError, AttributeError, TypeError, ValueError, sqlite3.Error) as error:
                 name, reason = entry_name(self.log.length), f"{type(error).__name__}: {error}"
                 raise JobError(f"{self.folder.url}/{name}: not as exspec run writes it ({reason})") from error
+            self._check_format()
         return self
+
+    def _check_format(self) -> None:
+        """Raises JobError where a newer version wrote the output in a way that this one does not know."""
+        description = self.state.description
+        if (found := description.get("format", 1)) > FORMAT:
+            raise JobError(
+                f"{self.folder.url}: is an output of exspec {description['versions']['exspec']}, in format {found}; "
+                f"exspec {version('exspec')} reads up to format {FORMAT}; use the newer version"
+            )
 
     def place(self, name: str) -> str:
         """Where a file of the job lies now: it may not have been moved yet. Raises JobError where it is nowhere."""

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from exspec.actors.generator import Origin, RowResult
 from exspec.pipeline.functions import Function, FunctionError
 from exspec.pipeline.input.plan import Chunk
-from exspec.pipeline.output.columns import GENERATED, ID, added_columns
+from exspec.pipeline.output.columns import GENERATED, ID, added_columns, conform
 from exspec.pipeline.output.contents import read_range
 from exspec.pipeline.output.reasons import Reasons
 from exspec.pipeline.output.state import File, Summary
@@ -102,7 +102,7 @@ class PartSink:
     def _kept(self, task: Task) -> list[dict[str, Any]]:
         assert task.file is not None
         tables = read_range(self.folder, task.file, task.start, task.chunk.rows, self.generated.names)
-        return [row for table in tables for row in table.to_pylist()]
+        return [row for table in tables for row in conform(table, self.generated, self.folder.url).to_pylist()]
 
 
 def _id(value: Any) -> str:
@@ -139,7 +139,7 @@ def read_staged(folder: Folder, name: str) -> tuple[str, File] | None:
         content = folder.read(name)
         parquet = pq.ParquetFile(io.BytesIO(content), page_checksum_verification=True)
         told = json.loads(parquet.metadata.metadata[FOOTER])
-        chunks = [Summary(**s) for s in told["chunks"]]
+        chunks = [Summary.from_json(s) for s in told["chunks"]]
         whole = parquet.read().num_rows == sum(s.rows for s in chunks)
     except (FileNotFoundError, pa.ArrowException, OSError, KeyError, ValueError, TypeError):
         return None

@@ -7,13 +7,14 @@ import json
 import re
 import sqlite3
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from typing import Any
 
 from exspec.pipeline.input.plan import Chunk, Plan, Shard
 from exspec.pipeline.output.log import Entry
 
+FORMAT = 1  # of an output; the next number is for one that this version could not read
 PART = re.compile(r"part-\d{7,}-\d{12}-\d+-(\d{6,})\.parquet")
 FILE = ("name", "staged", "size", "digest", "weight")
 TABLES = """
@@ -37,22 +38,29 @@ class Summary:
     first: int
     rows: int
     errors: int
-    prompt_tokens: int
-    completion_tokens: int
-    drafted_by_position: list[int]
-    accepted_by_position: list[int]
-    rounds: int
-    forced: int
-    lengths: dict[str, int]
-    actor: str
-    hardware: dict[str, str]
-    started: float
-    ended: float
-    attempt: int
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    drafted_by_position: list[int] = field(default_factory=list)
+    accepted_by_position: list[int] = field(default_factory=list)
+    rounds: int = 0
+    forced: int = 0
+    lengths: dict[str, int] = field(default_factory=dict)
+    actor: str = ""
+    hardware: dict[str, str] = field(default_factory=dict)
+    started: float = 0.0
+    ended: float = 0.0
+    attempt: int = 1
     reasons: list[dict[str, Any]] = field(default_factory=list)
     produced: list[float] = field(default_factory=list)  # tokens, in equal pieces of the time from start to end
     prefill_tokens: int = 0
     found_tokens: int = 0
+
+    @classmethod
+    def from_json(cls, loaded: dict[str, Any]) -> "Summary":
+        """What another version wrote: figures that it did not have are as if nothing had been counted, and those that
+        this one does not have are left."""
+        known = {f.name for f in fields(cls)}
+        return cls(**{name: value for name, value in loaded.items() if name in known})
 
     def shares_rows(self, other: "Summary") -> bool:
         """Whether a row is in both chunks."""
@@ -85,7 +93,7 @@ class File:
 
     @classmethod
     def from_json(cls, loaded: dict[str, Any]) -> "File":
-        return cls(**loaded | {"chunks": [Summary(**s) for s in loaded["chunks"]]})
+        return cls(**loaded | {"chunks": [Summary.from_json(s) for s in loaded["chunks"]]})
 
 
 def file_name(chunks: list[Summary], entry: int) -> str:
@@ -221,7 +229,7 @@ class State:
         where, values = ("", ()) if file is None else (" WHERE file = ?", (file,))
         order = "shard, first" if file is None else "start"
         for (summary,) in self._table.execute(f"SELECT summary FROM chunk{where} ORDER BY {order}", values):
-            yield Summary(**json.loads(summary))
+            yield Summary.from_json(json.loads(summary))
 
     def chunks(self, errors: bool = False) -> Iterator[tuple[Chunk, str, int]]:
         """The chunks that files hold, each with its file and its first row there; all, or those with errors that a

@@ -25,7 +25,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from exspec.actors.engine.config import KERNELS, EngineConfig, KernelsName, Method
 from exspec.actors.engine.drafters import NONE, at_hand, drafter_class, kind, label
 from exspec.actors.engine.engine import Engine
-from exspec.actors.engine.grouping import LengthBuckets
+from exspec.actors.engine.grouping import grouping_of
 from exspec.actors.engine.kv.pages import Boundless
 from exspec.actors.engine.layers import fused
 from exspec.actors.engine.methods import settle
@@ -177,10 +177,7 @@ def calibrate(
 def predict(config: EngineConfig, costs: Costs, sample: Sample) -> float:
     """Tokens/s of a long job: the scheduler's own rounds, on sequences that are only lengths."""
     rng = random.Random(0)
-    pool, grouping = (
-        Pool(config.slots, Boundless(), config.width),
-        LengthBuckets(config.batch_size, config.bucket, fallback=not config.exact),
-    )
+    pool, grouping = Pool(config.slots, Boundless(), config.width), grouping_of(config)
     source = cycle(sample.lengths)
     # Without drafts nothing was looked at, where there is who drafts.
     name = label(config) if label(config) in sample.overhead else next(iter(sample.overhead))

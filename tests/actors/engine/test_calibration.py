@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from exspec.actors.engine import Engine, EngineConfig, Request
+from exspec.actors.engine import Engine, EngineConfig, Request, grouping
 from exspec.actors.engine.drafters.suffix import CONTEXT, Suffix
 from exspec.actors.engine.shape.calibration import FREE, calibrate, predict
 from exspec.actors.engine.shape.memory import plan_memory
@@ -43,6 +43,22 @@ def speed(costs: Costs, chance: float, **changes: Any) -> float:
 
 def test_plain_decoding_takes_one_token_a_row_and_round() -> None:
     assert speed(Costs(0.01, 0.001), 0.9, method="plain") == pytest.approx(4 / 0.01)
+
+
+def test_the_prediction_groups_as_the_engine_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one class, for a prediction with another would be wrong without a word."""
+    rounds: list[int] = []
+
+    class Watched(grouping.LengthBuckets):
+        def select(self, running: Any) -> Any:
+            rounds.append(len(running))
+            return super().select(running)
+
+    monkeypatch.setattr(grouping, "LengthBuckets", Watched)
+    speed(Costs(0.01, 0.001), 0.9)
+    predicted = len(rounds)
+    tiny.decode(Engine(tiny.model(), tiny.model(seed=1), SHAPE), tiny.requests(tiny.prompts(3)))
+    assert 0 < predicted < len(rounds)
 
 
 def test_speculation_is_worth_what_it_commits_over_what_it_costs() -> None:

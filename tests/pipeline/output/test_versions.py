@@ -1,0 +1,155 @@
+"""Outputs of other versions: begun before a column or a figure existed, or by one that is newer."""
+
+import csv
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from exspec.jobs import cli
+from exspec.pipeline.errors import JobError
+from exspec.pipeline.output import parts
+from exspec.pipeline.output.columns import GENERATED, completed, conform
+from exspec.pipeline.output.compact import compact
+from exspec.pipeline.output.owner import read_output, take
+from exspec.pipeline.output.report import rewrite
+from exspec.pipeline.output.state import FORMAT, Summary
+from exspec.pipeline.prepare import prepare
+from exspec.pipeline.run import execute
+from exspec.pipeline.storage import Folder
+from tests.pipeline import jobs
+from tests.pipeline.in_process import in_process
+
+Pair = tuple[str, str]
+ROWS, REFUSED = 60, 5
+NEW = ["prompt_tokens_cut", "forced", "seconds_decode"]  # columns that the older version did not write
+FIGURES = ("produced", "prefill_tokens", "found_tokens", "forced", "reasons")  # of a summary, likewise
+
+
+def run(pair: Pair, place: Path, limit: int | None = None, **options: Any) -> int:
+    job = jobs.job(pair, place / "in", place / "out", limit=limit)
+    return execute(prepare(job), load=jobs.RefusingLoader(jobs.prompt(REFUSED)), **options)
+
+
+@pytest.fixture(scope="module")
+def begun(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Half a job, as a version wrote it that had fewer columns and figures, and one figure that is gone."""
+    place = tmp_path_factory.mktemp("begun")
+    jobs.write_shards(place / "in", rows=ROWS)
+    encode, stage = parts.encode, parts.PartSink.stage
+
+    def older(summary: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in summary.items() if name not in FIGURES} | {"gone": 7}
+
+    def staged(*given: Any) -> dict[str, Any]:
+        made = stage(*given)
+        return made | {"chunks": [older(summary) for summary in made["chunks"]]}
+
+    with pytest.MonkeyPatch.context() as patch, in_process():
+        patch.setattr(parts, "encode", lambda table, *rest: encode(table.drop_columns(NEW), *rest))
+        patch.setattr(parts.PartSink, "stage", staged)
+        assert run(pair, place, limit=30) == 0
+    for path in (place / "out").glob("part-*"):
+        assert not set(NEW) & set(pq.read_schema(path).names)
+    return place
+
+
+@pytest.fixture
+def place(begun: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(begun, tmp_path / "job"))
+
+
+def test_it_is_resumed_compacted_and_read_by_everything(pair: Pair, place: Path) -> None:
+    out = place / "out"
+    before = jobs.read_output(out)
+    assert run(pair, place) == 0
+    assert set(jobs.read_output(out)) == {str(n) for n in range(ROWS)}
+    _, figures = rewrite(read_output(Folder(str(out))))
+    assert figures["rows"] == ROWS
+    assert figures["errors"] == 1
+    assert figures["completion_tokens"] == sum(row["completion_tokens"] or 0 for row in jobs.read_output(out).values())
+
+    words = ["--columns", "id", "--columns", "forced"]
+    assert CliRunner().invoke(cli.app, ["convert", str(out), str(place / "some.csv"), *words]).exit_code == 0
+    with (place / "some.csv").open(newline="") as file:
+        found = {row["id"]: row["forced"] for row in csv.DictReader(file)}
+    assert len(found) == ROWS
+    assert all((found[name] == "") == (name in before or name == str(REFUSED)) for name in found)
+
+    assert CliRunner().invoke(cli.app, ["convert", str(out), str(place / "all.jsonl")]).exit_code == 0
+    rows = [json.loads(line) for line in (place / "all.jsonl").read_text().splitlines()]
+    assert all(list(row) == list(rows[-1]) and set(NEW) <= set(row) for row in rows)
+    partitioned = ["convert", str(out), str(place / "by"), "--partition-by", "finish_reason", "--columns", "forced"]
+    assert CliRunner().invoke(cli.app, partitioned).exit_code == 0
+
+    compact(Folder(str(out)), 1 << 20)
+    (file,) = out.glob("part-*")
+    table = pq.read_table(file)
+    assert set(NEW) <= set(table.column_names)
+    assert {name: row["completion"] for name, row in jobs.read_output(out).items() if name in before} == {
+        name: row["completion"] for name, row in before.items()
+    }
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_row_of_it_is_tried_again_and_its_neighbours_stay(pair: Pair, place: Path, merged: bool) -> None:
+    """In a part, and in a file that holds older and newer parts. That the error lasts, it did not tell."""
+    out = place / "out"
+    assert run(pair, place) == 0
+    before = jobs.read_output(out)
+    if merged:
+        compact(Folder(str(out)), 1 << 20)
+    job = jobs.job(pair, place / "in", out)
+    assert execute(prepare(job), retry_errors=True, load=jobs.ArithmeticLoader()) == 0
+    jobs.assert_complete(out, ROWS)
+    after = jobs.read_output(out)
+    assert {n: row["rounds"] for n, row in after.items() if n != str(REFUSED)} == {
+        n: row["rounds"] for n, row in before.items() if n != str(REFUSED)
+    }
+    assert after[str(REFUSED)]["forced"] == 0, "it was written by this version"
+
+
+def test_a_summary_with_what_is_not_known_is_read_without_it() -> None:
+    told = {"shard": 0, "first": 0, "rows": 3, "errors": 1, "beams": 4}
+    assert Summary.from_json(told) == Summary(0, 0, 3, 1)
+    with pytest.raises(TypeError):
+        Summary.from_json({"shard": 0})
+
+
+def test_columns_come_where_this_version_has_them() -> None:
+    names = ["key", *GENERATED.names, "mine"]
+    schema = pa.schema([GENERATED.field(n) if n in GENERATED.names else pa.field(n, pa.int64()) for n in names])
+    for missing in ([], ["forced"], ["prompt_tokens_cut", "rounds", "drafted"], [GENERATED.names[-1]]):
+        older = pa.schema([field for field in schema if field.name not in missing])
+        assert completed(older).names == names
+        table = conform(older.empty_table(), schema, "place")
+        assert table.schema.equals(schema)
+    with pytest.raises(JobError, match=r"^place: parts have different columns \(mine\); expected one schema"):
+        conform(schema.empty_table(), pa.schema(list(schema)[:-1]), "place")
+
+
+NEWER = "out: is an output of exspec 7.1, in format 2; exspec .* reads up to format 1; use the newer version"
+
+
+@pytest.mark.parametrize(
+    ("description", "message"),
+    [
+        ({"format": FORMAT + 1, "versions": {"exspec": "7.1"}}, NEWER),
+        ({"shape": {"beams": 4}}, "the job began with a beams, which this version does not know; use the newer"),
+    ],
+    ids=["format", "shape"],
+)
+def test_a_newer_output_is_refused_by_name(pair: Pair, place: Path, description: dict[str, Any], message: str) -> None:
+    with take(read_output(Folder(str(place / "out"))), "run") as writer:
+        writer.describe(description)
+    with pytest.raises(JobError, match=message):
+        run(pair, place)
+    if "format" in description:
+        for command, *more in (["report"], ["convert", "x.csv"], ["compact"], ["audit"]):
+            with pytest.raises(JobError, match=message):
+                CliRunner().invoke(cli.app, [command, str(place / "out"), *more], catch_exceptions=False)
