@@ -475,7 +475,7 @@ PERMISSIONS = {"trust_remote_code", "allow_pickle"}
 def load_job(kind: type[J], file: Path | None, flags: dict[str, Any], pair: dict[str, str] | None = None) -> J:
     """A job of a kind from a YAML file and the flags that override it; `pair` is the target and draft if it names none.
 
-    Raises JobError with every problem at once, each with the path of its key.
+    Raises JobError with every problem at once, each with the path of its key, and with the file where that has it.
     """
     settings = read_job_file(file) | flags
     if not {"target", "draft"} & set(settings):
@@ -483,7 +483,8 @@ def load_job(kind: type[J], file: Path | None, flags: dict[str, Any], pair: dict
     try:
         return kind(**settings)
     except ValidationError as error:
-        raise JobError(*(problem(e, file, kind) for e in error.errors())) from error
+        found = [(e, bool(flags) if not e["loc"] else e["loc"][0] in flags) for e in error.errors()]
+        raise JobError(*(problem(e, None if flagged else file, kind) for e, flagged in found)) from error
 
 
 def read_job_file(file: Path | None) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def read_groups(folder: Folder, name: str, columns: list[str] | None = None) -> 
     """A file's rows, a row group at a time."""
     metadata = parquet(folder, name, lambda file: file.metadata)
     for group in range(metadata.num_row_groups):
-        yield parquet(folder, name, lambda file, g=group: file.read_row_group(g, columns), metadata)
+        yield parquet(folder, name, lambda file, g=group: file.read_row_group(g, columns, use_threads=False), metadata)
 
 
 def read_range(
@@ -84,7 +84,9 @@ def read_range(
         count = metadata.row_group(group).num_rows
         low, high = max(first, start) - start, min(first + rows, start + count) - start
         if low < high:
-            table = parquet(folder, name, lambda file, g=group: file.read_row_group(g, columns), metadata)
+            table = parquet(
+                folder, name, lambda file, g=group: file.read_row_group(g, columns, use_threads=False), metadata
+            )
             yield table.slice(low, high - low)
         start += count
     if start < first + rows:
@@ -97,7 +99,7 @@ def parquet(folder: Folder, name: str, action: Any, metadata: Any = None) -> Any
     def read() -> Any:
         with folder.fs.open(f"{folder.path}/{name}", "rb") as file:
             try:
-                return action(pq.ParquetFile(file, metadata=metadata, page_checksum_verification=True))
+                return action(opened(file, metadata))
             except OSError as error:
                 if type(error) is OSError and error.errno is None:  # of the format, not of the store: it will not pass
                     raise pa.ArrowInvalid(str(error)) from error
@@ -111,10 +113,16 @@ def parquet(folder: Folder, name: str, action: Any, metadata: Any = None) -> Any
         raise unreadable(folder, name, error) from error
 
 
+def opened(file: Any, metadata: Any = None) -> pq.ParquetFile:
+    """A Parquet file out of a Python file. It is read without Arrow's threads: they let go of it at some time after the
+    read, and a process that ends just then is aborted (apache/arrow#34314)."""
+    return pq.ParquetFile(file, metadata=metadata, page_checksum_verification=True, pre_buffer=False)
+
+
 def open_part(folder: Folder, name: str, content: bytes) -> pa.Table:
     """The rows of a Parquet file whose bytes are at hand. Raises JobError where it is none."""
     try:
-        return pq.read_table(io.BytesIO(content), page_checksum_verification=True)
+        return opened(io.BytesIO(content)).read(use_threads=False)
     except (pa.ArrowException, OSError) as error:
         raise unreadable(folder, name, error) from error
 

@@ -18,7 +18,7 @@ from exspec.actors.generator import Origin, RowResult
 from exspec.pipeline.functions import Function, FunctionError
 from exspec.pipeline.input.plan import Chunk
 from exspec.pipeline.output.columns import GENERATED, ID, added_columns, conform
-from exspec.pipeline.output.contents import read_range
+from exspec.pipeline.output.contents import opened, read_range
 from exspec.pipeline.output.reasons import Reasons
 from exspec.pipeline.output.state import File, Summary
 from exspec.pipeline.storage import Folder
@@ -137,10 +137,10 @@ def read_staged(folder: Folder, name: str) -> tuple[str, File] | None:
     """The job of a staged file and what the log would tell of it; None where it is none, or not whole."""
     try:
         content = folder.read(name)
-        parquet = pq.ParquetFile(io.BytesIO(content), page_checksum_verification=True)
+        parquet = opened(io.BytesIO(content))
         told = json.loads(parquet.metadata.metadata[FOOTER])
         chunks = [Summary.from_json(s) for s in told["chunks"]]
-        whole = parquet.read().num_rows == sum(s.rows for s in chunks)
+        whole = parquet.read(use_threads=False).num_rows == sum(s.rows for s in chunks)
     except (FileNotFoundError, pa.ArrowException, OSError, KeyError, ValueError, TypeError):
         return None
     return (told["job"], described(content, name, chunks)) if whole else None

@@ -4,7 +4,10 @@ import csv
 import gzip
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.dataset as ds
@@ -63,6 +66,31 @@ def test_csv_holds_the_columns_that_are_asked_for(output: Path, tmp_path: Path) 
     with (tmp_path / "out.csv").open(newline="", encoding="utf-8") as file:
         found = list(csv.reader(file))
     assert found == [["id", "completion"], *([str(row["id"]), str(row["completion"])] for row in rows(output))]
+
+
+def test_files_are_read_without_threads_that_outlive_the_read(
+    output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They let go of the file later, and a process that ends just then is aborted, with code 134."""
+    read, calls = pq.ParquetFile.read_row_group, []
+
+    def watched(file: Any, *given: Any, **options: Any) -> Any:
+        calls.append(options)
+        return read(file, *given, **options)
+
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", watched)
+    convert(output, tmp_path / "out.csv")
+    assert len(calls) >= 4
+    assert all(options == {"use_threads": False} for options in calls)
+
+
+@pytest.mark.slow
+def test_a_refused_conversion_always_ends_with_its_code(output: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "from exspec.jobs.cli import main; main()", "convert"]
+    for _ in range(12):
+        words = [str(output), str(tmp_path / "x.csv"), "--columns", "complition"]
+        done = subprocess.run([*command, *words], capture_output=True, text=True, check=False)
+        assert (done.returncode, "did you mean completion?" in done.stderr) == (2, True), done.stderr
 
 
 def test_folders_by_the_values_of_a_column(output: Path, tmp_path: Path) -> None:

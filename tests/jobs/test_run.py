@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 from exspec.actors.engine import EngineConfig
 from exspec.jobs import cli
 from exspec.jobs.estimate import Estimate
-from exspec.pipeline.job import Job
+from exspec.pipeline.errors import JobError
+from exspec.pipeline.job import Job, load_job
 from exspec.pipeline.shape import Settled
 
 
@@ -116,6 +117,17 @@ def test_a_bad_job_file_is_one_sentence_and_exit_code_2(
     assert done.returncode == 2
     (line,) = done.stderr.strip().splitlines()
     assert message in line
+
+
+def test_a_wrong_flag_is_not_the_job_files_fault(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("input: in\noutput: out\nwindow: many\n")
+    with pytest.raises(JobError) as error:
+        load_job(Job, file, {"target": "t", "batch_size": "few"})
+    assert str(error.value).split("; ") == [
+        "batch_size: expected a whole number from 1 up, or auto, not 'few'",
+        f"{file}: window: expected a whole number from 1 up, or auto, not 'many'",
+    ]
 
 
 def test_flags_override_the_job_file(messages: Path, tmp_path: Path) -> None:
