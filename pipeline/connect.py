@@ -58,12 +58,14 @@ def connect(job: Job) -> None:
 def _start(settings: dict[str, Any]) -> None:
     """Start a local Ray, with one more try: on a busy machine its processes may not find each other in time."""
     import ray
+    from ray._private import worker
 
     for tries_left in (1, 0):
         before = set(psutil.Process().children(recursive=True))
         try:
             with _private(), _silent():
                 ray.init(address="local", **settings)
+            _forget_token_with(worker._global_node)
             return
         except Exception as error:  # Ray has no name of its own for it
             new = set(psutil.Process().children(recursive=True)) - before
@@ -173,6 +175,20 @@ def _private() -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+
+
+def _forget_token_with(node: Any) -> None:
+    """Have this process forget the token when the Ray of the node is shut down: another that it starts or joins later
+    has another token, or none."""
+    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+
+    end = node.kill_all_processes
+
+    def ended(*arguments: Any, **options: Any) -> None:
+        end(*arguments, **options)
+        AuthenticationTokenLoader.instance().reset_cache()
+
+    node.kill_all_processes = ended
 
 
 def on_a_device(job: Job, function: Callable[..., Any], *arguments: Any) -> Any:

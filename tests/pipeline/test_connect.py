@@ -43,7 +43,12 @@ for turn in range(2):  # a notebook may do so
     found.append({"listening": sorted(listening), "joined": stranger})
     ray.shutdown()
 same = {k: v for k, v in os.environ.items() if "AUTH" in k} == {k: v for k, v in before.items() if "AUTH" in k}
-print(json.dumps({"found": found, "same": same}))
+written = os.path.exists(os.path.expanduser("~/.ray"))
+# Another Ray of this process, with a token of its own or none.
+ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.2")
+another = ray.get(ray.remote(in_a_worker).remote()) != os.getpid()
+ray.shutdown()
+print(json.dumps({"found": found, "same": same, "written": written, "another": another}))
 """
 
 
@@ -67,4 +72,5 @@ def test_a_local_ray_listens_on_loopback_and_asks_for_a_token(given: dict[str, s
         assert [ip for ip in found["listening"] if not ip.removeprefix("::ffff:").startswith("127.")] == []
     assert result["found"][0]["joined"].startswith("AuthenticationError"), result["found"][0]["joined"]
     assert result["same"], "the environment is as it was"
-    assert not (tmp_path / ".ray").exists(), "no token of the user's was written"
+    assert result["another"], "once no other Ray could be started after it"
+    assert not result["written"], "no token of the user's was written"
