@@ -292,8 +292,11 @@ def settle_experts(model: PreTrainedModel) -> bool:
     """Have a mixture's experts computed in the first way in which no token's bits depend on its neighbours. Returns
     whether, in half precision, there is no such way.
 
-    In float32 the first way is taken untried: what differs there is as small as between any two shapes.
+    In float32 the first way is taken untried: what differs there is as small as between any two shapes. A model none of
+    whose modules is called after experts has no mixture.
     """
+    if not any("expert" in f"{name} {type(module).__name__}".lower() for name, module in model.named_modules()):
+        return False
     for way in experts.ways(model.device):
         if way is not None:
             model.set_experts_implementation(way)

@@ -7,11 +7,10 @@ machine that slows down slows all of them. Tokens are counted up to and with the
 import json
 import platform
 import random
-import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,8 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from exspec.actors.engine import METHODS, Engine, EngineConfig, EngineStatistics, Request, SequenceStatistics
-from exspec.actors.engine.config import KERNELS
-from exspec.actors.engine.drafters import DRAFTERS, NONE, at_hand, kind, label
+from exspec.actors.engine import Engine, EngineConfig, EngineStatistics, Request, SequenceStatistics
+from exspec.actors.engine.drafters import NONE, at_hand, kind, label
 from exspec.actors.engine.engine import model_end_ids
 from exspec.actors.engine.kv.cached_model import context_length
 from exspec.actors.engine.layers import fused
@@ -36,10 +34,10 @@ from exspec.actors.engine.shape.calibration import (
 )
 from exspec.actors.engine.statistics import EngineCounters
 from exspec.actors.models import Pair, forget_sampling, load_draft, load_model, load_pair
+from exspec.jobs.bench_settings import RIVALS, SHAPE, VARIANT, BenchSettings
 from exspec.jobs.demo import DRAFT, TARGET
 from exspec.jobs.demo.messages import examples
 
-RIVALS = ("generate", "assisted")
 # B is the bench's own, for all methods.
 CHOSEN_BY_AUTO = (
     "method",
@@ -49,60 +47,8 @@ CHOSEN_BY_AUTO = (
     "bucket",
     "prefill",
 )
-VARIANT = re.compile(r"(eqspec|exspec)(?:@(\w+))?(?:\+(explicit|implicit|both))?(?::(\d+))?")
+RUNNER = ("kernels", "page", "prefill_rows", "prefill_columns")  # measured for all methods alike
 DEMO_SEED = 5  # messages that neither training nor its evaluation saw
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the command line sets; the names are its flags'."""
-
-    target: str | None
-    draft: tuple[str, ...]
-    prompts: Path | None
-    prompt_column: str
-    limit: int
-    batch_size: int
-    window: int
-    draft_tokens: int
-    bucket: int | None
-    max_new_tokens: int
-    exact: bool
-    dtype: str
-    device: str
-    threads: int | None
-    repeats: int
-    methods: tuple[str, ...]
-    kernels: str = "auto"
-    threshold: float = 0.3
-    tune_seconds: float = 20.0
-    drafter: str = "auto"
-    exit_depth: int | None = None
-    check_depth: int | None = None
-    exit_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.drafter not in ("auto", *DRAFTERS):
-            raise ValueError(f"--drafter: expected one of auto, {', '.join(DRAFTERS)}, not {self.drafter!r}")
-        if self.kernels not in ("auto", *KERNELS):
-            raise ValueError(f"--kernels: expected one of auto, {', '.join(KERNELS)}, not {self.kernels!r}")
-        for method in self.methods:
-            variant = VARIANT.fullmatch(method)
-            drafter = variant and (variant[2] or self.drafter)
-            if drafter and drafter not in ("auto", *DRAFTERS):
-                raise ValueError(f"--methods: {method}: expected a drafter of {', '.join(DRAFTERS)}, not {drafter!r}")
-            if drafter == NONE:
-                raise ValueError(f"--methods: {method} needs a drafter; without one name plain")
-            if method not in (*METHODS, *RIVALS, "auto") and not variant:
-                raise ValueError(
-                    f"--methods: {method!r} is unknown, expected some of {', '.join((*METHODS, 'auto', *RIVALS))}; "
-                    "exspec also with a drafter, as exspec@suffix, as exspec+explicit, +implicit or +both, and with a "
-                    "K of its own as exspec:3"
-                )
-        if self.target is None and self.draft:
-            raise ValueError("--draft: expected --target too, or neither (the demo pair)")
-        if self.target is not None and not self.draft and "assisted" in self.methods:
-            raise ValueError("--methods: assisted needs --draft; name the others")
 
 
 @dataclass
@@ -123,7 +69,7 @@ class Bench:
     """Runs methods over one list of prompts with one pair. others: drafts for drafters that cannot use the pair's."""
 
     def __init__(
-        self, pair: Pair, prompts: list[list[int]], settings: Settings, others: Sequence[PreTrainedModel] = ()
+        self, pair: Pair, prompts: list[list[int]], settings: BenchSettings, others: Sequence[PreTrainedModel] = ()
     ) -> None:
         self.pair, self.others, self.prompts, self.settings = pair, others, prompts, settings
         self.end_ids = model_end_ids(pair.target)
@@ -131,6 +77,9 @@ class Bench:
             if isinstance(model, GenerationMixin):
                 forget_sampling(model)
         self.capacity = max(map(len, prompts)) + settings.max_new_tokens
+        rows = settings.shape.get("batch_size", EngineConfig.batch_size)
+        window = max(rows, settings.shape.get("window", EngineConfig.window))
+        self.shape = EngineConfig(**settings.shape | {"window": window, "capacity": self.capacity})
         self.calibration: Calibration | None = None
         self.engines: dict[EngineConfig, Engine] = {}
         self.drafters = at_hand(
@@ -157,21 +106,14 @@ class Bench:
         if method == "auto":
             assert self.calibration is not None, "tune() comes before auto"
             return self.calibration.config
-        s = self.settings
-        options: dict[str, Any] = {"method": method, "drafter": self.drafter,
-                   "batch_size": s.batch_size, "window": max(s.window, s.batch_size),
-                   "draft_tokens": s.draft_tokens, "capacity": self.capacity, "exact": s.exact,
-                   "exit_depth": s.exit_depth, "check_depth": s.check_depth, "exit_tokens": s.exit_tokens,
-                   "threshold": s.threshold, "kernels": self.runner.kernels, "page": self.runner.page,
-                   "prefill_rows": self.runner.prefill_rows,
-                   "prefill_columns": self.runner.prefill_columns}  # fmt: skip
-        if s.bucket is not None:
-            options["bucket"] = s.bucket
+        given = replace(self.shape, **{name: getattr(self.runner, name) for name in RUNNER})
+        options: dict[str, Any] = {"method": method, "drafter": self.drafter}
         if variant := VARIANT.fullmatch(method):
             name, drafter, policy, drafted = variant.groups()
-            options |= {"method": name, "drafter": drafter or self.drafter, "draft_length": policy or "fixed"}
+            options |= {"method": name, "drafter": drafter or self.drafter}
+            options |= {"draft_length": policy} if policy else {}
             options |= {"draft_tokens": int(drafted)} if drafted else {}
-        return EngineConfig(**options)
+        return replace(given, **options)
 
     def draft_for(self, config: EngineConfig) -> PreTrainedModel | None:
         """The first draft that the drafter of a config can use."""
@@ -229,7 +171,7 @@ class Bench:
 
     def generate(self, prompts: list[list[int]]) -> Outcome:
         """transformers' batched `generate`: batches of B in the order given, padded on the left."""
-        size = self.settings.batch_size
+        size = self.shape.batch_size
         return Outcome([row for i in range(0, len(prompts), size) for row in self._generate(prompts[i : i + size])])
 
     def assisted(self, prompts: list[list[int]]) -> Outcome:
@@ -258,7 +200,7 @@ class Bench:
                 max_new_tokens=self.settings.max_new_tokens,
                 eos_token_id=sorted(self.end_ids) or None,
                 pad_token_id=min(self.end_ids, default=0),
-                num_assistant_tokens=self.settings.draft_tokens,
+                num_assistant_tokens=self.shape.draft_tokens,
                 num_assistant_tokens_schedule="constant",
                 assistant_confidence_threshold=0.0,
             ),
@@ -275,7 +217,7 @@ class Bench:
             torch.cuda.synchronize()
 
 
-def run(settings: Settings) -> None:
+def run(settings: BenchSettings) -> None:
     """Load, time, compare, print."""
     from rich.console import Console
     from rich.progress import Progress
@@ -294,7 +236,7 @@ def run(settings: Settings) -> None:
     target, drafts = settings.target or str(TARGET), settings.draft if settings.target else (str(DRAFT),)
     pair = load_pair(target, drafts[0] if drafts else None, getattr(torch, settings.dtype), settings.device)
     others = [load_draft(pair, name, target) for name in drafts[1:]]
-    if "assisted" in settings.methods and pair.draft and not isinstance(pair.draft, GenerationMixin):
+    if "assisted" in settings.names and pair.draft and not isinstance(pair.draft, GenerationMixin):
         raise ValueError("--methods: assisted needs a draft model, and --draft is a head; name the others")
     prompts = [pair.tokenizer(text)["input_ids"] for text in islice(_texts(settings, pair.tokenizer), settings.limit)]
     room = context_length(pair.target.config) - settings.max_new_tokens
@@ -308,21 +250,21 @@ def run(settings: Settings) -> None:
     bench = Bench(pair, fitting, settings, others)
     stages.stage("measuring what runs the layers fastest")
     bench.settle()
-    if "auto" in settings.methods:
+    if "auto" in settings.names:
         stages.stage(f"measuring the shape of auto, about {settings.tune_seconds:.0f} s")
         found = bench.tune()
         console.print(candidates_table(found.table(), found.seconds))
-    stages.stage(f"timing {', '.join(settings.methods)}, {settings.repeats} times in turn")
+    stages.stage(f"timing {', '.join(settings.names)}, {settings.repeats} times in turn")
     stages.stop()
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("warm-up", total=len(settings.methods) * (settings.repeats + 1) + 1)
-        for method in settings.methods:
-            bench.run(method, count=settings.batch_size)
+        task = progress.add_task("warm-up", total=len(settings.names) * (settings.repeats + 1) + 1)
+        for method in settings.names:
+            bench.run(method, count=bench.shape.batch_size)
             progress.advance(task)
         turns: list[dict[str, Outcome]] = []
         for turn in range(settings.repeats):
             turns.append({})
-            for method in settings.methods:
+            for method in settings.names:
                 progress.update(task, description=f"{method}, run {turn + 1}")
                 turns[-1][method] = bench.run(method)
                 progress.advance(task)
@@ -331,7 +273,7 @@ def run(settings: Settings) -> None:
 
     hardware = describe_hardware(pair.target.device)
     title = (
-        f"{len(fitting)} prompts, B={settings.batch_size}, W={settings.window}, K={settings.draft_tokens}, "
+        f"{len(fitting)} prompts, B={bench.shape.batch_size}, W={bench.shape.window}, K={bench.shape.draft_tokens}, "
         f"at most {settings.max_new_tokens} tokens, {settings.dtype}, layers {bench.runner.kernels}, {hardware}"
     )
     for table in bench_tables(rows, title):
@@ -339,11 +281,12 @@ def run(settings: Settings) -> None:
     compiled = str(fused.CODE) if fused.CODE.kept else None
     if compiled:
         console.print(compiled, highlight=False)
-    shown = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(settings).items()}
     print(
         json.dumps(
             {
-                "settings": shown,
+                "settings": asdict(settings)
+                | {name: getattr(bench.shape, name) for name in SHAPE}
+                | {"prompts": settings.prompts and str(settings.prompts)},
                 "hardware": hardware,
                 "kernels": bench.runner.kernels,
                 "compiled": compiled,
@@ -410,7 +353,7 @@ def describe_hardware(device: torch.device) -> str:
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
 
 
-def _texts(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+def _texts(settings: BenchSettings, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
     """The prompts as texts: rendered demo messages, or a column of a file as it stands."""
     if settings.prompts is None:
         for example in examples(DEMO_SEED):

@@ -12,9 +12,9 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from exspec.actors.engine.config import KERNELS, METHODS
-from exspec.actors.engine.drafters import DRAFTERS
-from exspec.jobs.options import GroupedCommand, with_settings
+from exspec.actors.engine.config import SETTINGS
+from exspec.jobs.bench_settings import SHAPE, BenchSettings
+from exspec.jobs.options import GroupedCommand, with_flags, with_settings
 from exspec.pipeline.connect import show_token
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job import Dtype, Job
@@ -327,117 +327,62 @@ def _numbers(option: str, text: str, kind: type[Number]) -> tuple[Number, ...]:
     "exspec bench --methods plain,exspec:3,exspec:8 --batch-size 4",
     "exspec bench --methods plain,exspec@model,exspec@suffix:12",
     "exspec bench --target model/ --draft small/ --draft head/ --methods plain,exspec@model,exspec@eagle3",
-    "exspec bench --synthetic Qwen/Qwen3-8B:Qwen/Qwen3-0.6B --device cuda",
-    "exspec bench --count Qwen/Qwen3-8B:Qwen/Qwen3-0.6B",
 )
-def bench(
-    target: Annotated[str | None, typer.Option(help="Hub id or folder. Default: the demo pair.")] = None,
-    draft: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Hub id or folder of the draft: a model, or a head for the target. May be given again: a drafter "
-            "takes the first that it can use; auto compares what one draft allows, that of --drafter or the first."
-        ),
-    ] = None,
-    prompts: Annotated[Path | None, typer.Option(help="Parquet or JSONL file. Default: demo messages.")] = None,
-    prompt_column: Annotated[
-        str, typer.Option(help="Column of the prompts; `turns[0]` takes a list's item.")
-    ] = "prompt",
-    limit: Annotated[int, typer.Option(min=1, help="Prompts to decode.")] = 48,
-    batch_size: Annotated[int, typer.Option(min=1, help="B: rows of a forward.")] = 8,
-    window: Annotated[int, typer.Option(min=1, help="W: slots of the pool.")] = 24,
-    draft_tokens: Annotated[int, typer.Option(min=1, help="K: tokens drafted a round.")] = 5,
-    bucket: Annotated[int | None, typer.Option(min=1, help="KV columns of a length bucket.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a completion, at most.")] = 64,
-    exact: Annotated[bool, typer.Option(help="Fixed shapes: tokens depend on nothing but the row.")] = True,
-    dtype: Annotated[Dtype, typer.Option(help="Dtype of weights and KV.")] = Dtype.float32,
-    device: Annotated[str, typer.Option(parser=_device, metavar="DEVICE", help="cpu, cuda or cuda:N.")] = "cpu",
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: one per core.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of every method, in turn.")] = 3,
-    drafter: Annotated[
-        str,
-        typer.Option(help=f"Who drafts where a method does not say: {', '.join(DRAFTERS)} or auto."),
-    ] = "auto",
-    methods: Annotated[
-        str,
-        typer.Option(
-            help=f"Comma-separated: {', '.join(METHODS)}, auto, generate, assisted; exspec@suffix+both:3 has a "
-            "drafter, a policy and a K."
-        ),
-    ] = "plain,eqspec,exspec,auto,generate,assisted",
-    kernels: Annotated[
-        str, typer.Option(help=f"What runs the layers: {', '.join(KERNELS)}, or auto for what is fastest here.")
-    ] = "auto",
-    threshold: Annotated[float, typer.Option(help="Chance of acceptance below which a policy ends a draft.")] = 0.3,
-    exit_depth: Annotated[int | None, typer.Option(min=1, help="Layers after which early_exit drafts.")] = None,
-    check_depth: Annotated[int | None, typer.Option(min=1, help="Layers after which early_exit checks.")] = None,
-    exit_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens that early_exit drafts before that.")] = None,
-    tune_seconds: Annotated[float, typer.Option(min=0.1, help="Seconds of the calibration of auto.")] = 20.0,
-    synthetic: Annotated[
-        str | None, typer.Option(help="TARGET:DRAFT, shapes with random weights, for every B and acceptance below.")
-    ] = None,
-    batch_sizes: Annotated[str, typer.Option(help="With --synthetic: every B.")] = "1,2,4,8,16,32,64",
-    acceptances: Annotated[
-        str, typer.Option(help="With --synthetic: chances of a right draft.")
-    ] = "0.2,0.4,0.6,0.8,0.9",
-    output: Annotated[Path | None, typer.Option(help="With --synthetic: file for the JSON report.")] = None,
-    count: Annotated[
-        str | None, typer.Option(help="TARGET:DRAFT, shapes of which a round on a GPU is counted, without one.")
-    ] = None,
-) -> None:
+@with_flags(BenchSettings, SHAPE)
+def bench(settings: BenchSettings) -> None:
     """Time the methods against each other and compare their tokens. The last line is one JSON object."""
-    if count is not None:
-        from exspec.jobs import count as counting
-
-        counting.run(counting.Settings(count, draft_tokens))
-        return
-    if synthetic is not None:
-        from exspec.jobs import synthetic as shapes
-
-        shapes.run(
-            shapes.Settings(
-                pair=synthetic,
-                batch_sizes=_numbers("--batch-sizes", batch_sizes, int),
-                acceptances=_numbers("--acceptances", acceptances, float),
-                draft_tokens=draft_tokens,
-                prompts=limit,
-                max_new_tokens=max_new_tokens,
-                dtype=dtype.value,
-                device=device,
-                repeats=repeats,
-                tune_seconds=tune_seconds,
-            ),
-            output,
-        )
-        return
     from exspec.jobs import bench as job
 
+    job.run(settings)
+
+
+Shapes = Annotated[str, typer.Argument(metavar="TARGET:DRAFT", help="Shapes of models that are known.")]
+
+
+@command(
+    "exspec synthetic Qwen/Qwen3-8B:Qwen/Qwen3-0.6B",
+    "exspec synthetic Qwen/Qwen3-8B:Qwen/Qwen3-0.6B --dtype bfloat16 --output figures.json",
+)
+def synthetic(
+    pair: Shapes,
+    batch_sizes: Annotated[str, typer.Option(help="Every B.")] = "1,2,4,8,16,32,64",
+    acceptances: Annotated[str, typer.Option(help="Chances of a right draft.")] = "0.2,0.4,0.6,0.8,0.9",
+    draft_tokens: Annotated[int, typer.Option(min=1, help=SETTINGS["draft_tokens"].help)] = 5,
+    limit: Annotated[int, typer.Option(min=1, help="Prompts to decode.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a completion, at most.")] = 128,
+    dtype: Annotated[Dtype, typer.Option(help="Dtype of weights and KV.")] = Dtype.bfloat16,
+    device: Annotated[str, typer.Option(parser=_device, metavar="DEVICE", help="cpu, cuda or cuda:N.")] = "cuda",
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs, in turn.")] = 2,
+    tune_seconds: Annotated[float, typer.Option(min=0.1, help="Seconds of the calibration of auto.")] = 15.0,
+    output: Annotated[Path | None, typer.Option(help="File for the JSON report.")] = None,
+) -> None:
+    """Time shapes of known models with random weights, for every B and acceptance. Nothing is downloaded."""
+    from exspec.jobs import synthetic as job
+
     settings = job.Settings(
-        target=target,
-        draft=tuple(draft or ()),
-        prompts=prompts,
-        prompt_column=prompt_column,
-        limit=limit,
-        batch_size=batch_size,
-        window=window,
+        pair=pair,
+        batch_sizes=_numbers("--batch-sizes", batch_sizes, int),
+        acceptances=_numbers("--acceptances", acceptances, float),
         draft_tokens=draft_tokens,
-        bucket=bucket,
+        prompts=limit,
         max_new_tokens=max_new_tokens,
-        exact=exact,
         dtype=dtype.value,
         device=device,
-        threads=threads,
         repeats=repeats,
-        methods=tuple(methods.split(",")),
-        kernels=kernels,
-        threshold=threshold,
         tune_seconds=tune_seconds,
-        drafter=drafter,
-        exit_depth=exit_depth,
-        check_depth=check_depth,
-        exit_tokens=exit_tokens,
     )
-    job.run(settings)
+    job.run(settings, output)
+
+
+@command("exspec count Qwen/Qwen3-8B:Qwen/Qwen3-0.6B")
+def count(
+    pair: Shapes,
+    draft_tokens: Annotated[int, typer.Option(min=1, help=SETTINGS["draft_tokens"].help)] = 5,
+) -> None:
+    """Count what a round on a GPU launches, moves and waits for, without one. The last line is one JSON object."""
+    from exspec.jobs import count as job
+
+    job.run(job.Settings(pair, draft_tokens))
 
 
 Address = Annotated[

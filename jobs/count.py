@@ -1,4 +1,4 @@
-"""`exspec bench --count TARGET:DRAFT`: what a round costs, counted without a GPU.
+"""`exspec count TARGET:DRAFT`: what a round costs, counted without a GPU.
 
 The engine's own forwards run on tensors that have shapes and no values. What is compiled is handed to the compiler with
 the rules by which it fuses for a GPU, and counted before code is written for it; what is not compiled is an operation
@@ -250,7 +250,7 @@ class Pair:
             self.models = shaped(target), shaped(draft)
         for name, model in zip(self.names, self.models, strict=True):
             if not alike(model):
-                raise ValueError(f"--count: the layers of {name} are not alike")
+                raise ValueError(f"the layers of {name} are not alike")
 
     def forwards(self, config: EngineConfig) -> tuple[Cost, Cost]:
         """What a verify and a whole draft cost."""
@@ -446,7 +446,7 @@ class Settings:
         target, _, draft = self.pair.partition(":")
         for name in (target, draft):
             if name not in SHAPES:
-                raise ValueError(f"--count: no shape {name!r}; expected TARGET:DRAFT of {', '.join(SHAPES)}")
+                raise ValueError(f"no shape {name!r}; expected TARGET:DRAFT of {', '.join(SHAPES)}")
 
 
 def count(settings: Settings) -> dict[str, Any]:

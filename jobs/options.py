@@ -2,18 +2,20 @@
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable
-from enum import EnumType
+from collections.abc import Callable, Iterable
+from enum import EnumType, StrEnum
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
 from typer.core import TyperCommand
 
+from exspec.actors.engine.config import SETTINGS
+from exspec.actors.engine.settings import Setting, settings_of
 from exspec.jobs.demo import DEMO_PAIR
 from exspec.pipeline.functions import Function
-from exspec.pipeline.job import Job, load_job
+from exspec.pipeline.job import Job, grouped, load_job
 
 
 def with_settings(model: type[Job]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -29,11 +31,12 @@ def with_settings(model: type[Job]) -> Callable[[Callable[..., None]], Callable[
             for p in inspect.signature(command).parameters.values()
             if p.name != "job"
         ]
-        fields = {name: option for name, field in model.model_fields.items() if (option := _option(name, field))}
+        every = grouped(model.model_fields)
+        fields = {name: option for name, field in every.items() if (option := _option(name, field))}
 
         def run(job: Path | None = None, **values: Any) -> None:
             flags = {n: values.pop(n) for n in list(values) if n in fields}
-            given = {n: v for n, v in flags.items() if v is not None and v != []}
+            given = {n: getattr(v, "value", v) for n, v in flags.items() if v is not None and v != []}
             command(job=load_job(model, job, given, DEMO_PAIR), **values)
 
         file = Annotated[Path | None, typer.Option("--job", help="YAML file of settings; flags override it.")]
@@ -48,6 +51,44 @@ def with_settings(model: type[Job]) -> Callable[[Callable[..., None]], Callable[
         return run
 
     return decorate
+
+
+def with_flags(model: type, shape: Iterable[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command a flag for every setting of a dataclass, and for settings of the engine; it is called with the
+    `settings` that they make, those of the engine by name in their `shape`."""
+    own, engines = settings_of(model), {name: SETTINGS[name] for name in shape}
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        def run(**values: Any) -> None:
+            given = {n: tuple(v) if isinstance(v, list) else getattr(v, "value", v) for n, v in values.items()}
+            command(model(**{n: given[n] for n in own}, shape={n: given[n] for n in engines}))
+
+        parameters = [
+            inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=_usual(known), annotation=_flag(known))
+            for n, known in (own | engines).items()
+        ]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        run.__doc__, run.__name__ = command.__doc__, command.__name__
+        return run
+
+    return decorate
+
+
+def _flag(known: Setting) -> Any:
+    """The annotated type of a setting's flag."""
+    kind = _choice(known.name, known.choices) if known.choices else known.kind
+    kind = list[str] if get_origin(kind) is tuple else kind
+    option = typer.Option(help=known.help, min=known.limits.get("ge"))
+    return Annotated[kind | None if known.default is None else kind, option]
+
+
+def _usual(known: Setting) -> Any:
+    return list(known.default) if isinstance(known.default, tuple) else known.default
+
+
+def _choice(name: str, choices: Iterable[str]) -> Any:
+    return StrEnum(name, [(choice, choice) for choice in choices])
 
 
 class GroupedCommand(TyperCommand):
@@ -77,6 +118,8 @@ def _option(name: str, field: Any) -> Any:
         kinds = [a for a in get_args(kind) if a is not type(None)]
         kind = kinds[0] if len(kinds) == 1 else str  # several: the settings class reads the text
     kind = str if kind is Function else kind
+    if get_origin(kind) is Literal:
+        kind = _choice(name, get_args(kind))
     if get_origin(kind) is list and get_origin(get_args(kind)[0]) is list:
         return None
     if get_origin(kind) is dict:

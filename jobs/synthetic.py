@@ -1,4 +1,4 @@
-"""`exspec bench --synthetic TARGET:DRAFT`: real compute at real shapes, with random weights and nothing to download.
+"""`exspec synthetic TARGET:DRAFT`: real compute at real shapes, with random weights and nothing to download.
 
 The draft model runs as it would, and its proposals are then replaced by the target's own continuation, each right by
 a seeded coin: acceptance is a dial. Every phase is set against its floor, the bytes that it must read over the copy
@@ -91,7 +91,7 @@ class Settings:
         target, _, draft = self.pair.partition(":")
         for name in (target, draft):
             if name not in SHAPES:
-                raise ValueError(f"--synthetic: no shape {name!r}; expected TARGET:DRAFT of {', '.join(SHAPES)}")
+                raise ValueError(f"no shape {name!r}; expected TARGET:DRAFT of {', '.join(SHAPES)}")
 
 
 def build(name: str, dtype: torch.dtype, device: str) -> PreTrainedModel:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator, model_validator
 
-from exspec.actors.engine.drafters import DRAFTERS
+from exspec.actors.engine.config import SETTINGS
+from exspec.actors.engine.settings import Later, Setting
 from exspec.pipeline.errors import JobError, meant
 from exspec.pipeline.functions import Function
 from exspec.pipeline.secrets import anonymous
@@ -29,25 +30,12 @@ class Dtype(StrEnum):
     bfloat16 = "bfloat16"
 
 
-class Method(StrEnum):
-    auto = "auto"
-    plain = "plain"
-    eqspec = "eqspec"
-    exspec = "exspec"
-
-
-class DraftLength(StrEnum):
-    fixed = "fixed"
-    explicit = "explicit"
-    implicit = "implicit"
-    both = "both"
-
-
-AUTO = ("method", "drafter", "batch_size", "window", "draft_tokens", "bucket")  # settings that may be measured
+AUTO = tuple(name for name, known in SETTINGS.items() if known.measured)  # settings that may be measured
 Auto = int | Literal["auto"]
-# A setting in a later run of a job: it decides the output; or it decides where and how the job runs; or with fixed
-# shapes, where the target alone decides every token, it decides how soon one comes, or which rows there are.
-Later = Literal["the same", "any", "any if exact"]
+# The headings of the help, in order.
+GROUPS = (
+    "Models", "Input and output", "Prompts", "Sampling", "Decoding", "Cluster", "Chunks and failures", "Labels",
+)  # fmt: skip
 # What the engine can compute in float32; its own limits are the same (actors/engine/request.py).
 CHUNK, LEAST_CHUNK, ROUNDS = 64, 8, 4  # rows of a chunk, at most and at least; chunks that an actor is to have
 SMALLEST, LARGEST, LARGEST_INT, HIGHEST = 1e-6, 1e6, 2**31 - 1, 100
@@ -73,8 +61,29 @@ def setting(group: str, default: Any, help: str, later: Later = "the same", **li
     return Field(default, description=help, json_schema_extra={"group": group, "later": later, **extra}, **limits)
 
 
-class Job(BaseModel):
-    """The settings of a job. A job file (YAML) and the command line have the same names."""
+def _engines(known: Setting) -> tuple[Any, Any]:
+    """A setting of the engine as a job has it: auto where it may be measured, None where that has no default of it."""
+    kind, default = known.kind, known.default
+    if known.measured:
+        default = "auto"
+        kind = Literal["auto", *known.choices] if known.choices else kind if kind is str else kind | Literal["auto"]
+    elif known.unset or default is None:
+        kind, default = kind | None, None
+    limits = {} if known.measured else known.limits
+    return kind, setting("Decoding", default, known.help, known.later, **limits)
+
+
+if TYPE_CHECKING:
+
+    class Decoding(BaseModel):
+        def __getattr__(self, name: str) -> Any: ...
+else:
+    Decoding = create_model("Decoding", **{name: _engines(known) for name, known in SETTINGS.items()})
+
+
+class Job(Decoding):
+    """The settings of a job: its own, and those of the engine. A job file (YAML) and the command line have the same
+    names."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     kind: ClassVar[str] = "generate"
@@ -176,54 +185,6 @@ class Job(BaseModel):
     seed: int = setting("Sampling", 0, "Seed of the job; every row's own comes from it and the row's identity.", ge=0)
     stop: list[str] = setting("Sampling", [], "Strings that end a completion; it is cut before them.")
 
-    method: Method = setting(
-        "Decoding", Method.auto, "plain, eqspec, exspec, or auto: the faster of plain and exspec.", later="any if exact"
-    )
-    drafter: str = setting(
-        "Decoding",
-        "auto",
-        f"Who drafts: {', '.join(DRAFTERS)}; auto: the fastest of those at hand.",
-        later="any if exact",
-    )
-    batch_size: Auto = setting("Decoding", "auto", "B: rows of a forward.")
-    window: Auto = setting("Decoding", "auto", "W: slots of the pool.")
-    draft_tokens: Auto = setting("Decoding", "auto", "K: tokens drafted a round.")
-    bucket: Auto = setting("Decoding", "auto", "KV columns of a length bucket.")
-    draft_length: DraftLength = setting(
-        "Decoding",
-        DraftLength.fixed,
-        "How long a draft gets: fixed (K), or shorter: explicit, implicit or both.",
-        later="any",
-    )
-    threshold: float | None = setting(
-        "Decoding",
-        None,
-        "Chance of acceptance below which a draft ends, unless fixed. Default: what pays, or 0.3.",
-        later="any if exact",
-        gt=0,
-        lt=1,
-    )
-    exit_depth: int | None = setting(
-        "Decoding",
-        None,
-        "Layers after which early_exit drafts. Default: an eighth, or what is measured.",
-        later="any if exact",
-        ge=1,
-    )
-    check_depth: int | None = setting(
-        "Decoding",
-        None,
-        "Layers after which early_exit checks. Default: a quarter, or what is measured.",
-        later="any if exact",
-        ge=1,
-    )
-    exit_tokens: int | None = setting(
-        "Decoding",
-        None,
-        "Tokens that early_exit drafts before it checks them. Default: 2, or what is measured.",
-        later="any if exact",
-        ge=1,
-    )
     tune_seconds: float = setting("Decoding", 20.0, "Seconds to measure what is auto, about.", later="any", gt=0)
     tune_from: int = setting(
         "Decoding", 1000, "Rows from which on auto is measured; a smaller job takes defaults.", later="any", ge=1
@@ -231,10 +192,6 @@ class Job(BaseModel):
     memory_gib: float | None = setting(
         "Decoding", None, "Memory of an actor in GiB. Default: what the device has free.", later="any", gt=0
     )
-    capacity: int | None = setting(
-        "Decoding", None, "Longest request in tokens. Default: the model's context, 4096 at most.", ge=2
-    )
-    exact: bool = setting("Decoding", True, "Fixed shapes: tokens depend on nothing but the row.")
     dtype: Dtype = setting("Models", Dtype.float32, "Dtype of weights and KV.")
 
     device: str = setting(
@@ -310,7 +267,7 @@ class Job(BaseModel):
     def _one_or_many(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
 
-    @field_validator(*AUTO[2:], "rows_per_chunk", mode="before")
+    @field_validator(*(n for n in AUTO if SETTINGS[n].kind is int), "rows_per_chunk", mode="before")
     @classmethod
     def _auto(cls, value: Any) -> Any:
         number = int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
@@ -585,6 +542,11 @@ def _is_measured(key: str) -> bool:
 def settings() -> dict[str, Any]:
     """The fields of all kinds of jobs, by name."""
     return {name: field for kind in _kinds(Job) for name, field in kind.model_fields.items()}
+
+
+def grouped(fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields in the order of their headings."""
+    return dict(sorted(fields.items(), key=lambda item: GROUPS.index(item[1].json_schema_extra["group"])))
 
 
 def defaults() -> dict[str, Any]:

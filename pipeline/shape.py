@@ -70,7 +70,7 @@ def shape_of(job: Job, models: Sequence[PretrainedConfig], rows: int, stored: di
             **given,
             capacity=capacity,
             exact=job.exact,
-            draft_length=job.draft_length.value,
+            draft_length=job.draft_length,
             threshold=job.threshold or EngineConfig.threshold,
             **_asked(job),
         )
@@ -93,7 +93,7 @@ def _drafting(job: Job, hand: list[str]) -> dict[str, Any]:
 
     Raises JobError where they exclude each other.
     """
-    method = None if job.method == "auto" else job.method.value
+    method = None if job.method == "auto" else job.method
     if method == "plain" or (job.drafter == NONE and method is None):
         if job.drafter not in ("auto", NONE):
             raise JobError(f"method plain drafts nothing, and drafter is {job.drafter}; expected one of them")

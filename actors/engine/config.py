@@ -1,24 +1,27 @@
 """Settings of an engine, checked once when they are made."""
 
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args
 
-from exspec.actors.engine.drafters import NONE, check_name
+from exspec.actors.engine.drafters import DRAFTERS, NONE, check_name
+from exspec.actors.engine.drafters.early_exit_settings import EarlyExitSettings
+from exspec.actors.engine.settings import setting, settings_of
 
 Method = Literal["plain", "eqspec", "exspec"]
-METHODS: tuple[Method, ...] = ("plain", "eqspec", "exspec")
+METHODS: tuple[Method, ...] = get_args(Method)
 AttentionName = Literal["auto", "in_place", "gathered"]
-ATTENTIONS: tuple[AttentionName, ...] = ("auto", "in_place", "gathered")
+ATTENTIONS: tuple[AttentionName, ...] = get_args(AttentionName)
 KernelsName = Literal["eager", "packed", "compiled"]
-KERNELS: tuple[KernelsName, ...] = ("eager", "packed", "compiled")
-DRAFTING = ("exit_depth", "check_depth", "exit_tokens")  # settings that are one drafter's own
+KERNELS: tuple[KernelsName, ...] = get_args(KernelsName)
+DRAFTING = tuple(field.name for field in fields(EarlyExitSettings))  # settings that are one drafter's own
 DraftLengthName = Literal["fixed", "explicit", "implicit", "both"]
-DRAFT_LENGTHS: tuple[DraftLengthName, ...] = ("fixed", "explicit", "implicit", "both")
+DRAFT_LENGTHS: tuple[DraftLengthName, ...] = get_args(DraftLengthName)
 
 
 @dataclass(frozen=True)
-class EngineConfig:
-    """How an engine decodes. With `exact`, everything but method and drafter is part of the shapes tokens come out of.
+class EngineConfig(EarlyExitSettings):
+    """How an engine decodes: its settings, and what is not for users to set. With `exact`, everything but method and
+    drafter is part of the shapes that tokens come out of.
 
     method: plain decodes without drafts; eqspec speculates on a fixed batch, realigned every round; exspec
         speculates on a window that is refilled at once, in groups of like length.
@@ -40,8 +43,6 @@ class EngineConfig:
     draft_length: how long a draft gets. `fixed`: K. Shorter where the chance that all of it will be accepted would fall
         below `threshold`: by the draft's own confidence (`explicit`), by what was accepted of the sequence so far
         (`implicit`), or by either (`both`). Changes no token.
-    exit_depth, check_depth: layers that `early_exit` drafts after, and those that it checks after; default: an eighth
-        and a quarter of the target's. exit_tokens: tokens that it drafts before it checks them; default: 2.
     kernels: what runs a model's layers. `eager`: transformers' modules as they are. `packed`: their linear layers in
         oneDNN's layout, which holds them twice; for CPUs. `compiled`: each layer as one piece of a few kernels; where
         nothing can be compiled, or attention is not in place, it is eager.
@@ -56,19 +57,34 @@ class EngineConfig:
     Raises ValueError naming the setting that is out of range.
     """
 
-    method: Method = "exspec"
-    drafter: str = "model"
-    batch_size: int = 8
-    window: int = 24
-    draft_tokens: int = 5
+    method: Method = setting(
+        "exspec", f"{', '.join(METHODS)}, or auto: the faster of plain and exspec.", "any if exact", measured=True
+    )
+    drafter: str = setting(
+        "model",
+        f"Who drafts: {', '.join(DRAFTERS)}; auto: the fastest of those at hand.",
+        "any if exact",
+        measured=True,
+    )
+    batch_size: int = setting(8, "B: rows of a forward.", measured=True, ge=1)
+    window: int = setting(24, "W: slots of the pool.", measured=True, ge=1)
+    draft_tokens: int = setting(5, "K: tokens drafted a round.", measured=True, ge=1)
     columns: int | None = None
-    bucket: int = 512
-    capacity: int = 1024
-    draft_length: DraftLengthName = "fixed"
-    threshold: float = 0.3
-    exit_depth: int | None = None
-    check_depth: int | None = None
-    exit_tokens: int | None = None
+    bucket: int = setting(512, "KV columns of a length bucket.", measured=True, ge=1)
+    capacity: int = setting(
+        1024, "Longest request in tokens. Default: the model's context, 4096 at most.", unset=True, ge=2
+    )
+    draft_length: DraftLengthName = setting(
+        "fixed", "How long a draft gets: fixed (K), or shorter: explicit, implicit or both.", "any"
+    )
+    threshold: float = setting(
+        0.3,
+        "Chance of acceptance below which a draft ends, unless fixed. Default: what pays, or 0.3.",
+        "any if exact",
+        unset=True,
+        gt=0,
+        lt=1,
+    )
     prefill_rows: int = 4
     prefill_columns: int = 32
     page: int = 32
@@ -76,28 +92,22 @@ class EngineConfig:
     attention: AttentionName = "auto"
     kernels: KernelsName = "eager"
     overlap: bool | None = None
-    exact: bool = True
+    exact: bool = setting(True, "Fixed shapes: tokens depend on nothing but the row.")
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise ValueError(f"method: expected one of {', '.join(METHODS)}, not {self.method!r}")
+        for name, known in SETTINGS.items():
+            if self.drafts or name != "draft_tokens":
+                known.check(getattr(self, name))
         check_name(self.drafter)
         if self.drafter == NONE and self.drafts:
             raise ValueError(f"method {self.method} needs a drafter; without one use method plain")
-        if self.draft_length not in DRAFT_LENGTHS:
-            raise ValueError(f"draft_length: expected one of {', '.join(DRAFT_LENGTHS)}, not {self.draft_length!r}")
         if self.kernels not in KERNELS:
             raise ValueError(f"kernels: expected one of {', '.join(KERNELS)}, not {self.kernels!r}")
         if self.attention not in ATTENTIONS:
             raise ValueError(f"attention: expected one of {', '.join(ATTENTIONS)}, not {self.attention!r}")
-        if not 0 < self.threshold < 1:
-            raise ValueError(f"threshold: expected a number between 0 and 1, not {self.threshold}")
-        positive = ("batch_size", "window", "bucket", "capacity", "prefill_rows", "prefill_columns", "page")
-        for name in (*positive, *DRAFTING):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"{name}: expected a positive number, not {value}")
-        if self.draft_tokens < (1 if self.drafts else 0):
-            raise ValueError(f"draft_tokens: expected a positive number, not {self.draft_tokens}")
+        for name in ("prefill_rows", "prefill_columns", "page"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected a positive number, not {getattr(self, name)}")
         if self.window < self.batch_size:
             raise ValueError(f"window: expected at least batch_size ({self.batch_size}), not {self.window}")
         if self.fixed_shapes and self.bucket < self.width:
@@ -172,3 +182,6 @@ class EngineConfig:
     def attended(self, length: int) -> int:
         """KV columns that a row of `length` tokens attends: the length in whole buckets, the capacity at most."""
         return min(-(-length // self.bucket) * self.bucket, self.capacity)
+
+
+SETTINGS = settings_of(EngineConfig)  # that users set: in a job, as flags, and on the bench

@@ -1,4 +1,4 @@
-"""`exspec bench --count`: what a round costs is within its limits, and what is added to it is found."""
+"""`exspec count`: what a round costs is within its limits, and what is added to it is found."""
 
 import json
 from collections.abc import Iterator
@@ -158,7 +158,7 @@ def test_a_greedy_round_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_layers_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(count, "alike", lambda _: False)
-    with pytest.raises(ValueError, match="--count: the layers of tiny are not alike"):
+    with pytest.raises(ValueError, match="the layers of tiny are not alike"):
         count.Pair("tiny", "tiny")
 
 
@@ -171,14 +171,14 @@ def test_a_layer_of_another_shape_is_not_alike() -> None:
 
 
 def test_an_unknown_shape_is_refused() -> None:
-    with pytest.raises(ValueError, match="--count: no shape 'GPT-9'; expected TARGET:DRAFT of Qwen/Qwen3-8B"):
+    with pytest.raises(ValueError, match="no shape 'GPT-9'; expected TARGET:DRAFT of Qwen/Qwen3-8B"):
         count.Settings("GPT-9:tiny")
 
 
 def test_the_command_prints_a_table_and_last_a_line_of_json(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counts, "host_milliseconds", lambda: {"greedy": 0.5})
     monkeypatch.setattr(count, "Settings", partial(count.Settings, batches=((4, 64),)))
-    result = CliRunner().invoke(cli.app, ["bench", "--count", "tiny:tiny"], catch_exceptions=False)
+    result = CliRunner().invoke(cli.app, ["count", "tiny:tiny"], catch_exceptions=False)
     assert result.exit_code == 0
     *table, last = result.stdout.splitlines()
     found = json.loads(last)

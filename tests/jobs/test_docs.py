@@ -177,7 +177,7 @@ def complete(*words: str) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("co",), ["compact", "convert"]),
+        (("con",), ["convert"]),
         (("run", "--method", ""), ["auto", "plain", "eqspec", "exspec"]),
         (("run", "--dtype", "b"), ["bfloat16"]),
         (("audit", "out/", "--sh"), ["--share"]),

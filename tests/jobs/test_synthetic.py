@@ -1,4 +1,4 @@
-"""`exspec bench --synthetic`: acceptance is a dial, tokens are plain decoding's, and little is needed to run it."""
+"""`exspec synthetic`: acceptance is a dial, tokens are plain decoding's, and little is needed to run it."""
 
 import json
 import subprocess
@@ -37,10 +37,10 @@ from tests.jobs.stages import failing
 
 @pytest.mark.slow
 def test_acceptance_is_what_was_asked_for_and_every_token_is_plain(tmp_path: Path) -> None:
-    options = ["--synthetic", "tiny:tiny", "--batch-sizes", "1,4", "--acceptances", "0.3,0.9", "--limit", "8",
+    options = ["tiny:tiny", "--batch-sizes", "1,4", "--acceptances", "0.3,0.9", "--limit", "8",
                "--max-new-tokens", "40", "--device", "cpu", "--dtype", "bfloat16", "--repeats", "1",
                "--tune-seconds", "0.5", "--output", str(tmp_path / "made" / "out.json")]  # fmt: skip
-    result = CliRunner().invoke(cli.app, ["bench", *options], catch_exceptions=False)
+    result = CliRunner().invoke(cli.app, ["synthetic", *options], catch_exceptions=False)
     assert result.exit_code == 0
     report = json.loads((tmp_path / "made" / "out.json").read_text())
     assert json.loads(result.stdout.splitlines()[-1]) == report
@@ -58,7 +58,7 @@ def test_acceptance_is_what_was_asked_for_and_every_token_is_plain(tmp_path: Pat
 
 
 def test_an_unknown_shape_is_refused() -> None:
-    with pytest.raises(ValueError, match="--synthetic: no shape 'GPT-9'; expected TARGET:DRAFT of Qwen/Qwen3-8B"):
+    with pytest.raises(ValueError, match="no shape 'GPT-9'; expected TARGET:DRAFT of Qwen/Qwen3-8B"):
         Settings("GPT-9:tiny")
 
 

@@ -1,7 +1,7 @@
 """What a drafter is, and what the engine gives it.
 
 A drafter is a class in a file of this folder and a line in its registry. It derives from `Drafter` and overrides what
-it has to do with.
+it has to do with. Settings of its own are a dataclass in NAME_settings.py, which EngineConfig derives from.
 """
 
 from abc import ABC, abstractmethod
