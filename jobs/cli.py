@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from exspec.actors.engine.config import SETTINGS
-from exspec.jobs.bench_settings import SHAPE, BenchSettings
+from exspec.jobs.benchmarks.settings import SHAPE, BenchSettings
 from exspec.jobs.options import GroupedCommand, with_flags, with_settings
 from exspec.pipeline.connect import show_token
 from exspec.pipeline.errors import JobError
@@ -88,7 +88,7 @@ def run(
     with Progress(quiet) as progress:
         progress.stage("checking the job")
         show_token()
-        from exspec.jobs import run as jobs
+        from exspec.jobs.commands import run as jobs
 
         raise typer.Exit(jobs.run(job, restart, retry_errors, progress))
 
@@ -109,7 +109,7 @@ def plan(
 
     Exit codes: 0 the job may start, 2 it would be refused, or none of the rows looked at could be decoded.
     """
-    from exspec.jobs.plan import plan as show
+    from exspec.jobs.commands.plan import plan as show
 
     raise typer.Exit(show(job, estimate, price_per_gpu_hour))
 
@@ -121,7 +121,7 @@ def plan(
 @with_settings(Job)
 def tune(job: Job) -> None:
     """Measure the shape that a job should decode in, on this machine: the settings that are auto."""
-    from exspec.jobs import run as jobs
+    from exspec.jobs.commands import run as jobs
 
     jobs.tune(job)
 
@@ -147,13 +147,13 @@ def label(
     again), 2 refused before starting, 3 a fault of exspec, 130 interrupted.
     """
     if plan:
-        from exspec.jobs.plan import plan as show
+        from exspec.jobs.commands.plan import plan as show
 
         raise typer.Exit(show(job))
     with Progress(quiet) as progress:
         progress.stage("checking the job")
         show_token()
-        from exspec.jobs import label as jobs
+        from exspec.jobs.commands import label as jobs
 
         raise typer.Exit(jobs.label(job, restart, retry_errors, progress))
 
@@ -197,7 +197,7 @@ def audit(
 
     Exit codes: 0 all equal in the job's own shape, 1 some differ, 2 refused.
     """
-    from exspec.jobs import audit as job
+    from exspec.jobs.commands import audit as job
 
     permissions = {"trust_remote_code": trust_remote_code, "allow_pickle": allow_pickle}
     raise typer.Exit(job.audit(output, _options(storage_options), count, share, seed, generate, permissions))
@@ -216,7 +216,7 @@ def report(
 
     The last line is JSON: a list with an object for each output.
     """
-    from exspec.jobs import report as job
+    from exspec.jobs.commands import report as job
 
     job.report(outputs, _options(storage_options), price_per_gpu_hour)
 
@@ -253,7 +253,7 @@ def compact(
 
     Exit codes: 0 done, 2 refused.
     """
-    from exspec.jobs import compact as job
+    from exspec.jobs.commands import compact as job
 
     job.compact(output, _options(storage_options), target_size, wait)
 
@@ -280,7 +280,7 @@ def convert(
 
     Exit codes: 0 written, 2 refused.
     """
-    from exspec.jobs import convert as job
+    from exspec.jobs.commands import convert as job
 
     options = _options(storage_options)
     if partition_by:
@@ -331,12 +331,9 @@ def _numbers(option: str, text: str, kind: type[Number]) -> tuple[Number, ...]:
 @with_flags(BenchSettings, SHAPE)
 def bench(settings: BenchSettings) -> None:
     """Time the methods against each other and compare their tokens. The last line is one JSON object."""
-    from exspec.jobs import bench as job
+    from exspec.jobs.benchmarks import bench as job
 
     job.run(settings)
-
-
-Shapes = Annotated[str, typer.Argument(metavar="TARGET:DRAFT", help="Shapes of models that are known.")]
 
 
 @command(
@@ -344,7 +341,7 @@ Shapes = Annotated[str, typer.Argument(metavar="TARGET:DRAFT", help="Shapes of m
     "exspec synthetic Qwen/Qwen3-8B:Qwen/Qwen3-0.6B --dtype bfloat16 --output figures.json",
 )
 def synthetic(
-    pair: Shapes,
+    pair: Annotated[str, typer.Argument(metavar="TARGET:DRAFT", help="Shapes of models that are known.")],
     batch_sizes: Annotated[str, typer.Option(help="Every B.")] = "1,2,4,8,16,32,64",
     acceptances: Annotated[str, typer.Option(help="Chances of a right draft.")] = "0.2,0.4,0.6,0.8,0.9",
     draft_tokens: Annotated[int, typer.Option(min=1, help=SETTINGS["draft_tokens"].help)] = 5,
@@ -357,7 +354,7 @@ def synthetic(
     output: Annotated[Path | None, typer.Option(help="File for the JSON report.")] = None,
 ) -> None:
     """Time shapes of known models with random weights, for every B and acceptance. Nothing is downloaded."""
-    from exspec.jobs import synthetic as job
+    from exspec.jobs.benchmarks import synthetic as job
 
     settings = job.Settings(
         pair=pair,
@@ -372,17 +369,6 @@ def synthetic(
         tune_seconds=tune_seconds,
     )
     job.run(settings, output)
-
-
-@command("exspec count Qwen/Qwen3-8B:Qwen/Qwen3-0.6B")
-def count(
-    pair: Shapes,
-    draft_tokens: Annotated[int, typer.Option(min=1, help=SETTINGS["draft_tokens"].help)] = 5,
-) -> None:
-    """Count what a round on a GPU launches, moves and waits for, without one. The last line is one JSON object."""
-    from exspec.jobs import count as job
-
-    job.run(job.Settings(pair, draft_tokens))
 
 
 Address = Annotated[
@@ -434,8 +420,8 @@ def submit(
     Exit codes: those of the command (0, 1, 2; 2 also where it could not be sent), 3 the job failed otherwise, 4 it was
     stopped, 130 left running by Ctrl-C.
     """
-    from exspec.jobs import submit as job
-    from exspec.jobs.cluster import Cluster
+    from exspec.jobs.cluster import submit as job
+    from exspec.jobs.cluster.client import Cluster
 
     assert context.parent is not None
     known: dict[str, Any] = context.parent.command.commands  # type: ignore[attr-defined]
@@ -460,7 +446,7 @@ def status(
     token: Token = None,
 ) -> None:
     """Show a submitted job, or all that exspec submitted to a cluster."""
-    from exspec.jobs import cluster
+    from exspec.jobs.cluster import client as cluster
 
     cluster.show_status(cluster.Cluster(address, token), job)
 
@@ -478,7 +464,7 @@ def logs(
 
     Exit codes: 0, or with --follow those of submit.
     """
-    from exspec.jobs.cluster import Cluster
+    from exspec.jobs.cluster.client import Cluster
 
     cluster = Cluster(address, token)
     if follow:
@@ -491,7 +477,7 @@ def logs(
 )
 def cancel(job: JobId, address: Address = None, token: Token = None) -> None:
     """Stop a submitted job and wait until it has stopped. What it finished is kept; the same command again resumes."""
-    from exspec.jobs.cluster import Cluster
+    from exspec.jobs.cluster.client import Cluster
 
     print(Cluster(address, token).cancel(job))
 

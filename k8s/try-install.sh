@@ -14,7 +14,7 @@ cd "$work/home"
 clean=(env -i "PATH=$work/exspec/bin:/usr/bin:/bin" "HOME=$work/home" PYTHONDONTWRITEBYTECODE=1)
 "${clean[@]}" exspec --help >/dev/null
 "${clean[@]}" ray --version
-"${clean[@]}" python -c 'import exspec.pipeline.run, exspec.jobs.run; print(exspec.__file__)'
+"${clean[@]}" python -c 'import exspec.pipeline.run, exspec.jobs.commands.run; print(exspec.__file__)'
 "${clean[@]}" exspec messages messages --rows 8 --shards 1
 "${clean[@]}" exspec plan --input messages --output out | tail -n 1
 if "${clean[@]}" python -m pip --version 2>/dev/null; then

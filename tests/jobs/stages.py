@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
-from exspec.jobs.synthetic import GRACE, Message, Plan
+from exspec.jobs.benchmarks.synthetic import GRACE, Message, Plan
 
 
 def failing(_: Plan, names: Sequence[str], end: float, to: Connection) -> None:

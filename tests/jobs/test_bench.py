@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 from exspec.actors.engine.drafters import DRAFTERS
 from exspec.actors.models import load_pair
 from exspec.jobs import cli
-from exspec.jobs.bench import read_column
+from exspec.jobs.benchmarks.bench import read_column
+from exspec.jobs.commands.tables import bench_tables
 from exspec.jobs.demo import DRAFT, TARGET
-from exspec.jobs.tables import bench_tables
-from exspec.jobs.train_clover import grown
+from exspec.jobs.training.clover import grown
 
 SPEC_BENCH = Path(__file__).parents[3] / "shared" / "data" / "spec_bench.jsonl"
 SMALL = [

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from exspec.jobs import cli
-from exspec.jobs.convert import _json, behind
+from exspec.jobs.commands.convert import _json, behind
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job import Job
 from exspec.pipeline.output.owner import Output, take

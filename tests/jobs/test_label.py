@@ -14,7 +14,8 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
-from exspec.jobs import cli, submit
+from exspec.jobs import cli
+from exspec.jobs.cluster import submit
 from exspec.jobs.demo.messages import CATEGORIES
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.functions import Function

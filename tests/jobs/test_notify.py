@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from exspec.jobs.notify import notified
+from exspec.jobs.commands.notify import notified
 from exspec.pipeline.errors import BrokenOffError, JobError
 from exspec.pipeline.job import Job
 

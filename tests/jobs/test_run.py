@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from exspec.actors.engine import EngineConfig
 from exspec.jobs import cli
-from exspec.jobs.estimate import Estimate
+from exspec.jobs.commands.estimate import Estimate
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job import Job, load_job
 from exspec.pipeline.shape import Settled

@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 from exspec.actors.engine import EngineConfig
 from exspec.actors.engine.config import DRAFTING, SETTINGS
 from exspec.actors.engine.settings import Setting, setting, settings_of
-from exspec.jobs import bench, cli
-from exspec.jobs.bench_settings import SHAPE, BenchSettings
+from exspec.jobs import cli
+from exspec.jobs.benchmarks import bench
+from exspec.jobs.benchmarks.settings import SHAPE, BenchSettings
 from exspec.jobs.options import _flag, _option
 from exspec.pipeline.job import Job, _engines
 from tests.jobs import docs

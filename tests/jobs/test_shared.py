@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from exspec.actors.engine import EngineConfig
 from exspec.jobs import cli
+from exspec.jobs.commands.shared import Shared
 from exspec.jobs.demo import DEMO_PAIR
-from exspec.jobs.shared import Shared
 from exspec.pipeline.graph import PairLoader
 from exspec.pipeline.labels import LabelJob
 from exspec.pipeline.prepare import prepare

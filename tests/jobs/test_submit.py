@@ -22,8 +22,8 @@ from ray.job_submission import JobStatus
 from typer.testing import CliRunner
 
 from exspec.jobs import cli
-from exspec.jobs.cluster import Cluster, exit_code, outcome
-from exspec.jobs.wheel import build_wheel
+from exspec.jobs.cluster.client import Cluster, exit_code, outcome
+from exspec.jobs.cluster.wheel import build_wheel
 from exspec.pipeline.errors import JobError
 from tests.jobs.cluster import Head, ray_head
 from tests.pipeline.generators import held

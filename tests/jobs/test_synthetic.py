@@ -17,8 +17,9 @@ from typer.testing import CliRunner
 
 from exspec.actors.engine import Engine
 from exspec.actors.engine.graphs import Recordings
-from exspec.jobs import cli, synthetic
-from exspec.jobs.synthetic import (
+from exspec.jobs import cli
+from exspec.jobs.benchmarks import synthetic
+from exspec.jobs.benchmarks.synthetic import (
     SHAPES,
     STAGES,
     Measurement,
@@ -91,7 +92,9 @@ def test_engine_and_benchmark_need_torch_and_transformers_alone() -> None:
         "jsonschema",
         "psutil",
     ]
-    code = f"import sys; sys.modules.update(dict.fromkeys({others})); import exspec.jobs.synthetic, exspec.jobs.bench"
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({others})); from exspec.jobs.benchmarks import bench, synthetic"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -243,7 +246,7 @@ def test_a_stage_that_crashes_hangs_or_fails_leaves_the_next_ones_alone(tmp_path
 def test_the_command_gives_a_report_of_all_stages_whatever_time_there_is(tmp_path: Path) -> None:
     options = ["tiny:tiny", str(tmp_path / "out.json"), "--device", "cpu", "--dtype", "float32", "--seconds", "40"]
     done = subprocess.run(
-        [sys.executable, "-m", "exspec.jobs.synthetic", *options], check=True, capture_output=True, text=True
+        [sys.executable, "-m", "exspec.jobs.benchmarks.synthetic", *options], check=True, capture_output=True, text=True
     )
     report = json.loads((tmp_path / "out.json").read_text())
     assert set(report["stages"]) == {"setup", *STAGES}

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from exspec.actors.engine import Request, SequenceStatistics
 from exspec.actors.models import load_pair
-from exspec.jobs import train_clover
-from exspec.jobs.train_clover import Last, finished, grown, losses, train
-from exspec.jobs.training import batches
+from exspec.jobs.training import clover as train_clover
+from exspec.jobs.training.clover import Last, finished, grown, losses, train
+from exspec.jobs.training.examples import batches
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.output.owner import read_output, settings
 from exspec.pipeline.prepare import prepare
@@ -145,7 +145,7 @@ def test_what_cannot_be_is_said_before_any_training(done: tuple[str, Path], tmp_
 
 
 def test_an_output_that_is_none_is_one_sentence(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "exspec.jobs.train_clover", str(tmp_path / "nothing"), str(tmp_path / "head")]
+    words = [sys.executable, "-m", "exspec.jobs.training.clover", str(tmp_path / "nothing"), str(tmp_path / "head")]
     found = subprocess.run(words, capture_output=True, text=True, check=False)
     assert found.returncode == 2
     assert found.stderr.count("\n") == 1

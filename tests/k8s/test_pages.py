@@ -17,8 +17,8 @@ from transformers import AutoConfig
 from exspec.actors.engine import EngineConfig
 from exspec.actors.engine.shape.calibration import PREFILLS, ROWS
 from exspec.actors.engine.shape.memory import fit, plan_memory
+from exspec.jobs.benchmarks.synthetic import SHAPES
 from exspec.jobs.cli import app
-from exspec.jobs.synthetic import SHAPES
 from exspec.pipeline.shape import LONGEST, SHARE
 from tests.k8s import policy, rules, schemas
 from tests.k8s.manifests import K8S, ROOT, Manifest, needs_renderer, of_kind, one, render

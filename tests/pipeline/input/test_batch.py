@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 from transformers import AutoTokenizer
 
-from exspec.jobs.convert import convert
+from exspec.jobs.commands.convert import convert
 from exspec.jobs.demo import TARGET
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Shard

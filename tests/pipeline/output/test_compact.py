@@ -419,7 +419,9 @@ def test_an_audit_reads_merged_files(pair: Pair, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("text", "bytes_"), [("256MiB", 256 << 20), ("1GB", 10**9), ("4096", 4096)])
 def test_a_size_has_a_unit(place: Path, monkeypatch: pytest.MonkeyPatch, text: str, bytes_: int) -> None:
     given = []
-    monkeypatch.setattr("exspec.jobs.compact.merge", lambda _, target, __: given.append(target) or Compacted(1, 1, 0))
+    monkeypatch.setattr(
+        "exspec.jobs.commands.compact.merge", lambda _, target, __: given.append(target) or Compacted(1, 1, 0)
+    )
     assert CliRunner().invoke(cli.app, ["compact", str(place / "out"), "--target-size", text]).exit_code == 0
     assert given == [bytes_]
 

@@ -19,8 +19,8 @@ from exspec.actors.engine.shape.calibration import _candidates, calibrate
 from exspec.actors.models import ModelError, load_head, load_pair
 from exspec.jobs.demo import TARGET
 from exspec.jobs.demo.messages import examples
-from exspec.jobs.demo.train import prompt_text
-from exspec.jobs.train_clover import Last, grown, train
+from exspec.jobs.training.clover import Last, grown, train
+from exspec.jobs.training.demo import prompt_text
 from tests import tiny
 from tests.actors.engine.drafters.slow import Slow, slow_engine
 

@@ -1,4 +1,4 @@
-"""What the pipeline itself costs at scale, with nothing decoded: `python -m tests.pipeline.scale plan|resume|rows`.
+"""What the pipeline itself costs at scale, with nothing decoded: `python -m tests.tools.scale plan|resume|rows`.
 
 Each prints one JSON line. plan: footers of 10,000 shards with 100 million rows. resume: these at 64 rows a chunk, from
 the plan through 1.6 million parts to the report and the next run.

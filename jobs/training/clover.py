@@ -1,6 +1,6 @@
 """Trains a head of Clover on rows of a finished job, for the job's own target, and writes it as a folder for `draft`.
 
-    python -m exspec.jobs.train_clover OUTPUT FOLDER [--minutes 8] [--heads 3] [--rows 20000]
+    python -m exspec.jobs.training.clover OUTPUT FOLDER [--minutes 8] [--heads 3] [--rows 20000]
 
 The target's weights stay as they are. Each head's loss is the cross-entropy of the token that the target wrote, one,
 two and more places further on (arXiv:2405.00263).
@@ -26,8 +26,8 @@ from exspec.actors.engine.drafters.clover_head import CloverConfig, CloverHead
 from exspec.actors.engine.engine import model_end_ids
 from exspec.actors.engine.layers.spans import layers_of
 from exspec.actors.models import ModelError, Pair
-from exspec.jobs.audit import check_map, choose, read_rows
-from exspec.jobs.training import Batch, Example, batches, optimizers_of
+from exspec.jobs.commands.audit import check_map, choose, read_rows
+from exspec.jobs.training.examples import Batch, Example, batches, optimizers_of
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.shards import vanished
 from exspec.pipeline.job import Job

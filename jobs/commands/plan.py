@@ -10,9 +10,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from exspec.jobs.convert import behind
-from exspec.jobs.estimate import estimate
-from exspec.jobs.shared import Shared
+from exspec.jobs.commands.convert import behind
+from exspec.jobs.commands.estimate import estimate
+from exspec.jobs.commands.shared import Shared
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Chunk
 from exspec.pipeline.input.prompts import Prompts

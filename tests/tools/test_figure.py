@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from exspec.jobs import figure
+from tests.tools import figure
 
 DOCS = Path(__file__).parents[2] / "jobs" / "docs"
 
@@ -32,7 +32,7 @@ def test_it_is_drawn_from_the_last_line(tmp_path: Path) -> None:
 
 
 def test_the_figure_of_the_readme_is_that_of_the_figures_beside_it(tmp_path: Path) -> None:
-    """Where this fails: python -m exspec.jobs.figure jobs/docs/speed.json jobs/docs/speed.svg"""
+    """Where this fails: python -m tests.tools.figure jobs/docs/speed.json jobs/docs/speed.svg"""
     figure.draw(figure.read(DOCS / "speed.json"), tmp_path / "speed.svg")
     words = [line for line in (DOCS / "speed.svg").read_text().splitlines() if line.lstrip().startswith("<!--")]
     assert words, "the texts of the figure are in it as comments"

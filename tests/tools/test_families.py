@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import transformers
 
-from exspec.jobs import families
-from exspec.jobs.families import Trial
+from tests.tools import families
+from tests.tools.families import Trial
 
 
 @pytest.fixture(scope="module")

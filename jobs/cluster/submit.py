@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from exspec.jobs.cluster import MARK, Cluster
+from exspec.jobs.cluster.client import MARK, Cluster
+from exspec.jobs.cluster.submitted import ARGUMENTS
+from exspec.jobs.cluster.wheel import build_wheel
 from exspec.jobs.demo import DEMO_PAIR
-from exspec.jobs.submitted import ARGUMENTS
-from exspec.jobs.wheel import build_wheel
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job import load_job, read_job_file
 from exspec.pipeline.secrets import anonymous
@@ -51,7 +51,7 @@ def submit(
         if wheel:
             environment["py_modules"] = [str(build_wheel(Path(temporary)))]
         job = cluster.submit(
-            entrypoint="python -m exspec.jobs.submitted",
+            entrypoint="python -m exspec.jobs.cluster.submitted",
             submission_id=name or f"exspec-{call.command}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}",
             runtime_env=environment,
             metadata={MARK: version(), "command": call.command, **call.shown},

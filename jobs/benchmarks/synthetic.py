@@ -4,9 +4,10 @@ The draft model runs as it would, and its proposals are then replaced by the tar
 a seeded coin: acceptance is a dial. Every phase is set against its floor, the bytes that it must read over the copy
 bandwidth of the device.
 
-`python -m exspec.jobs.synthetic Qwen/Qwen3-8B:Qwen/Qwen3-0.6B out.json` is what to run first on a GPU: whether a row's
-bits depend on its place, one round under the profiler, exactness, and speed, within `Plan.seconds`. Every figure is in
-the file as soon as it is there; what is slow is cut short, what fails or hangs says why, and the next stage goes on.
+`python -m exspec.jobs.benchmarks.synthetic Qwen/Qwen3-8B:Qwen/Qwen3-0.6B out.json` is what to run first on a GPU:
+whether a row's bits depend on its place, one round under the profiler, exactness, and speed, within `Plan.seconds`.
+Every figure is in the file as soon as it is there; what is slow is cut short, what fails or hangs says why, and the
+next stage goes on.
 
 Needs torch and transformers alone, so that it runs on a machine with a GPU and little else.
 """
@@ -45,7 +46,7 @@ from exspec.actors.engine.layers.fused import compiler_trial
 from exspec.actors.engine.methods import drafter_of, recorder_for, settle
 from exspec.actors.engine.shape.calibration import calibrate
 from exspec.actors.engine.shape.costs import Costs, OutOfTimeError
-from exspec.jobs.bench import describe_hardware
+from exspec.jobs.benchmarks.bench import describe_hardware
 
 QWEN3 = {"model_type": "qwen3", "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "rope_theta": 1e6,
          "max_position_embeddings": 40960}  # fmt: skip
@@ -931,7 +932,7 @@ def _follow(plan: Plan, names: Sequence[str], end: float, report: Report, apart:
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[Plan, Path]:
     """The plan and the file of a command line."""
-    parser = argparse.ArgumentParser(prog="python -m exspec.jobs.synthetic", description=measure.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m exspec.jobs.benchmarks.synthetic", description=measure.__doc__)
     parser.add_argument("pair", help="TARGET:DRAFT, shapes: " + ", ".join(SHAPES))
     parser.add_argument("output", type=Path, help="file for the JSON report")
     for name in ("dtype", "device", "seconds"):

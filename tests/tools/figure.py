@@ -1,4 +1,4 @@
-"""The figure of the README: `python -m exspec.jobs.figure BENCH.json FIGURE.svg`, from what `exspec bench` printed."""
+"""The figure of the README: `python -m tests.tools.figure BENCH.json FIGURE.svg`, from what `exspec bench` printed."""
 
 import json
 import sys
@@ -94,7 +94,7 @@ def _told(bench: dict[str, Any]) -> str:
 
 def main(words: list[str]) -> int:
     if len(words) != 2:
-        print("usage: python -m exspec.jobs.figure BENCH.json FIGURE.svg", file=sys.stderr)
+        print("usage: python -m tests.tools.figure BENCH.json FIGURE.svg", file=sys.stderr)
         return 2
     try:
         draw(read(Path(words[0])), Path(words[1]))

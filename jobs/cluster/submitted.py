@@ -1,4 +1,4 @@
-"""What runs on the cluster: the command whose arguments were sent with the job, `python -m exspec.jobs.submitted`.
+"""What runs on the cluster, as `python -m exspec.jobs.cluster.submitted`: the command whose arguments were sent along.
 
 They come in a file and not on the command line, which everyone who can see the cluster's dashboard can read.
 """

@@ -2,8 +2,8 @@
 
 from functools import partial
 
-from exspec.jobs.convert import behind, finish
-from exspec.jobs.notify import notified
+from exspec.jobs.commands.convert import behind, finish
+from exspec.jobs.commands.notify import notified
 from exspec.pipeline.labels import LabelJob
 from exspec.pipeline.output.contents import tables
 from exspec.pipeline.output.owner import REVIEW, Output, read_output, take

@@ -1,4 +1,4 @@
-"""`exspec count TARGET:DRAFT`: what a round costs, counted without a GPU.
+"""`python -m tests.tools.count TARGET:DRAFT`: what a round costs, counted without a GPU.
 
 The engine's own forwards run on tensors that have shapes and no values. What is compiled is handed to the compiler with
 the rules by which it fuses for a GPU, and counted before code is written for it; what is not compiled is an operation
@@ -9,6 +9,7 @@ A forward's kernels are counted on the first layers, and multiplied: all layers 
 
 import json
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,7 +41,7 @@ from exspec.actors.engine.layers.fused import Code, Run, compiled_by
 from exspec.actors.engine.methods import build as build_parts
 from exspec.actors.engine.tokens.constraint import Automaton, Constraint, MakeConstraint, Node
 from exspec.actors.engine.tokens.sampling import Sampler
-from exspec.jobs.synthetic import SHAPES, build, kv_bytes, model_bytes
+from exspec.jobs.benchmarks.synthetic import SHAPES, build, kv_bytes, model_bytes
 
 WINDOWS = 1, 3  # W, in B
 ROUNDS = 4  # in which waits are counted
@@ -452,9 +453,10 @@ class Settings:
 def count(settings: Settings) -> dict[str, Any]:
     """All figures but the host's.
 
-    verify_kernels, draft_kernels: of one verify and of a whole draft, with the choice of tokens and the copies of what
-    a recording is given and gives; `before` with layers that are not compiled. of_attention: those among them that
-    prepare what attention takes. bytes_ratio: by B and W.
+    verify_kernels, draft_kernels: device kernels of one verify and of a whole draft, with the choice of tokens and the
+    copies of what a recording is given and gives; `before` with layers that are not compiled. of_attention: those among
+    them that prepare what attention takes. bytes_ratio: by B and W, what all kernels of a round read and write, over
+    the weights and the KV that its forwards must read once each. waits: times that a round waits for the device.
     """
     target, _, draft = settings.pair.partition(":")
     pair = Pair(target, draft)
@@ -488,7 +490,7 @@ def run(settings: Settings) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from exspec.jobs.counts import host_milliseconds
+    from tests.tools.host import host_milliseconds
 
     found = count(settings) | {"host_ms": host_milliseconds()}
     table = Table(title=f"a round of {settings.pair}, K={settings.draft_tokens}")
@@ -508,3 +510,7 @@ def run(settings: Settings) -> None:
         table.add_row(f"ms of the host in a round, {name}", str(number), "")
     Console().print(table)
     print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    run(Settings(sys.argv[1]))

@@ -1,6 +1,6 @@
 """Trains a head of EAGLE-3 for the demo target, and writes it in the authors' format.
 
-    python -m tests.actors.engine.drafters.train_eagle3 FOLDER [--minutes 8]
+    python -m tests.tools.train_eagle3 FOLDER [--minutes 8]
 
 Training-time test of the paper (arXiv:2503.01840): STEPS drafts in a row, each on what the head gave in the step
 before. In step i the column of token t sees those of the tokens up to t as the target's features made them, and its own
@@ -23,8 +23,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from exspec.actors.engine.drafters.eagle3 import Eagle3
 from exspec.actors.engine.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from exspec.jobs.demo import TARGET
-from exspec.jobs.demo.train import stream_of
-from exspec.jobs.training import optimizers_of
+from exspec.jobs.training.demo import stream_of
+from exspec.jobs.training.examples import optimizers_of
 from tests.actors.engine.drafters.test_eagle3 import as_published
 
 STEPS, DECAY, RATE = 4, 0.8, 4e-3

@@ -1,4 +1,4 @@
-"""`exspec count`: what a round costs is within its limits, and what is added to it is found."""
+"""What a round costs is within its limits, and what is added to it is found."""
 
 import json
 from collections.abc import Iterator
@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from typer.testing import CliRunner
 
 from exspec.actors.engine import Engine
 from exspec.actors.engine.kv import cached_model
 from exspec.actors.engine.tokens import sampling
-from exspec.jobs import cli, count, counts
-from exspec.jobs.synthetic import build, kv_bytes, model_bytes
+from exspec.jobs.benchmarks.synthetic import build, kv_bytes, model_bytes
+from tests.tools import count, host
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.*is deprecated:DeprecationWarning")  # of torch's compiler
 
@@ -175,12 +174,13 @@ def test_an_unknown_shape_is_refused() -> None:
         count.Settings("GPT-9:tiny")
 
 
-def test_the_command_prints_a_table_and_last_a_line_of_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counts, "host_milliseconds", lambda: {"greedy": 0.5})
+def test_it_prints_a_table_and_last_a_line_of_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(host, "host_milliseconds", lambda: {"greedy": 0.5})
     monkeypatch.setattr(count, "Settings", partial(count.Settings, batches=((4, 64),)))
-    result = CliRunner().invoke(cli.app, ["count", "tiny:tiny"], catch_exceptions=False)
-    assert result.exit_code == 0
-    *table, last = result.stdout.splitlines()
+    count.run(count.Settings("tiny:tiny"))
+    *table, last = capsys.readouterr().out.splitlines()
     found = json.loads(last)
     assert set(found) >= {"verify_kernels", "draft_kernels", "before", "bytes_ratio", "waits", "host_ms"}
     assert set(found["bytes_ratio"]["4"]) == {"4", "12"}

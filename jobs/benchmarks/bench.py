@@ -34,7 +34,7 @@ from exspec.actors.engine.shape.calibration import (
 )
 from exspec.actors.engine.statistics import EngineCounters
 from exspec.actors.models import Pair, forget_sampling, load_draft, load_model, load_pair
-from exspec.jobs.bench_settings import RIVALS, SHAPE, VARIANT, BenchSettings
+from exspec.jobs.benchmarks.settings import RIVALS, SHAPE, VARIANT, BenchSettings
 from exspec.jobs.demo import DRAFT, TARGET
 from exspec.jobs.demo.messages import examples
 
@@ -222,7 +222,7 @@ def run(settings: BenchSettings) -> None:
     from rich.console import Console
     from rich.progress import Progress
 
-    from exspec.jobs.tables import bench_tables, candidates_table
+    from exspec.jobs.commands.tables import bench_tables, candidates_table
     from exspec.pipeline.progress import Progress as Stages
 
     console = Console()

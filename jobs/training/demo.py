@@ -1,6 +1,6 @@
 """Trains the demo pair from nothing but the generated messages, and writes it where `exspec` looks for it.
 
-    python -m exspec.jobs.demo.train [--output FOLDER] [--minutes 34] [--exit-minutes 16] [--draft-minutes 8]
+    python -m exspec.jobs.training.demo [--output FOLDER] [--minutes 34] [--exit-minutes 16] [--draft-minutes 8]
 
 Writes `target/` and `draft/` (safetensors in bfloat16, tokenizer, chat template) and `training.json`, which says
 how long it trained, on what hardware, and what the held-out messages gave. The two models see different messages
@@ -25,7 +25,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from exspec.jobs.demo import PAIR
 from exspec.jobs.demo.messages import examples
-from exspec.jobs.training import Batch, batches, optimizers_of
+from exspec.jobs.training.examples import Batch, batches, optimizers_of
 
 MESSAGE, RECORD, END = "<|message|>", "<|record|>", "<|end|>"
 CHAT_TEMPLATE = """\

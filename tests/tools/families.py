@@ -1,4 +1,4 @@
-"""The page of model families: `python -m exspec.jobs.families` tries every causal language model of transformers.
+"""The page of model families: `python -m tests.tools.families` tries every causal language model of transformers.
 
 Of each it builds a tiny one with random weights, loads it as a job would, and where it is not refused compares the
 engine's tokens with those of `generate`, one prompt at a time.
@@ -20,11 +20,11 @@ from transformers.utils import logging
 from exspec.actors.engine import Engine, EngineConfig, Request
 from exspec.actors.models import ModelError, check_config, check_forward, forget_sampling, settle_positions
 
-PAGE = Path(__file__).parent / "docs" / "families.md"
+PAGE = Path(__file__).parents[2] / "jobs" / "docs" / "families.md"
 VOCABULARY, CONTEXT, END = 96, 96, 5
 LENGTHS, NEW = (1, 3, 30, 17, 40), 12  # tokens of the prompts, and of each completion at most
 LARGEST = 20_000_000  # parameters of what is still small
-MADE = "Every family for which transformers has a causal language model, as `python -m exspec.jobs.families` found it"
+MADE = "Every family for which transformers has a causal language model, as `python -m tests.tools.families` found it"
 BUILD = "could not be built small"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 WIDER = 8  # times: widths of a mixture in half precision, where its products round as those of large models do

@@ -1,6 +1,6 @@
 """What a round costs the host can be counted for any batch and vocabulary."""
 
-from exspec.jobs.counts import host_milliseconds
+from tests.tools.host import host_milliseconds
 
 
 def test_every_case_decodes_and_is_counted() -> None:

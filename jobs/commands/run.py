@@ -3,10 +3,10 @@
 from rich.console import Console
 
 from exspec.actors.engine.config import DRAFTING
-from exspec.jobs.convert import behind, finish
-from exspec.jobs.notify import notified
-from exspec.jobs.plan import examined
-from exspec.jobs.tables import candidates_table
+from exspec.jobs.commands.convert import behind, finish
+from exspec.jobs.commands.notify import notified
+from exspec.jobs.commands.plan import examined
+from exspec.jobs.commands.tables import candidates_table
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job import AUTO, Job
 from exspec.pipeline.prepare import prepare

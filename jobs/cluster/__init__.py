@@ -1,0 +1,1 @@
+"""Commands sent to a Ray cluster."""

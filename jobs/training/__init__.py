@@ -1,0 +1,1 @@
+"""Training drafters on finished jobs."""
