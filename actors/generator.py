@@ -19,11 +19,11 @@ from typing import Any, Protocol
 import pyarrow as pa
 import torch
 
-from exspec.actors.answers import AnswerError, Answers, asked
+from exspec.actors.answers.answers import AnswerError, Answers, asked
 from exspec.actors.engine import Completion, Engine, EngineStatistics, EngineThread, Request, RequestError, Sampling
 from exspec.actors.hardware import hardware
 from exspec.actors.ledger import Attempt, Ledger
-from exspec.actors.models import StopStrings, completion_text
+from exspec.actors.stop_strings import StopStrings, completion_text
 from exspec.actors.work import WORK
 
 KILLER = "the row ended the process that decoded it"  # the error of such a row

@@ -110,7 +110,7 @@ def _run(folder: str, settings: dict[str, Any], kept: bool = True) -> Any:
     """
     from exspec.jobs.demo import DEMO_PAIR
     from exspec.pipeline.errors import JobError
-    from exspec.pipeline.job import Job, load_job
+    from exspec.pipeline.job.settings import Job, load_job
     from exspec.pipeline.output.owner import REPORT
     from exspec.pipeline.output.reasons import Reasons
     from exspec.pipeline.prepare import prepare

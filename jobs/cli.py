@@ -15,10 +15,10 @@ import typer
 from exspec.actors.engine.config import SETTINGS
 from exspec.jobs.benchmarks.settings import SHAPE, BenchSettings
 from exspec.jobs.options import GroupedCommand, with_flags, with_settings
-from exspec.pipeline.connect import show_token
+from exspec.pipeline.cluster.connect import show_token
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.job import Dtype, Job
-from exspec.pipeline.labels import LabelJob
+from exspec.pipeline.job.labels import LabelJob
+from exspec.pipeline.job.settings import Dtype, Job
 from exspec.pipeline.progress import Progress
 from exspec.pipeline.secrets import redacted
 

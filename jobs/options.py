@@ -14,8 +14,8 @@ from typer.core import TyperCommand
 from exspec.actors.engine.config import SETTINGS
 from exspec.actors.engine.settings import Setting, settings_of
 from exspec.jobs.demo import DEMO_PAIR
-from exspec.pipeline.functions import Function
-from exspec.pipeline.job import Job, grouped, load_job
+from exspec.pipeline.job.functions import Function
+from exspec.pipeline.job.settings import Job, grouped, load_job
 
 
 def with_settings(model: type[Job]) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -11,28 +11,22 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 from transformers.utils import logging
 
-from exspec.actors.answers import AnswerError
+from exspec.actors.answers.answers import AnswerError
 from exspec.actors.engine import EngineConfig, Room
 from exspec.actors.engine.kv.cached_model import context_length
 from exspec.actors.engine.kv.memory import MemoryPlan
-from exspec.actors.engine.shape.memory import fit
-from exspec.actors.models import (
-    ModelError,
-    check_config,
-    check_vocabularies,
-    config_of,
-    head_config,
-    limit_context,
-    load_part,
-)
+from exspec.actors.engine.shape.plan import fit
+from exspec.actors.exactness import ModelError, check_config, limit_context
+from exspec.actors.models import check_vocabularies, config_of, head_config, load_part
 from exspec.pipeline.errors import JobError, no_column, told
-from exspec.pipeline.generation import OwnSettings, load_generation_config, note, own_settings, with_own
 from exspec.pipeline.input.batch import is_batch, of_batch
 from exspec.pipeline.input.plan import Chunk, Plan, Shard, encode_schema
 from exspec.pipeline.input.prompts import Prompts, prompt_column
 from exspec.pipeline.input.requests import mapped
 from exspec.pipeline.input.shards import Since, find_shards
-from exspec.pipeline.job import Job, differences, fingerprint
+from exspec.pipeline.job.fingerprint import differences, fingerprint
+from exspec.pipeline.job.generation import OwnSettings, load_generation_config, note, own_settings, with_own
+from exspec.pipeline.job.settings import Job
 from exspec.pipeline.output.columns import added_columns, carried_columns, output_schema
 from exspec.pipeline.output.owner import Output
 from exspec.pipeline.output.state import State

@@ -17,21 +17,13 @@ import torch
 from ray.exceptions import RayError
 
 from exspec.actors.engine import EngineConfig
-from exspec.pipeline.connect import (
-    actors_that_fit,
-    check_cluster,
-    connect,
-    device,
-    lacking,
-    logs,
-    on_a_device,
-)
+from exspec.pipeline.cluster.connect import actors_that_fit, check_cluster, connect, device, lacking, logs, on_a_device
+from exspec.pipeline.cluster.graph import LATEST, PairLoader, results
+from exspec.pipeline.cluster.ray_ledger import RayLedger
 from exspec.pipeline.errors import BrokenOffError, JobError, StoppedError
-from exspec.pipeline.graph import LATEST, PairLoader, results
 from exspec.pipeline.input.plan import Plan, Shard
 from exspec.pipeline.input.shards import changed
-from exspec.pipeline.job import Job
-from exspec.pipeline.ledger import RayLedger
+from exspec.pipeline.job.settings import Job
 from exspec.pipeline.output.collect import Collector, StopError, collect
 from exspec.pipeline.output.columns import carried_schema
 from exspec.pipeline.output.contents import samples, tables

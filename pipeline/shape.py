@@ -15,14 +15,15 @@ from exspec.actors.engine.drafters import DRAFTERS, NONE, at_hand, drafter_class
 from exspec.actors.engine.kv.cached_model import context_length
 from exspec.actors.engine.kv.memory import MEBIBYTE, MemoryPlan
 from exspec.actors.engine.shape.calibration import calibrate
-from exspec.actors.engine.shape.memory import fit, free_memory, plan_memory
+from exspec.actors.engine.shape.plan import fit, free_memory, plan_memory
 from exspec.actors.models import Pair, load_pair
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Plan, decode_schema
 from exspec.pipeline.input.prompts import Prompts
 from exspec.pipeline.input.requests import requests
 from exspec.pipeline.input.rows import RowError
-from exspec.pipeline.job import AUTO, Job, may_change
+from exspec.pipeline.job.fingerprint import may_change
+from exspec.pipeline.job.settings import AUTO, Job
 from exspec.pipeline.weights import local_model
 
 LONGEST = 4096  # tokens of a request unless the job says otherwise

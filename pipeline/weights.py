@@ -16,7 +16,7 @@ from typing import Any
 from filelock import FileLock
 
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.job import Job
+from exspec.pipeline.job.settings import Job
 from exspec.pipeline.secrets import anonymous, redacted
 from exspec.pipeline.storage import Folder, attempt, etag
 

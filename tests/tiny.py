@@ -38,10 +38,10 @@ from exspec.actors.engine.drafters import drafter_class
 from exspec.actors.engine.drafters.clover_head import CloverConfig, CloverHead
 from exspec.actors.engine.drafters.drafter import Draft, Drafter
 from exspec.actors.engine.drafters.eagle3_head import Eagle3Config, Eagle3Head
-from exspec.actors.engine.group import Group
 from exspec.actors.engine.kv.attention import trial
 from exspec.actors.engine.layers.fused import compiler_trial
 from exspec.actors.engine.layers.spans import layers_of
+from exspec.actors.engine.scheduling.group import Group
 from exspec.actors.engine.tokens.sampling import gumbel_noise
 
 VOCABULARY = 61

@@ -16,12 +16,12 @@ from transformers import PreTrainedModel
 from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.drafters.drafter import Draft, MakeDrafter
 from exspec.actors.engine.graphs import Arriving, Recorder
-from exspec.actors.engine.group import Group
 from exspec.actors.engine.kv.cached_model import context_length
 from exspec.actors.engine.methods import build, drafter_of, recorder_for, settle
-from exspec.actors.engine.pool import Pool, Sequence
-from exspec.actors.engine.prefill import Chunk
 from exspec.actors.engine.request import Completion, FinishReason, Request, RequestError, Room, Sampling, Scores
+from exspec.actors.engine.scheduling.group import Group
+from exspec.actors.engine.scheduling.pool import Pool, Sequence
+from exspec.actors.engine.scheduling.prefill import Chunk
 from exspec.actors.engine.statistics import EngineCounters, EngineStatistics
 from exspec.actors.engine.tokens.constraint import Barred, Constraint, forced
 from exspec.actors.engine.tokens.guide import Candidates, Guide, Masks, candidate_ids

@@ -13,7 +13,6 @@ from exspec.actors.engine.drafters.draft_length import DraftLength, draft_length
 from exspec.actors.engine.drafters.drafter import Drafter, Given, MakeDrafter
 from exspec.actors.engine.drafters.none import NoDraft
 from exspec.actors.engine.graphs import CudaGraphs, Eager, Recorder
-from exspec.actors.engine.grouping import Grouping, grouping_of
 from exspec.actors.engine.kv.attention import trial
 from exspec.actors.engine.kv.cached_model import (
     GATHERED,
@@ -27,7 +26,8 @@ from exspec.actors.engine.kv.cached_model import (
 from exspec.actors.engine.kv.pages import Boundless, Pages, Store
 from exspec.actors.engine.layers.fused import compiler_trial, tell
 from exspec.actors.engine.layers.twin import packs
-from exspec.actors.engine.prefill import ChunkedPrefill, Prefill, WholePrefill
+from exspec.actors.engine.scheduling.grouping import Grouping, grouping_of
+from exspec.actors.engine.scheduling.prefill import ChunkedPrefill, Prefill, WholePrefill
 
 
 class Parts(NamedTuple):

@@ -39,11 +39,11 @@ from exspec.actors.engine import Engine, EngineConfig, Request, Sampling, Sequen
 from exspec.actors.engine.config import AttentionName, KernelsName
 from exspec.actors.engine.drafters.drafter import Draft, Drafter
 from exspec.actors.engine.graphs import Eager, Recorder
-from exspec.actors.engine.group import Group
 from exspec.actors.engine.kv.attention import trial
 from exspec.actors.engine.kv.cached_model import kv_shape
 from exspec.actors.engine.layers.fused import compiler_trial
 from exspec.actors.engine.methods import drafter_of, recorder_for, settle
+from exspec.actors.engine.scheduling.group import Group
 from exspec.actors.engine.shape.calibration import calibrate
 from exspec.actors.engine.shape.costs import Costs, OutOfTimeError
 from exspec.jobs.benchmarks.bench import describe_hardware

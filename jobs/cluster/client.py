@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from exspec.pipeline.connect import find_token
+from exspec.pipeline.cluster.connect import find_token
 from exspec.pipeline.errors import JobError
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -17,7 +17,7 @@ from exspec.jobs.cluster.submitted import ARGUMENTS
 from exspec.jobs.cluster.wheel import build_wheel
 from exspec.jobs.demo import DEMO_PAIR
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.job import load_job, read_job_file
+from exspec.pipeline.job.settings import load_job, read_job_file
 from exspec.pipeline.secrets import anonymous
 
 COMMANDS = ("run", "label", "audit")

@@ -19,7 +19,7 @@ from rich.table import Table
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from exspec.actors.answers import AnswerError, Answers
+from exspec.actors.answers.answers import AnswerError, Answers
 from exspec.actors.engine import (
     Completion,
     Engine,
@@ -33,17 +33,18 @@ from exspec.actors.engine import (
 from exspec.actors.engine.engine import model_end_ids
 from exspec.actors.engine.kv.cached_model import context_length
 from exspec.actors.engine.kv.memory import MEBIBYTE
-from exspec.actors.engine.shape.memory import fit
+from exspec.actors.engine.shape.plan import fit
 from exspec.actors.engine.tokens.constraint import tokens_of
 from exspec.actors.generator import KILLER
-from exspec.actors.models import Pair, StopStrings, completion_text, forget_sampling
+from exspec.actors.models import Pair, forget_sampling
+from exspec.actors.stop_strings import StopStrings, completion_text
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Chunk, decode_schema
 from exspec.pipeline.input.prompts import Prompts
 from exspec.pipeline.input.requests import mapped, requests
 from exspec.pipeline.input.rows import RowError
 from exspec.pipeline.input.shards import vanished
-from exspec.pipeline.job import Dtype, Job
+from exspec.pipeline.job.settings import Dtype, Job
 from exspec.pipeline.output.contents import read_range
 from exspec.pipeline.output.owner import AUDIT, Output, read_output, settings
 from exspec.pipeline.output.report import rewrite

@@ -17,7 +17,7 @@ from pyarrow.fs import FSSpecHandler, PyFileSystem
 from exspec.pipeline.errors import JobError, first_line, meant
 from exspec.pipeline.input.batch import answer, is_batch
 from exspec.pipeline.input.plan import decode_schema
-from exspec.pipeline.job import Job
+from exspec.pipeline.job.settings import Job
 from exspec.pipeline.output.contents import columns_of, tables
 from exspec.pipeline.output.owner import SUCCESS, Output, read_output, settings
 from exspec.pipeline.secrets import anonymous

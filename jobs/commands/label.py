@@ -4,7 +4,7 @@ from functools import partial
 
 from exspec.jobs.commands.convert import behind, finish
 from exspec.jobs.commands.notify import notified
-from exspec.pipeline.labels import LabelJob
+from exspec.pipeline.job.labels import LabelJob
 from exspec.pipeline.output.contents import tables
 from exspec.pipeline.output.owner import REVIEW, Output, read_output, take
 from exspec.pipeline.output.report import rewrite

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from exspec.pipeline.errors import BrokenOffError, JobError, StoppedError
-from exspec.pipeline.job import Job
+from exspec.pipeline.job.settings import Job
 from exspec.pipeline.output.owner import REPORT
 from exspec.pipeline.secrets import anonymous, redacted
 from exspec.pipeline.storage import Folder

@@ -18,7 +18,7 @@ from exspec.pipeline.input.plan import Chunk
 from exspec.pipeline.input.prompts import Prompts
 from exspec.pipeline.input.requests import requests
 from exspec.pipeline.input.rows import RowError
-from exspec.pipeline.job import Job
+from exspec.pipeline.job.settings import Job
 from exspec.pipeline.output.columns import GENERATED, carried_columns
 from exspec.pipeline.output.reasons import Reasons
 from exspec.pipeline.prepare import Prepared, prepare

@@ -8,7 +8,7 @@ from exspec.jobs.commands.notify import notified
 from exspec.jobs.commands.plan import examined
 from exspec.jobs.commands.tables import candidates_table
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.job import AUTO, Job
+from exspec.pipeline.job.settings import AUTO, Job
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.progress import Progress
 from exspec.pipeline.run import execute

@@ -25,12 +25,13 @@ from exspec.actors.engine import Request
 from exspec.actors.engine.drafters.clover_head import CloverConfig, CloverHead
 from exspec.actors.engine.engine import model_end_ids
 from exspec.actors.engine.layers.spans import layers_of
-from exspec.actors.models import ModelError, Pair
+from exspec.actors.exactness import ModelError
+from exspec.actors.models import Pair
 from exspec.jobs.commands.audit import check_map, choose, read_rows
 from exspec.jobs.training.examples import Batch, Example, batches, optimizers_of
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.shards import vanished
-from exspec.pipeline.job import Job
+from exspec.pipeline.job.settings import Job
 from exspec.pipeline.output.owner import Output, read_output, settings
 from exspec.pipeline.shape import pair_of
 from exspec.pipeline.storage import Folder

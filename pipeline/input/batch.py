@@ -6,7 +6,7 @@ from typing import Any
 import pyarrow as pa
 
 from exspec.pipeline.input.rows import RowError
-from exspec.pipeline.job import SHARED, Job
+from exspec.pipeline.job.settings import SHARED, Job
 
 BODY, ID, URL = "body", "custom_id", "url"
 # Settings of a row that jobs know, by the columns in which `fields` gives them.

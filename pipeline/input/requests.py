@@ -7,12 +7,12 @@ import pyarrow as pa
 
 from exspec.actors.engine import Request
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.functions import FunctionError
 from exspec.pipeline.input.plan import Chunk, Shard
 from exspec.pipeline.input.prompts import Prompts
 from exspec.pipeline.input.reading import Unreadable, read_ranges
 from exspec.pipeline.input.rows import Row, RowError, rows
-from exspec.pipeline.job import Job
+from exspec.pipeline.job.functions import FunctionError
+from exspec.pipeline.job.settings import Job
 
 
 @dataclass(frozen=True)

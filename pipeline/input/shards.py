@@ -14,15 +14,7 @@ from exspec.pipeline.errors import JobError, first_line, told
 from exspec.pipeline.input.formats import FormatError, suffix_of
 from exspec.pipeline.input.formats import look as look_through
 from exspec.pipeline.input.plan import Plan, Shard, decode_row, decode_schema
-from exspec.pipeline.input.reading import (
-    FORMAT,
-    Bytes,
-    RangeFile,
-    Unreadable,
-    read_chunk,
-    read_footer,
-    read_ranges,
-)
+from exspec.pipeline.input.reading import FORMAT, Bytes, RangeFile, Unreadable, read_chunk, read_footer, read_ranges
 from exspec.pipeline.input.schemas import nullable, refuse_twins, unified
 from exspec.pipeline.input.snapshot import changed, locate, look, vanished
 from exspec.pipeline.input.tables import Table, find_tables, read_iceberg, read_table

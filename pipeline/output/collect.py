@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from exspec.pipeline.job import Job
+from exspec.pipeline.job.settings import Job
 from exspec.pipeline.output.compact import mend
 from exspec.pipeline.output.owner import Writer
 from exspec.pipeline.output.parts import Task

@@ -7,11 +7,11 @@ import pyarrow as pa
 
 from exspec.actors.work import WORK
 from exspec.pipeline.errors import JobError, no_column
-from exspec.pipeline.functions import FunctionError
+from exspec.pipeline.job.functions import FunctionError
 
 if TYPE_CHECKING:
-    from exspec.pipeline.functions import Function
-    from exspec.pipeline.job import Job
+    from exspec.pipeline.job.functions import Function
+    from exspec.pipeline.job.settings import Job
 
 _COLUMNS: dict[str, tuple[pa.DataType, str]] = {
     "shard": (pa.string(), "the input file, by its path below the input folder"),

@@ -19,8 +19,8 @@ from typing import Any
 
 from exspec.pipeline.errors import BrokenOffError, JobError, told
 from exspec.pipeline.input.plan import Plan
-from exspec.pipeline.job import Job
-from exspec.pipeline.labels import LabelJob
+from exspec.pipeline.job.labels import LabelJob
+from exspec.pipeline.job.settings import Job
 from exspec.pipeline.output import lease as leases
 from exspec.pipeline.output.log import Entry, Log, entry_name
 from exspec.pipeline.output.state import FORMAT, File, State, Summary, file_name, given_by

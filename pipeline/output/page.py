@@ -171,7 +171,7 @@ def _numbers(figures: dict[str, Any]) -> list[tuple[str, Any]]:
 
 def _settings(written: dict[str, Any]) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
     """The settings that somebody gave, and everything else that decided how the job went."""
-    from exspec.pipeline.job import defaults
+    from exspec.pipeline.job.settings import defaults
 
     usual = defaults()
     given = {n: v for n, v in written["job"].items() if n not in usual or usual[n] != v}

@@ -15,8 +15,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from exspec.actors.generator import Origin, RowResult
-from exspec.pipeline.functions import Function, FunctionError
 from exspec.pipeline.input.plan import Chunk
+from exspec.pipeline.job.functions import Function, FunctionError
 from exspec.pipeline.output.columns import GENERATED, ID, added_columns, conform
 from exspec.pipeline.output.contents import opened, read_range
 from exspec.pipeline.output.reasons import Reasons

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 
-from exspec.pipeline.labels import LabelJob
+from exspec.pipeline.job.labels import LabelJob
 from exspec.pipeline.output.owner import REVIEW
 from exspec.pipeline.storage import Folder
 

@@ -13,10 +13,13 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from exspec.actors.answers import AnswerError, Choices, FreeText, Json, asked
+from exspec.actors.answers.answers import AnswerError, FreeText, asked
+from exspec.actors.answers.choices import Choices
+from exspec.actors.answers.json_schema import Json
 from exspec.actors.engine import Completion, Engine, EngineConfig, Request, SequenceStatistics
 from exspec.actors.engine.tokens.constraint import tokens_of
-from exspec.actors.models import Pair, completion_text, load_pair
+from exspec.actors.models import Pair, load_pair
+from exspec.actors.stop_strings import completion_text
 from exspec.jobs.demo import DRAFT, TARGET
 from exspec.jobs.demo.messages import examples
 

@@ -10,11 +10,11 @@ import pyarrow as pa
 import pytest
 import torch
 
-from exspec.actors.answers import FreeText
+from exspec.actors.answers.answers import FreeText
 from exspec.actors.generator import Generator, Turns
-from exspec.pipeline.graph import WORK_SCHEMA, block
+from exspec.pipeline.cluster.graph import WORK_SCHEMA, block
+from exspec.pipeline.cluster.ray_ledger import Book
 from exspec.pipeline.input.plan import Chunk, Shard
-from exspec.pipeline.ledger import Book
 from exspec.pipeline.output.parts import Task
 from tests.pipeline import jobs
 

@@ -29,17 +29,9 @@ from transformers.models.auto import AutoModelForSeq2SeqLM
 
 from exspec.actors.engine import Engine, EngineConfig, Request, RequestError, StopCheck
 from exspec.actors.engine.kv.cached_model import context_length
-from exspec.actors.models import (
-    ModelError,
-    StopStrings,
-    Waits,
-    check_config,
-    check_forward,
-    limit_context,
-    load_model,
-    load_pair,
-    settle_positions,
-)
+from exspec.actors.exactness import ModelError, Waits, check_config, check_forward, limit_context, settle_positions
+from exspec.actors.models import load_model, load_pair
+from exspec.actors.stop_strings import StopStrings
 from tests import tiny
 
 WORDS = [f"w{i}" for i in range(tiny.VOCABULARY)]

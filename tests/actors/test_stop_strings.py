@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from exspec.actors.models import StopStrings
+from exspec.actors.stop_strings import StopStrings
 from exspec.jobs.demo import TARGET
 
 SPECIAL = ["<end>", "<pad>"]

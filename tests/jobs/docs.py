@@ -16,8 +16,8 @@ from typing import Any, get_args
 import typer.main
 
 from exspec.jobs.cli import app
-from exspec.pipeline.job import Auto, Job
-from exspec.pipeline.labels import LabelJob
+from exspec.pipeline.job.labels import LabelJob
+from exspec.pipeline.job.settings import Auto, Job
 
 FOLDER = Path(__file__).parents[2] / "jobs" / "docs"
 INDEX, SETTINGS = "README.md", "settings.md"

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from exspec.jobs import cli
 from exspec.jobs.commands.convert import _json, behind
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.job import Job
+from exspec.pipeline.job.settings import Job
 from exspec.pipeline.output.owner import Output, take
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute

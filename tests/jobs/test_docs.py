@@ -15,8 +15,8 @@ import yaml
 from typer.testing import CliRunner
 
 from exspec.jobs import cli
-from exspec.pipeline.job import Job
-from exspec.pipeline.labels import LabelJob
+from exspec.pipeline.job.labels import LabelJob
+from exspec.pipeline.job.settings import Job
 from tests.jobs import docs
 
 COMMANDS = docs.commands()

@@ -18,9 +18,9 @@ from exspec.jobs import cli
 from exspec.jobs.cluster import submit
 from exspec.jobs.demo.messages import CATEGORIES
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.functions import Function
-from exspec.pipeline.job import Job, load_job
-from exspec.pipeline.labels import NONE, LabelJob, _evaluation
+from exspec.pipeline.job.functions import Function
+from exspec.pipeline.job.labels import NONE, LabelJob, _evaluation
+from exspec.pipeline.job.settings import Job, load_job
 from exspec.pipeline.output.page import _confusion
 
 FIELDS = ["--fields", f"category={','.join(CATEGORIES)}", "--fields", "urgency=high,low,normal", "--no-json-spaces"]

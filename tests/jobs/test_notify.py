@@ -11,7 +11,7 @@ import pytest
 
 from exspec.jobs.commands.notify import notified
 from exspec.pipeline.errors import BrokenOffError, JobError
-from exspec.pipeline.job import Job
+from exspec.pipeline.job.settings import Job
 
 Call = Callable[[], int]
 

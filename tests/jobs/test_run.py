@@ -15,7 +15,7 @@ from exspec.actors.engine import EngineConfig
 from exspec.jobs import cli
 from exspec.jobs.commands.estimate import Estimate
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.job import Job, load_job
+from exspec.pipeline.job.settings import Job, load_job
 from exspec.pipeline.shape import Settled
 
 

@@ -15,7 +15,7 @@ from exspec.jobs import cli
 from exspec.jobs.benchmarks import bench
 from exspec.jobs.benchmarks.settings import SHAPE, BenchSettings
 from exspec.jobs.options import _flag, _option
-from exspec.pipeline.job import Job, _engines
+from exspec.pipeline.job.settings import Job, _engines
 from tests.jobs import docs
 
 COMMANDS: Any = docs.commands()

@@ -15,8 +15,8 @@ from exspec.actors.engine import EngineConfig
 from exspec.jobs import cli
 from exspec.jobs.commands.shared import Shared
 from exspec.jobs.demo import DEMO_PAIR
-from exspec.pipeline.graph import PairLoader
-from exspec.pipeline.labels import LabelJob
+from exspec.pipeline.cluster.graph import PairLoader
+from exspec.pipeline.job.labels import LabelJob
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
 

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 from exspec.actors.engine import EngineStatistics
-from exspec.pipeline.metrics import COUNTED, RayMeter
+from exspec.pipeline.cluster.metrics import COUNTED, RayMeter
 from tests.k8s.manifests import K8S, combine, needs_renderer, of_kind, one
 
 DASHBOARD = json.loads((K8S / "components" / "grafana" / "exspec.json").read_text())

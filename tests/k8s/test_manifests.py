@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from exspec.jobs.demo import DEMO_PAIR
-from exspec.pipeline.job import Job, load_job
-from exspec.pipeline.labels import LabelJob
+from exspec.pipeline.job.labels import LabelJob
+from exspec.pipeline.job.settings import Job, load_job
 from tests.k8s import policy, rules, schemas
 from tests.k8s.manifests import (
     K8S,

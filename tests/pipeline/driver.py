@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from exspec.pipeline.job import Job
+from exspec.pipeline.job.settings import Job
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
 from tests.pipeline import jobs

@@ -18,9 +18,9 @@ from ray import cloudpickle
 from exspec.actors.generator import Generator, Loader
 from exspec.actors.ledger import Ledger
 from exspec.pipeline import run
-from exspec.pipeline.graph import Reader, read_together
-from exspec.pipeline.job import Job
-from exspec.pipeline.ledger import Book
+from exspec.pipeline.cluster.graph import Reader, read_together
+from exspec.pipeline.cluster.ray_ledger import Book
+from exspec.pipeline.job.settings import Job
 from exspec.pipeline.output.parts import Task
 
 CALLS = 4  # chunks at a time in the actor

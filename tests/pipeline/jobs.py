@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from exspec.actors.engine import Engine, EngineConfig, Request, RequestError
-from exspec.pipeline.job import Job
+from exspec.pipeline.job.settings import Job
 from tests import tiny
 from tests.tiny import ArithmeticModel
 

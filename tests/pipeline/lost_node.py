@@ -13,7 +13,7 @@ import psutil
 import ray
 from ray.cluster_utils import Cluster
 
-from exspec.pipeline.job import Job
+from exspec.pipeline.job.settings import Job
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
 from tests.pipeline import jobs

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 STARTED = """
 import ipaddress, json, os, subprocess, sys
 import psutil, ray
-from exspec.pipeline.connect import connect
+from exspec.pipeline.cluster.connect import connect
 from exspec.pipeline.job import Job
 
 def joined(address):

@@ -16,8 +16,8 @@ import pytest
 
 from exspec.actors.engine import EngineConfig
 from exspec.actors.engine.config import AttentionName
-from exspec.pipeline.graph import PairLoader
-from exspec.pipeline.job import Job
+from exspec.pipeline.cluster.graph import PairLoader
+from exspec.pipeline.job.settings import Job
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
 from tests.pipeline import jobs

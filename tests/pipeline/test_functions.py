@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.functions import Function, FunctionError
-from exspec.pipeline.job import differences, fingerprint
+from exspec.pipeline.job.fingerprint import differences, fingerprint
+from exspec.pipeline.job.functions import Function, FunctionError
 from exspec.pipeline.output.owner import read_output, settings
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute

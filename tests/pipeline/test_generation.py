@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 
 from exspec.jobs import cli
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.generation import OwnSettings, note, own_settings, with_own
-from exspec.pipeline.job import Job, differences, fingerprint
+from exspec.pipeline.job.fingerprint import differences, fingerprint
+from exspec.pipeline.job.generation import OwnSettings, note, own_settings, with_own
+from exspec.pipeline.job.settings import Job
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
 from tests import tiny

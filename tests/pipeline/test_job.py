@@ -7,8 +7,9 @@ import pytest
 from exspec.actors.engine import request
 from exspec.pipeline import job as settings
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.job import Job, differences, fingerprint, load_job, may_change
-from exspec.pipeline.labels import LabelJob
+from exspec.pipeline.job.fingerprint import differences, fingerprint, may_change
+from exspec.pipeline.job.labels import LabelJob
+from exspec.pipeline.job.settings import Job, load_job
 
 BASE: dict[str, Any] = {"target": "t", "draft": "d", "input": "in", "output": "out"}
 MODELS = {"target": "sha256:1", "draft": "sha256:2"}

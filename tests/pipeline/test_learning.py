@@ -4,7 +4,7 @@ from pathlib import Path
 
 from exspec.actors.engine import EngineConfig
 from exspec.actors.engine.drafters.suffix import Suffix
-from exspec.pipeline.graph import PairLoader
+from exspec.pipeline.cluster.graph import PairLoader
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
 from tests.pipeline import jobs

@@ -4,7 +4,7 @@ import pytest
 
 from exspec.actors.generator import _parts
 from exspec.actors.ledger import Attempt
-from exspec.pipeline.ledger import Book
+from exspec.pipeline.cluster.ray_ledger import Book
 
 MOST = 6  # a job's default of attempts
 

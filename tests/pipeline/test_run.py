@@ -14,7 +14,7 @@ import pytest
 
 from exspec.actors.engine.drafters import DRAFTERS
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.job import Job
+from exspec.pipeline.job.settings import Job
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
 from tests import tiny

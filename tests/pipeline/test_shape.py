@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from exspec.actors.engine import EngineConfig
-from exspec.pipeline.job import Job, differences, fingerprint, may_change, settings
+from exspec.pipeline.job.fingerprint import differences, fingerprint, may_change
+from exspec.pipeline.job.settings import Job, settings
 from exspec.pipeline.shape import shape_of, stored_shape
 from tests import tiny
 

@@ -18,7 +18,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
 from exspec.actors.engine import Engine, EngineConfig, Request
-from exspec.actors.models import ModelError, check_config, check_forward, forget_sampling, settle_positions
+from exspec.actors.exactness import ModelError, check_config, check_forward, settle_positions
+from exspec.actors.models import forget_sampling
 
 PAGE = Path(__file__).parents[2] / "jobs" / "docs" / "families.md"
 VOCABULARY, CONTEXT, END = 96, 96, 5

@@ -18,9 +18,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from exspec.actors.answers import Json
+from exspec.actors.answers.json_schema import Json
 from exspec.actors.engine import Engine, EngineConfig, Request, Sampling
-from exspec.actors.models import StopStrings
+from exspec.actors.stop_strings import StopStrings
 
 DRAFTED = 5  # K
 CAPACITY = 1024

@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from exspec.actors.engine import Completion, EngineConfig, EngineStatistics, Request, SequenceStatistics
-from exspec.pipeline.graph import read_together
+from exspec.pipeline.cluster.graph import read_together
 from exspec.pipeline.input.plan import Chunk, Plan, Shard
 from exspec.pipeline.input.shards import find_shards
 from exspec.pipeline.output.owner import Output, take

@@ -13,7 +13,7 @@ from exspec.actors.engine.drafters.clover_head import NAME, CloverConfig, Clover
 from exspec.actors.engine.drafters.drafter import Draft, Given
 from exspec.actors.engine.drafters.head import HeadDrafter, filled, read_tensors
 from exspec.actors.engine.drafters.model import Step
-from exspec.actors.engine.group import Group
+from exspec.actors.engine.scheduling.group import Group
 
 
 class Clover(HeadDrafter):

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from exspec.actors.engine.config import EngineConfig
-from exspec.actors.engine.group import Group
-from exspec.actors.engine.pool import Sequence
+from exspec.actors.engine.scheduling.group import Group
+from exspec.actors.engine.scheduling.pool import Sequence
 
 PROBE = 16  # rounds after which a sequence that drafts nothing tries one token: its record would else never change
 WEIGHT = 8.0  # drafted tokens that the record of all sequences counts for in that of one

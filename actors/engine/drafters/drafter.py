@@ -15,9 +15,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.graphs import Recorder
-from exspec.actors.engine.group import Group
 from exspec.actors.engine.kv.cached_model import CachedModel
 from exspec.actors.engine.kv.memory import MemoryPlan, model_memory
+from exspec.actors.engine.scheduling.group import Group
 
 
 class Draft(NamedTuple):

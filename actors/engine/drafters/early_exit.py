@@ -17,10 +17,10 @@ from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.drafters.draft_length import Confidence, confidence
 from exspec.actors.engine.drafters.drafter import Draft, Drafter, Given
 from exspec.actors.engine.graphs import Recorder
-from exspec.actors.engine.group import Group
 from exspec.actors.engine.kv.cached_model import PagedModel
 from exspec.actors.engine.kv.memory import MemoryPlan, states_memory
 from exspec.actors.engine.kv.trial import spans_trial
+from exspec.actors.engine.scheduling.group import Group
 from exspec.actors.engine.tokens.guide import narrowed
 from exspec.actors.engine.tokens.sampling import Sampler, Uses
 

@@ -11,8 +11,8 @@ from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.drafters.draft_length import Confidence, confidence
 from exspec.actors.engine.drafters.drafter import Draft, Drafter, Given
 from exspec.actors.engine.graphs import Recorder
-from exspec.actors.engine.group import Group
 from exspec.actors.engine.kv.cached_model import CachedModel, context_length
+from exspec.actors.engine.scheduling.group import Group
 from exspec.actors.engine.tokens.guide import narrowed
 from exspec.actors.engine.tokens.sampling import Sampler
 

@@ -14,8 +14,8 @@ from transformers import PretrainedConfig
 
 from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.drafters.drafter import Draft, Drafter, Given
-from exspec.actors.engine.group import Group
 from exspec.actors.engine.kv.memory import MEBIBYTE, MemoryPlan
+from exspec.actors.engine.scheduling.group import Group
 
 CONTEXT = 8  # tokens that are looked up, at most
 STORE = 64 * MEBIBYTE  # for what was learned of completions

@@ -25,15 +25,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 from exspec.actors.engine.config import KERNELS, EngineConfig, KernelsName, Method
 from exspec.actors.engine.drafters import NONE, at_hand, drafter_class, kind, label
 from exspec.actors.engine.engine import Engine
-from exspec.actors.engine.grouping import grouping_of
 from exspec.actors.engine.kv.pages import Boundless
 from exspec.actors.engine.layers import fused
 from exspec.actors.engine.methods import settle
-from exspec.actors.engine.pool import Pool
-from exspec.actors.engine.pool import Sequence as Decoded
 from exspec.actors.engine.request import Request
+from exspec.actors.engine.scheduling.grouping import grouping_of
+from exspec.actors.engine.scheduling.pool import Pool
+from exspec.actors.engine.scheduling.pool import Sequence as Decoded
 from exspec.actors.engine.shape.costs import Clock, Costs, OutOfTimeError
-from exspec.actors.engine.shape.memory import fit, plan_memory
+from exspec.actors.engine.shape.plan import fit, plan_memory
 from exspec.actors.engine.shape.sample import Feed, MakeEngine, Sample, look
 
 Way = dict[str, Any]  # a drafter: its name, and settings of its own

@@ -17,11 +17,11 @@ from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.drafters import kind, label
 from exspec.actors.engine.drafters.drafter import Drafter
 from exspec.actors.engine.engine import Engine
-from exspec.actors.engine.group import Group
 from exspec.actors.engine.kv.cached_model import PagedModel
 from exspec.actors.engine.methods import drafter_of
-from exspec.actors.engine.pool import Sequence as Decoded
 from exspec.actors.engine.request import Request
+from exspec.actors.engine.scheduling.group import Group
+from exspec.actors.engine.scheduling.pool import Sequence as Decoded
 from exspec.actors.engine.tokens.sampling import Sampler
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from exspec.actors.engine.pool import Sequence
+from exspec.actors.engine.scheduling.pool import Sequence
 from exspec.actors.engine.tokens.constraint import BITS, Constraint, Few, Words, only, tokens_in, unpacked
 
 Candidates = dict[tuple[int, int], list[int]]

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from exspec.actors.engine import Engine, EngineConfig, Request, grouping
+from exspec.actors.engine import Engine, EngineConfig, Request
 from exspec.actors.engine.drafters.suffix import CONTEXT, Suffix
+from exspec.actors.engine.scheduling import grouping
 from exspec.actors.engine.shape.calibration import FREE, calibrate, predict
-from exspec.actors.engine.shape.memory import plan_memory
+from exspec.actors.engine.shape.plan import plan_memory
 from exspec.actors.engine.shape.sample import Feed, Sample, look
 from tests import tiny
 

@@ -14,7 +14,8 @@ from llguidance.hf import from_tokenizer
 from llguidance.numpy import fill_next_token_bitmask
 from transformers import AutoTokenizer
 
-from exspec.actors.answers import Grammar, Json
+from exspec.actors.answers.grammar import Grammar
+from exspec.actors.answers.json_schema import Json
 from exspec.actors.engine import Engine, EngineConfig, Request, RequestError, Sampling
 from exspec.actors.engine.tokens.constraint import (
     Automaton,

@@ -7,7 +7,7 @@ import torch
 
 from exspec.actors.engine import DRAFT_LENGTHS, Completion, Engine, Request, SequenceStatistics
 from exspec.actors.engine.drafters.draft_length import PROBE, History, Product
-from exspec.actors.engine.pool import Sequence
+from exspec.actors.engine.scheduling.pool import Sequence
 from tests import tiny
 
 ROWS = tiny.prompts(24)

@@ -12,10 +12,10 @@ from transformers import MixtralConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.auto import AutoModelForCausalLM
 
-from exspec.actors import models
+from exspec.actors import exactness
 from exspec.actors.engine import Engine, EngineConfig
 from exspec.actors.engine.layers import experts
-from exspec.actors.models import ModelError, check_forward, settle_experts
+from exspec.actors.exactness import ModelError, check_forward, settle_experts
 from tests import tiny
 
 EXPERTS, CHOSEN, HIDDEN, INNER = 6, 2, 64, 48
@@ -168,4 +168,4 @@ def test_a_model_on_a_cpu_takes_the_windows_and_one_on_a_gpu_what_transformers_c
         model = mixture(dtype)
         check_forward(model, "mixture")
         assert model.get_experts_implementation()[""] == experts.NAME
-        assert not models._swayed(model)
+        assert not exactness._swayed(model)

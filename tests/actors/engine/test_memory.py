@@ -8,7 +8,7 @@ import torch
 
 from exspec.actors.engine import Engine, EngineConfig
 from exspec.actors.engine.kv.memory import MEBIBYTE
-from exspec.actors.engine.shape.memory import fit, plan_memory
+from exspec.actors.engine.shape.plan import fit, plan_memory
 from tests import tiny
 
 SHAPE = EngineConfig(batch_size=4, window=12, draft_tokens=3, bucket=32, capacity=tiny.CONTEXT, prefill_columns=8,

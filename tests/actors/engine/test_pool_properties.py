@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exspec.actors.engine import Engine, EngineConfig, Request
-from exspec.actors.engine.grouping import LengthBuckets
 from exspec.actors.engine.kv.cached_model import PagedModel
 from exspec.actors.engine.kv.pages import Pages
-from exspec.actors.engine.pool import Sequence
+from exspec.actors.engine.scheduling.grouping import LengthBuckets
+from exspec.actors.engine.scheduling.pool import Sequence
 from tests import tiny
 from tests.tiny import ENDS, VOCABULARY, ArithmeticModel
 

@@ -8,11 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers.generation.logits_process import (
-    RepetitionPenaltyLogitsProcessor,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
 from exspec.actors.engine import Sampling
 from exspec.actors.engine.tokens.sampling import FEW, Sampler, SamplerState, _mix, _search, _top, gumbel_noise

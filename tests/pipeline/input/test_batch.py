@@ -14,8 +14,8 @@ from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Shard
 from exspec.pipeline.input.prompts import Prompts
 from exspec.pipeline.input.rows import RowError
-from exspec.pipeline.job import Job
-from exspec.pipeline.labels import LabelJob
+from exspec.pipeline.job.labels import LabelJob
+from exspec.pipeline.job.settings import Job
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
 from tests.pipeline import jobs

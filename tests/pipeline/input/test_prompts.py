@@ -14,7 +14,7 @@ from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Shard
 from exspec.pipeline.input.prompts import Prompts, row_seed
 from exspec.pipeline.input.rows import RowError, rows
-from exspec.pipeline.job import Job
+from exspec.pipeline.job.settings import Job
 from tests import tiny
 
 SHARD = Shard("a.parquet", "a.parquet", 9, 9, "")

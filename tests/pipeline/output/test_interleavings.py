@@ -24,15 +24,7 @@ from exspec.pipeline.output.owner import DESCRIPTION, SUCCESS, Output, Writer, r
 from exspec.pipeline.output.state import File, Summary
 from exspec.pipeline.storage import STAGED, Folder
 from tests.pipeline.output import simulation
-from tests.pipeline.output.simulation import (
-    Explored,
-    Explorer,
-    MemoryFolder,
-    Moment,
-    Store,
-    ViolationError,
-    World,
-)
+from tests.pipeline.output.simulation import Explored, Explorer, MemoryFolder, Moment, Store, ViolationError, World
 
 SHARDS = [Shard(f"{n}.parquet", f"in/{n}.parquet", rows, 1, "") for n, rows in enumerate((4, 2, 2))]
 PLAN, EXTENDED = Plan(SHARDS[:2], 2), Plan(SHARDS, 2)

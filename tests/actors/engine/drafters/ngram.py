@@ -3,7 +3,7 @@
 import torch
 
 from exspec.actors.engine.drafters.drafter import Draft, Drafter
-from exspec.actors.engine.group import Group
+from exspec.actors.engine.scheduling.group import Group
 
 
 class NGram(Drafter):

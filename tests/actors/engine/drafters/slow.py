@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from exspec.actors.engine import Engine, EngineConfig
 from exspec.actors.engine.drafters.drafter import Draft
 from exspec.actors.engine.drafters.head import HeadDrafter
-from exspec.actors.engine.group import Group
+from exspec.actors.engine.scheduling.group import Group
 from tests import tiny
 
 

@@ -16,7 +16,8 @@ from exspec.actors.engine.drafters.clover import Clover
 from exspec.actors.engine.drafters.clover_head import CloverConfig, CloverHead
 from exspec.actors.engine.layers.spans import layers_of
 from exspec.actors.engine.shape.calibration import _candidates, calibrate
-from exspec.actors.models import ModelError, load_head, load_pair
+from exspec.actors.exactness import ModelError
+from exspec.actors.models import load_head, load_pair
 from exspec.jobs.demo import TARGET
 from exspec.jobs.demo.messages import examples
 from exspec.jobs.training.clover import Last, grown, train

@@ -14,7 +14,8 @@ from exspec.actors.engine import Engine, EngineConfig
 from exspec.actors.engine.drafters import at_hand, eagle3_head
 from exspec.actors.engine.drafters.eagle3 import Eagle3
 from exspec.actors.engine.drafters.eagle3_head import Eagle3Config, Eagle3Head, is_head
-from exspec.actors.models import ModelError, load_head, load_pair
+from exspec.actors.exactness import ModelError
+from exspec.actors.models import load_head, load_pair
 from exspec.jobs.demo import TARGET
 from tests import tiny
 from tests.actors.engine.drafters.slow import Slow, slow_engine

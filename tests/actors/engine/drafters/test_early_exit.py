@@ -14,9 +14,9 @@ from exspec.actors.engine import Engine, EngineConfig, SequenceStatistics
 from exspec.actors.engine.drafters import drafter_class
 from exspec.actors.engine.drafters.drafter import Draft
 from exspec.actors.engine.drafters.early_exit import EarlyExit
-from exspec.actors.engine.group import Group
 from exspec.actors.engine.layers.spans import layers_of
-from exspec.actors.engine.shape.memory import plan_memory
+from exspec.actors.engine.scheduling.group import Group
+from exspec.actors.engine.shape.plan import plan_memory
 from exspec.actors.engine.tokens.constraint import Automaton, Node, chain, choice
 from exspec.actors.engine.tokens.guide import narrowed
 from tests import tiny

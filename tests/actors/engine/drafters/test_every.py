@@ -12,10 +12,10 @@ from exspec.actors.engine import Engine, EngineConfig, Request, Sampling
 from exspec.actors.engine.drafters import DRAFTERS, NONE, at_hand
 from exspec.actors.engine.drafters.drafter import Draft, Drafter
 from exspec.actors.engine.graphs import Eager
-from exspec.actors.engine.group import Group
 from exspec.actors.engine.methods import drafter_of
+from exspec.actors.engine.scheduling.group import Group
 from exspec.actors.engine.shape.calibration import calibrate
-from exspec.actors.engine.shape.memory import plan_memory
+from exspec.actors.engine.shape.plan import plan_memory
 from exspec.actors.engine.tokens.constraint import Automaton, Node, chain, choice
 from tests import tiny
 from tests.actors.engine.test_graphs import Traced

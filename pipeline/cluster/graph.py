@@ -17,16 +17,16 @@ from exspec.actors.engine.drafters import kind
 from exspec.actors.generator import Generator, Loader
 from exspec.actors.models import load_part
 from exspec.actors.work import WORK
-from exspec.pipeline.connect import ACTOR, gpus
+from exspec.pipeline.cluster.connect import ACTOR, gpus
+from exspec.pipeline.cluster.metrics import RayMeter
+from exspec.pipeline.cluster.ray_ledger import RayLedger
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Chunk
 from exspec.pipeline.input.prompts import Prompts
 from exspec.pipeline.input.requests import mapped, read_mapped
 from exspec.pipeline.input.rows import RowError, rows
 from exspec.pipeline.input.shards import Unreadable
-from exspec.pipeline.job import Job
-from exspec.pipeline.ledger import RayLedger
-from exspec.pipeline.metrics import RayMeter
+from exspec.pipeline.job.settings import Job
 from exspec.pipeline.output.columns import ID, carried_columns
 from exspec.pipeline.output.contents import read_groups, read_range
 from exspec.pipeline.output.parts import PartSink, Task

@@ -4,7 +4,7 @@ from collections import defaultdict
 from typing import Protocol
 
 from exspec.actors.engine.config import EngineConfig
-from exspec.actors.engine.pool import Pool, Sequence
+from exspec.actors.engine.scheduling.pool import Pool, Sequence
 
 
 class Grouping(Protocol):

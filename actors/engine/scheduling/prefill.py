@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol
 
-from exspec.actors.engine.pool import Sequence
+from exspec.actors.engine.scheduling.pool import Sequence
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from exspec.pipeline.errors import JobError, first_line
-from exspec.pipeline.job import Job
+from exspec.pipeline.job.settings import Job
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 JOINING = 300  # seconds that nodes of a cluster may take to join: a head that was lost comes back before its workers

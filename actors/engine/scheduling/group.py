@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exspec.actors.engine.pool import Sequence
+from exspec.actors.engine.scheduling.pool import Sequence
 from exspec.actors.engine.tokens.guide import Guide
 from exspec.actors.engine.tokens.sampling import Sampler, SamplerState
 

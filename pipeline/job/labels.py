@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pyarrow as pa
 from pydantic import field_validator, model_validator
 
-from exspec.pipeline.job import Job, setting
+from exspec.pipeline.job.settings import Job, setting
 from exspec.pipeline.output.columns import carried_as
 
 if TYPE_CHECKING:
-    from exspec.actors.answers import Answers
+    from exspec.actors.answers.answers import Answers
 
 _TYPES = {"string": pa.string(), "integer": pa.int64(), "number": pa.float64(), "boolean": pa.bool_()}
 _CHOICE = {
@@ -164,7 +164,8 @@ class LabelJob(Job):
         return [self.column(name) for name in self.choices or self._properties]
 
     def answers(self, tokenizer: Any) -> "Answers":
-        from exspec.actors.answers import Choices, Json
+        from exspec.actors.answers.choices import Choices
+        from exspec.actors.answers.json_schema import Json
 
         if self.choices:
             columns = {name: self.column(name) for name in self.choices}

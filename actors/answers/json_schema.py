@@ -1,0 +1,166 @@
+"""JSON of a schema."""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, ClassVar
+
+import jsonschema
+import pyarrow as pa
+from llguidance import LLMatcher
+from llguidance.hf import from_tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from exspec.actors.answers.answers import SEPARATORS, SUFFIXES, AnswerError, end_token
+from exspec.actors.answers.grammar import Grammar
+from exspec.actors.engine.request import Completion, Scores
+
+FEW = 256  # tokens that may stand at a place of a JSON answer where a label is chosen; in a free text it is thousands
+
+
+class Json:
+    """JSON of a schema, held to it by llguidance, and checked against it once more.
+
+    columns: names and types of the output's, by top-level property; each holds the property's value, or its JSON text
+    where the column is text and the value is not. labels: of the properties that are one of some texts; their columns
+    are four, as those of `Choices`. Raises AnswerError where the schema asks for what cannot be held to.
+    """
+
+    longest = None
+    limits: ClassVar[dict[str, Any]] = {}
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        schema: Mapping[str, Any],
+        columns: Mapping[str, tuple[str, pa.DataType]],
+        spaces: bool = True,
+        labels: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        self.tokenizer, self.schema, self.columns = tokenizer, schema, columns
+        self.labels = labels or {}
+        self.scored = FEW if self.labels else 0
+        self.end = end_token(tokenizer)
+        self.end_ids = frozenset({self.end})
+        try:
+            jsonschema.Draft202012Validator.check_schema(schema)
+        except jsonschema.SchemaError as error:
+            raise AnswerError(f"json_schema: {error.json_path}: {error.message}") from error
+        comma, colon = SEPARATORS[spaces]
+        form = {"whitespace_flexible": False, "item_separator": comma, "key_separator": colon}
+        self.grammar = LLMatcher.grammar_from_json_schema(dict(schema), defaults=form)  # type: ignore[arg-type]
+        wrong, messages = LLMatcher.validate_grammar_with_warnings(self.grammar)
+        if wrong:
+            raise AnswerError(f"json_schema: {messages[0]}")
+
+    @cached_property
+    def _vocabulary(self) -> Any:
+        try:
+            return from_tokenizer(self.tokenizer, eos_token=self.end)  # type: ignore[arg-type]
+        except Exception as error:  # the library's own, of no common kind
+            raise AnswerError(f"json_schema: the tokenizer cannot be held to a grammar: {error}") from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        unpickled = ("_vocabulary", "_matcher")
+        return {name: value for name, value in vars(self).items() if name not in unpickled}
+
+    @cached_property
+    def _matcher(self) -> LLMatcher:
+        return LLMatcher(self._vocabulary, self.grammar, log_level=0)
+
+    def constraint(self) -> "Grammar":
+        return Grammar(self._matcher.deep_copy(), self._vocabulary.vocab_size, self.end)
+
+    def read(self, completion: Completion, text: str) -> dict[str, Any]:
+        if completion.finish_reason != "stop":
+            raise AnswerError(
+                f"the JSON is not complete after {len(completion.tokens)} tokens; raise max_new_tokens, or bound the "
+                "schema's texts and lists"
+            )
+        try:
+            value = json.loads(text)
+            jsonschema.validate(value, self.schema, jsonschema.Draft202012Validator)
+        except (json.JSONDecodeError, jsonschema.ValidationError) as error:
+            raise AnswerError(f"the JSON does not meet the schema: {str(error).splitlines()[0]}") from error
+        values = {column: _cell(value.get(name), kind, name) for name, (column, kind) in self.columns.items()}
+        for name, found in self._decided(completion).items():
+            column, _ = self.columns[name]
+            values |= {f"{column}{suffix}": part for suffix, part in zip(SUFFIXES, found, strict=True)}
+        return values
+
+    def _decided(self, completion: Completion) -> dict[str, tuple[str, float, str, float]]:
+        """Of the properties that are labels: the label, its confidence, the runner-up and its own."""
+        if not (self.labels and completion.scores):
+            return {}
+        pieces = [self._vocabulary.decode_bytes([token]) for token in completion.tokens if token != self.end]
+        spans = _spans(b"".join(pieces))
+        found = {}
+        for name, labels in self.labels.items():
+            if name in spans and spans[name][1] in labels:
+                start, label = spans[name]
+                found[name] = self._confidence(pieces, completion.scores, start, label, labels)
+        return found
+
+    def _confidence(
+        self, pieces: Sequence[bytes], scores: Sequence[Scores], start: int, label: str, labels: Sequence[str]
+    ) -> tuple[str, float, str, float]:
+        """As `_decide`, where a label may be written in more than one way: a token speaks for all labels that its text
+        may begin. start: of the label's text in the answer's bytes, its quotation mark included."""
+        written = {name: json.dumps(name, ensure_ascii=False).encode() for name in labels}
+        end, at, confidence, rivals = start + len(written[label]), 0, 1.0, [(0.0, "")]
+        left, answer = list(labels), b"".join(pieces)
+
+        def way(text: bytes) -> tuple[str, ...]:
+            """The labels that are left where this much of the answer, from `start` on, has been written."""
+            return tuple(n for n in left if written[n].startswith(text) or text.startswith(written[n]))
+
+        for piece, likely in zip(pieces, scores, strict=False):
+            if at < end and at + len(piece) > start:
+                before, skipped = answer[start:at], max(start - at, 0)
+                chances: dict[tuple[str, ...], float] = defaultdict(float)
+                for token, score in likely.items():
+                    text = before + self._vocabulary.decode_bytes([token])[skipped:]
+                    chances[way(text)] += math.exp(score)
+                chances.pop((), None)  # written in another form than the one that was taken
+                if total := sum(chances.values()):
+                    others = {names: chance / total for names, chance in chances.items() if label not in names}
+                    rivals += [(confidence * chance, " | ".join(names)) for names, chance in others.items()]
+                    confidence *= sum(chance for names, chance in chances.items() if label in names) / total
+                left = list(way(before + piece[skipped:]))
+            at += len(piece)
+        best = max(rivals, key=lambda rival: rival[0])
+        return label, confidence, best[1], best[0]
+
+
+def _spans(answer: bytes) -> dict[str, tuple[int, Any]]:
+    """Where the values of a JSON object's properties begin, in bytes, and what they are."""
+    text, decoder = answer.decode(), json.JSONDecoder()
+    found, at = {}, text.index("{") + 1
+    while (at := _next(text, at)) < len(text) and text[at] != "}":
+        name, at = decoder.raw_decode(text, at)
+        start = _next(text, at)
+        value, at = decoder.raw_decode(text, start)
+        found[name] = (len(text[:start].encode()), value)
+    return found
+
+
+def _next(text: str, at: int) -> int:
+    """The place of what comes next, past spaces, commas and colons."""
+    while at < len(text) and text[at] in " ,:\n\t\r":
+        at += 1
+    return at
+
+
+def _cell(value: Any, kind: pa.DataType, name: str) -> Any:
+    """A JSON value as a column of this type takes it."""
+    if value is None or pa.types.is_boolean(kind):
+        return value
+    if pa.types.is_list(kind):
+        return [_cell(item, kind.value_type, name) for item in value]
+    if pa.types.is_string(kind):
+        return value if isinstance(value, str) else json.dumps(value)
+    if pa.types.is_integer(kind) and not -(2**63) <= value < 2**63:
+        raise AnswerError(f"{name} is {value}, which 64 bits do not hold; bound it in the schema")
+    return int(value) if pa.types.is_integer(kind) else float(value)
