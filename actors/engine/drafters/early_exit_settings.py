@@ -7,6 +7,8 @@ from exspec.actors.engine.settings import setting
 
 @dataclass(frozen=True)
 class EarlyExitSettings:
+    """Where it leaves the target, and how often."""
+
     exit_depth: int | None = setting(
         None, "Layers after which early_exit drafts. Default: an eighth, or what is measured.", "any if exact", ge=1
     )
