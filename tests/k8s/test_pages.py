@@ -93,7 +93,7 @@ def test_an_object_of_a_page_is_valid(page: Path, name: str) -> None:
 
 
 COMMAND = re.compile(
-    r"(?:^|(?<!-n)[ \"])exspec ((?:submit|run|plan|label|status|logs|cancel|messages|audit|bench)\b[^#|&;)]*)"
+    r"(?:^|(?<!-n)[ \"])exspec ((?:submit|run|plan|label|status|logs|cancel|messages|audit|synthetic)\b[^#|&;)]*)"
 )
 
 
@@ -125,7 +125,7 @@ def test_commands_have_the_options_that_they_are_given() -> None:
             elif word.startswith("--") and word != "--":
                 assert word.partition("=")[0] in allowed, f"{page.name}: {line}: {command} has no {word}"
         seen.add(command)
-    assert {"run", "plan", "label", "bench"} <= seen
+    assert {"run", "plan", "label", "synthetic"} <= seen
 
 
 def test_python_parses() -> None:

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from exspec.actors.engine import request
-from exspec.pipeline import job as settings
 from exspec.pipeline.errors import JobError
+from exspec.pipeline.job import settings
 from exspec.pipeline.job.fingerprint import differences, fingerprint, may_change
 from exspec.pipeline.job.labels import LabelJob
 from exspec.pipeline.job.settings import Job, load_job

@@ -10,7 +10,7 @@ from exspec.actors.engine import Engine, EngineConfig, Request, SequenceStatisti
 from exspec.actors.models import load_pair
 from exspec.jobs.demo import TARGET
 from exspec.jobs.demo.messages import examples
-from tests.actors.engine.drafters import train_eagle3
+from tests.tools import train_eagle3
 
 
 @pytest.mark.slow
