@@ -81,19 +81,22 @@ def settle_positions(model: PreTrainedModel) -> None:
 
 
 @torch.inference_mode()
-def check_forward(model: PreTrainedModel, name: str) -> None:
+def check_forward(model: PreTrainedModel, name: str, bits: bool = True) -> None:
     """Refuse a model whose logits, computed as the engine does, are not those of its own forward.
 
     It finds what no configuration tells: positions counted from a mask, rotary factors chosen by the longest row,
     attention that does not take a window, forwards that wait for the device. A few tokens are fed: windows and chunks
     are narrowed to less than that, on modules that share the model's weights, and positions are given.
 
-    Raises ModelError with what differed.
+    bits: whether no bit of a token may depend on its neighbours; those of drafts may, for they decide no token. Raises
+    ModelError with what differed.
     """
     swayed = False
     try:
-        swayed = settle_experts(model)
+        swayed = bits and settle_experts(model)
         reason = _beside_others(model) or _out_of_step(_narrowed(model))
+    except torch.OutOfMemoryError:
+        raise
     except (AttributeError, AssertionError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {_first_line(error)}"
     kind = model.config.model_type
@@ -117,11 +120,15 @@ def settle_experts(model: PreTrainedModel) -> bool:
     """
     if not any("expert" in f"{name} {type(module).__name__}".lower() for name, module in model.named_modules()):
         return False
-    for way in experts.ways(model.device):
+    for number, way in enumerate(experts.ways(model.device)):
         if way is not None:
             model.set_experts_implementation(way)
-        if model.dtype == torch.float32 or not _swayed(model):
-            return False
+        try:
+            if model.dtype == torch.float32 or not _swayed(model):
+                return False
+        except torch.OutOfMemoryError:
+            if number == 0:
+                raise
     return True
 
 

@@ -21,6 +21,7 @@ import torch
 
 from exspec.actors.answers.answers import AnswerError, Answers, asked
 from exspec.actors.engine import Completion, Engine, EngineStatistics, EngineThread, Request, RequestError, Sampling
+from exspec.actors.engine.layers import experts
 from exspec.actors.hardware import hardware
 from exspec.actors.ledger import Attempt, Ledger
 from exspec.actors.stop_strings import StopStrings, completion_text
@@ -103,7 +104,8 @@ class Generator:
         self.engine = EngineThread(engine)
         self.sampling, self.sink, self.ledger, self.meter, self.attempts = sampling, sink, ledger, meter, attempts
         self.name = f"{os.uname().nodename}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
-        ran = {"attention": self.shape.attention, "kernels": self.shape.kernels}
+        ran: dict[str, str] = {"attention": self.shape.attention, "kernels": self.shape.kernels}
+        ran |= experts.used(getattr(getattr(engine, "target", None), "model", None))
         self.hardware = hardware(getattr(engine, "device", torch.device("cpu"))) | ran
         self.turns = Turns()
         self.closed = threading.Event()

@@ -77,7 +77,7 @@ def load_draft(
         return head
     tokenizer = load_part(AutoTokenizer, name, revision, trust_remote_code)
     check_vocabularies(pair.tokenizer, tokenizer, target, name)
-    draft = load_model(name, *given, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle)
+    draft = load_model(name, *given, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle, bits=False)
     sizes = [m.num_parameters() for m in (model, draft)]
     if sizes[1] > sizes[0]:
         warnings.warn(
@@ -146,14 +146,15 @@ def load_model(
     *,
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
+    bits: bool = True,
 ) -> PreTrainedModel:
-    """Load one model for the engine. Raises ModelError as `load_pair` does."""
+    """Load one model for the engine. bits: see `check_forward`. Raises ModelError as `load_pair` does."""
     check_config(load_part(AutoConfig, name, revision, trust_remote_code), name)
     safe = None if allow_pickle else True
     model = load_part(AutoModelForCausalLM, name, revision, trust_remote_code, dtype=dtype, use_safetensors=safe)
     model = model.to(device).eval()
     settle_positions(model)
-    check_forward(model, name)
+    check_forward(model, name, bits)
     return model  # type: ignore[no-any-return]
 
 

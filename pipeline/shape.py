@@ -155,7 +155,9 @@ def known_shape(stored: dict[str, Any]) -> dict[str, Any]:
     """The shape that a job began in. Raises JobError where a newer version decided more of it."""
     names = {field.name for field in fields(EngineConfig)}
     if strange := [name for name in stored if name not in names]:
-        raise JobError(f"the job began with a {strange[0]}, which this version does not know; use the newer version")
+        raise JobError(
+            f"the job began with the setting {strange[0]!r}, which this version does not know; use the newer version"
+        )
     return stored
 
 

@@ -33,7 +33,10 @@ def test_help_loads_neither_torch_nor_ray() -> None:
 
 def test_the_engine_knows_nothing_of_ray_files_or_text() -> None:
     code = (
-        "import sys, exspec.actors.engine\n"
+        "import sys, exspec.actors.engine.shape.calibration\n"
+        "from exspec.actors.engine import Engine, EngineThread\n"
+        "from exspec.actors.engine.drafters import DRAFTERS, drafter_class\n"
+        "assert all(map(drafter_class, DRAFTERS)) and 'torch' in sys.modules\n"
         "found = {m.split('.')[0] for m in sys.modules} & {'ray', 'pyarrow', 'fsspec', 's3fs'}\n"
         "ours = {m for m in sys.modules if m.startswith('exspec.') and not m.startswith('exspec.actors')}\n"
         "assert not found | ours, found | ours\n"

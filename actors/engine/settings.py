@@ -3,6 +3,7 @@
 Job files, flags and pages are made of these fields, without torch.
 """
 
+import inspect
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -71,8 +72,9 @@ def setting(
 def settings_of(config: type) -> dict[str, Setting]:
     """The settings of a config, by name."""
     hints = get_type_hints(config)
-    own = sorted(fields(config), key=lambda f: f.name not in vars(config)["__annotations__"])  # then those of drafters
-    declared = {f.name: f for f in own if "setting" in f.metadata}
+    own = inspect.get_annotations(config)
+    ordered = sorted(fields(config), key=lambda f: f.name not in own)  # then those of drafters
+    declared = {f.name: f for f in ordered if "setting" in f.metadata}
     return {name: Setting(name, _kind(hints[name]), f.default, **f.metadata["setting"]) for name, f in declared.items()}
 
 

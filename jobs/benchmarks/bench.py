@@ -10,7 +10,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,7 @@ class Bench:
         self.capacity = max(map(len, prompts)) + settings.max_new_tokens
         rows = settings.shape.get("batch_size", EngineConfig.batch_size)
         window = max(rows, settings.shape.get("window", EngineConfig.window))
-        self.shape = EngineConfig(**settings.shape | {"window": window, "capacity": self.capacity})
+        self.shape = {n: getattr(EngineConfig, n) for n in SHAPE} | settings.shape | {"window": window}
         self.calibration: Calibration | None = None
         self.engines: dict[EngineConfig, Engine] = {}
         self.drafters = at_hand(
@@ -106,14 +106,14 @@ class Bench:
         if method == "auto":
             assert self.calibration is not None, "tune() comes before auto"
             return self.calibration.config
-        given = replace(self.shape, **{name: getattr(self.runner, name) for name in RUNNER})
-        options: dict[str, Any] = {"method": method, "drafter": self.drafter}
+        options = self.shape | {name: getattr(self.runner, name) for name in RUNNER}
+        options |= {"method": method, "drafter": self.drafter, "capacity": self.capacity}
         if variant := VARIANT.fullmatch(method):
             name, drafter, policy, drafted = variant.groups()
             options |= {"method": name, "drafter": drafter or self.drafter}
             options |= {"draft_length": policy} if policy else {}
             options |= {"draft_tokens": int(drafted)} if drafted else {}
-        return replace(given, **options)
+        return EngineConfig(**options)
 
     def draft_for(self, config: EngineConfig) -> PreTrainedModel | None:
         """The first draft that the drafter of a config can use."""
@@ -171,7 +171,7 @@ class Bench:
 
     def generate(self, prompts: list[list[int]]) -> Outcome:
         """transformers' batched `generate`: batches of B in the order given, padded on the left."""
-        size = self.shape.batch_size
+        size = self.shape["batch_size"]
         return Outcome([row for i in range(0, len(prompts), size) for row in self._generate(prompts[i : i + size])])
 
     def assisted(self, prompts: list[list[int]]) -> Outcome:
@@ -200,7 +200,7 @@ class Bench:
                 max_new_tokens=self.settings.max_new_tokens,
                 eos_token_id=sorted(self.end_ids) or None,
                 pad_token_id=min(self.end_ids, default=0),
-                num_assistant_tokens=self.shape.draft_tokens,
+                num_assistant_tokens=self.shape["draft_tokens"],
                 num_assistant_tokens_schedule="constant",
                 assistant_confidence_threshold=0.0,
             ),
@@ -259,7 +259,7 @@ def run(settings: BenchSettings) -> None:
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("warm-up", total=len(settings.names) * (settings.repeats + 1) + 1)
         for method in settings.names:
-            bench.run(method, count=bench.shape.batch_size)
+            bench.run(method, count=bench.shape["batch_size"])
             progress.advance(task)
         turns: list[dict[str, Outcome]] = []
         for turn in range(settings.repeats):
@@ -273,7 +273,8 @@ def run(settings: BenchSettings) -> None:
 
     hardware = describe_hardware(pair.target.device)
     title = (
-        f"{len(fitting)} prompts, B={bench.shape.batch_size}, W={bench.shape.window}, K={bench.shape.draft_tokens}, "
+        f"{len(fitting)} prompts, B={bench.shape['batch_size']}, W={bench.shape['window']}, "
+        f"K={bench.shape['draft_tokens']}, "
         f"at most {settings.max_new_tokens} tokens, {settings.dtype}, layers {bench.runner.kernels}, {hardware}"
     )
     for table in bench_tables(rows, title):
@@ -284,9 +285,7 @@ def run(settings: BenchSettings) -> None:
     print(
         json.dumps(
             {
-                "settings": asdict(settings)
-                | {name: getattr(bench.shape, name) for name in SHAPE}
-                | {"prompts": settings.prompts and str(settings.prompts)},
+                "settings": asdict(settings) | bench.shape | {"prompts": settings.prompts and str(settings.prompts)},
                 "hardware": hardware,
                 "kernels": bench.runner.kernels,
                 "compiled": compiled,

@@ -385,7 +385,9 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def run(settings: Settings, output: Path | None) -> None:
-    """Measure, and write the report as JSON; the last line printed is the same."""
+    """Measure, and write the report as JSON; the last line printed is the same. Raises ValueError without a GPU."""
+    if settings.device != "cpu" and not torch.cuda.is_available():
+        raise ValueError(f"--device: {settings.device} is not at hand, this machine has no GPU that torch can use")
     report = json.dumps(Bench(settings).run())
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)

@@ -75,6 +75,7 @@ def _start(settings: dict[str, Any]) -> None:
                     process.kill()
             psutil.wait_procs(left, timeout=10)
             ray.shutdown()
+            _forget_token()
             if tries_left:
                 print("Ray did not start in time; once more", file=sys.stderr, flush=True)
             else:
@@ -180,15 +181,21 @@ def _private() -> Iterator[None]:
 def _forget_token_with(node: Any) -> None:
     """Have this process forget the token when the Ray of the node is shut down: another that it starts or joins later
     has another token, or none."""
-    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
-
     end = node.kill_all_processes
 
     def ended(*arguments: Any, **options: Any) -> None:
-        end(*arguments, **options)
-        AuthenticationTokenLoader.instance().reset_cache()
+        try:
+            end(*arguments, **options)
+        finally:
+            _forget_token()
 
     node.kill_all_processes = ended
+
+
+def _forget_token() -> None:
+    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 def on_a_device(job: Job, function: Callable[..., Any], *arguments: Any) -> Any:

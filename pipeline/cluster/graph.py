@@ -234,6 +234,7 @@ class PairLoader:
             written = [t for t in self._written(pair.tokenizer) if max(t, default=0) < engine.vocabulary]
             for tokens in reversed(written):  # of what it has learned first it forgets first
                 engine.drafter.learn([], tokens)
+            engine.drafter.catch_up()
         return engine, pair.tokenizer
 
     def _written(self, tokenizer: Any) -> Iterator[list[int]]:

@@ -51,6 +51,7 @@ class Output:
             try:
                 self.state.fold(entry)
             except (LookupError, AttributeError, TypeError, ValueError, sqlite3.Error) as error:
+                self._check_format()
                 name, reason = entry_name(self.log.length), f"{type(error).__name__}: {error}"
                 raise JobError(f"{self.folder.url}/{name}: not as exspec run writes it ({reason})") from error
             self._check_format()

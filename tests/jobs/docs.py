@@ -17,7 +17,7 @@ import typer.main
 
 from exspec.jobs.cli import app
 from exspec.pipeline.job.labels import LabelJob
-from exspec.pipeline.job.settings import Auto, Job
+from exspec.pipeline.job.settings import Auto, Job, grouped
 
 FOLDER = Path(__file__).parents[2] / "jobs" / "docs"
 INDEX, SETTINGS = "README.md", "settings.md"
@@ -90,7 +90,7 @@ def settings_reference() -> str:
     name = LabelJob.kind
     options = {p.name: p for p in commands()[name].params}
     groups: dict[str, list[str]] = {}
-    for key, field in LabelJob.model_fields.items():
+    for key, field in grouped(dict(LabelJob.model_fields)).items():
         rows = groups.setdefault(field.json_schema_extra["group"], [])  # type: ignore[index, call-overload]
         if key in options:
             row = _row(name, options[key])

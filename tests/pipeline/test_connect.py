@@ -15,7 +15,7 @@ STARTED = """
 import ipaddress, json, os, subprocess, sys
 import psutil, ray
 from exspec.pipeline.cluster.connect import connect
-from exspec.pipeline.job import Job
+from exspec.pipeline.job.settings import Job
 
 def joined(address):
     # The version of the cluster is what whoever joins asks for first; joining itself would try again for long.

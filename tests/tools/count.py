@@ -513,4 +513,6 @@ def run(settings: Settings) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m tests.tools.count TARGET:DRAFT")
     run(Settings(sys.argv[1]))

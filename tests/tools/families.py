@@ -243,7 +243,7 @@ def page(trials: list[Trial]) -> str:
         ", ".join(f"`{t.family}`" for t in works if not t.narrow),
     ]
     if narrow := [t for t in works if t.narrow]:
-        lines += ["", "In float32, and refused in bfloat16:", "", "| family | why not in bfloat16 |", "|---|---|"]
+        lines += ["", "In float32, and not in bfloat16:", "", "| family | why not in bfloat16 |", "|---|---|"]
         lines += [f"| `{t.family}` | {_cell(t.narrow)} |" for t in narrow]
     for result, title in (("differs", "Accepted, and differs"), ("refused", "Refused"), (BUILD, "Not tried: " + BUILD)):
         rows = [t for t in trials if t.result == result]

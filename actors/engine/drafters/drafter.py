@@ -151,5 +151,8 @@ class Drafter(ABC):
     def learn(self, prompt: Sequence[int], completion: list[int]) -> None:
         """A sequence has ended: in this engine, in another, or in an earlier run."""
 
+    def catch_up(self) -> None:
+        """Learn at once what it would otherwise learn in the rounds to come."""
+
     def forget(self) -> None:
         """Let go of what it has learned of sequences that have ended."""

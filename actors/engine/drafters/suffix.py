@@ -121,6 +121,10 @@ class Suffix(Drafter):
             self.tree.learn(tokens[: SLICE + CONTEXT].tolist())
             most -= SLICE
 
+    def catch_up(self) -> None:
+        while self.waiting:
+            self._learn(SLICE)
+
     def forget(self) -> None:
         self.tree = Tree(self.store)
         self.waiting: deque[np.ndarray] = deque()  # what is yet to be learned

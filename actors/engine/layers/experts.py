@@ -59,13 +59,19 @@ def windowed_experts(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) 
 
     up = product(hidden[order // chosen], "gate_up_proj" if self.has_gate else "up_proj")
     out = product(self._apply_gate(up) if self.has_gate else self.act_fn(up), "down_proj")
-    if self.has_post_expert_norm:
+    if getattr(self, "has_post_expert_norm", False):  # transformers 5.10 has none yet
         out = self.post_expert_norm(out)
     out = out * weights.flatten()[order, None]
     return out[order.argsort()].view(tokens, chosen, -1).sum(1).to(hidden.dtype)
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, windowed_experts)
+
+
+def used(model: Any) -> dict[str, str]:
+    """How a mixture's experts are computed, for the record, where `ways` decided it."""
+    way = getattr(getattr(model, "config", None), "_experts_implementation", None)
+    return {"experts": way} if way in (NAME, "batched_mm") else {}
 
 
 def ways(device: torch.device) -> tuple[str | None, ...]:

@@ -57,6 +57,7 @@ def look(engines: dict[str, Callable[[], Engine]], requests: Sequence[Request], 
         its = sample.requests[sample.taken : sample.taken + share]
         for prompt, completion in sample.completed if its else []:
             engine.drafter.learn(prompt, completion)
+        engine.drafter.catch_up()
         engine.learning = bool(its)
         _decode(engine, its or sample.requests, seconds / len(engines))
         sample.taken += len(its)
@@ -126,6 +127,7 @@ class Feed:
         engine.learning = False
         for prompt, completion in sample.completed if others else []:
             engine.drafter.learn(prompt, completion)
+        engine.drafter.catch_up()
 
     def run(self, end: float) -> float:
         """Rounds until `end`, one at least; their tokens/s."""

@@ -18,7 +18,7 @@ from exspec.actors.engine.layers import experts
 from exspec.actors.exactness import ModelError, check_forward, settle_experts
 from tests import tiny
 
-EXPERTS, CHOSEN, HIDDEN, INNER = 6, 2, 64, 48
+EXPERTS, CHOSEN, HIDDEN, INNER = 6, 2, 256, 192
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -147,7 +147,7 @@ def test_where_neighbours_change_bits_the_next_way_is_taken(monkeypatch: pytest.
     monkeypatch.setattr(experts, "ways", lambda _: ("swaying", "batched_mm"))
     model = mixture(torch.bfloat16)
     assert not settle_experts(model)
-    assert model.get_experts_implementation()[""] == "batched_mm"
+    assert model.config._experts_implementation == "batched_mm"
 
 
 @pytest.mark.usefixtures("_swaying")
@@ -159,6 +159,7 @@ def test_where_no_way_keeps_the_bits_half_precision_is_refused_by_name(monkeypat
         with pytest.raises(ModelError, match=message):
             check_forward(mixture(dtype), "folder")
     check_forward(mixture(torch.float32), "folder")
+    check_forward(mixture(torch.bfloat16), "draft", bits=False)
 
 
 def test_a_model_on_a_cpu_takes_the_windows_and_one_on_a_gpu_what_transformers_chose() -> None:
@@ -167,5 +168,7 @@ def test_a_model_on_a_cpu_takes_the_windows_and_one_on_a_gpu_what_transformers_c
     for dtype in (torch.float32, *HALF):
         model = mixture(dtype)
         check_forward(model, "mixture")
-        assert model.get_experts_implementation()[""] == experts.NAME
+        assert model.config._experts_implementation == experts.NAME
+        assert experts.used(model) == {"experts": experts.NAME}, "it is recorded with every part"
         assert not exactness._swayed(model)
+    assert experts.used(tiny.model()) == {}

@@ -18,7 +18,7 @@ from exspec.pipeline.output.columns import GENERATED, completed, conform
 from exspec.pipeline.output.compact import compact
 from exspec.pipeline.output.owner import read_output, take
 from exspec.pipeline.output.report import rewrite
-from exspec.pipeline.output.state import FORMAT, Summary
+from exspec.pipeline.output.state import FORMAT, State, Summary
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
 from exspec.pipeline.storage import Folder
@@ -140,7 +140,10 @@ NEWER = "out: is an output of exspec 7.1, in format 2; exspec .* reads up to for
     ("description", "message"),
     [
         ({"format": FORMAT + 1, "versions": {"exspec": "7.1"}}, NEWER),
-        ({"shape": {"beams": 4}}, "the job began with a beams, which this version does not know; use the newer"),
+        (
+            {"shape": {"beams": 4}},
+            "the job began with the setting 'beams', which this version does not know; use the newer",
+        ),
     ],
     ids=["format", "shape"],
 )
@@ -150,6 +153,12 @@ def test_a_newer_output_is_refused_by_name(pair: Pair, place: Path, description:
     with pytest.raises(JobError, match=message):
         run(pair, place)
     if "format" in description:
+        with pytest.MonkeyPatch.context() as patch:  # nor is an entry that cannot be read a damaged one
+            patch.setattr(
+                State, "_describe", lambda state, entry: [state.description.update(entry["description"]), {}[0]]
+            )
+            with pytest.raises(JobError, match=message):
+                read_output(Folder(str(place / "out")))
         for command, *more in (["report"], ["convert", "x.csv"], ["compact"], ["audit"]):
             with pytest.raises(JobError, match=message):
                 CliRunner().invoke(cli.app, [command, str(place / "out"), *more], catch_exceptions=False)

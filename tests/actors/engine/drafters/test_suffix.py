@@ -137,6 +137,10 @@ def test_a_long_completion_is_learned_in_slices_and_whole(monkeypatch: pytest.Mo
     drafter.learn([], long)
     drafter.forget()
     assert not drafter.waiting
+    drafter.learn([], long)
+    drafter.catch_up()
+    assert not drafter.waiting
+    drafter.tree.check()
 
 
 @pytest.mark.slow
