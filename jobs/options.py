@@ -44,11 +44,8 @@ def with_settings(model: type[Job]) -> Callable[[Callable[..., None]], Callable[
         parameters += [
             inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=o) for n, o in fields.items()
         ]
-        run.__signature__ = inspect.Signature([*parameters, *own])  # type: ignore[attr-defined]
-        run.__annotations__ = {p.name: p.annotation for p in (*parameters, *own)}
-        run.__doc__, run.__name__ = command.__doc__, command.__name__
         run.settings = model  # type: ignore[attr-defined]
-        return run
+        return _signed(run, command, [*parameters, *own])
 
     return decorate
 
@@ -67,12 +64,19 @@ def with_flags(model: type, shape: Iterable[str]) -> Callable[[Callable[..., Non
             inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=_usual(known), annotation=_flag(known))
             for n, known in (own | engines).items()
         ]
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {p.name: p.annotation for p in parameters}
-        run.__doc__, run.__name__ = command.__doc__, command.__name__
-        return run
+        return _signed(run, command, parameters)
 
     return decorate
+
+
+def _signed(
+    run: Callable[..., None], command: Callable[..., None], parameters: list[inspect.Parameter]
+) -> Callable[..., None]:
+    """`run` under the name and help of a command, with these parameters for typer to read."""
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    run.__doc__, run.__name__ = command.__doc__, command.__name__
+    return run
 
 
 def _flag(known: Setting) -> Any:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -256,17 +256,13 @@ def engine(target: Any, drafter: Any = None, draft: Any = None, **config: Any) -
     return Engine(target, None, shape, drafter=lambda _: drafter)
 
 
-class ArithmeticModel:
-    """A model whose every next token can be worked out by hand, behind transformers' interface.
-
-    KV holds (token, position) themselves, and the next token is a weighted sum over all that is attended, so one
-    column lost, doubled, stale or out of place changes the tokens.
-    """
+class Weightless:
+    """What models without weights have of transformers' interface."""
 
     device, dtype = torch.device("cpu"), torch.float32
     generation_config = None
 
-    def __deepcopy__(self, _: Any) -> "ArithmeticModel":
+    def __deepcopy__(self, _: Any) -> Self:
         return self
 
     def get_output_embeddings(self) -> None:
@@ -276,6 +272,14 @@ class ArithmeticModel:
         return []
 
     buffers = modules = parameters
+
+
+class ArithmeticModel(Weightless):
+    """A model whose every next token can be worked out by hand, behind transformers' interface.
+
+    KV holds (token, position) themselves, and the next token is a weighted sum over all that is attended, so one
+    column lost, doubled, stale or out of place changes the tokens.
+    """
 
     def __init__(self, context: int = 64) -> None:
         text = SimpleNamespace(num_attention_heads=1, head_dim=2, hidden_size=2, num_hidden_layers=1)

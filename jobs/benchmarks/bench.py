@@ -228,8 +228,7 @@ def run(settings: BenchSettings) -> None:
     console = Console()
     disable_progress_bar()
     torch.set_num_threads(settings.threads or torch.get_num_threads())
-    if settings.device != "cpu" and not torch.cuda.is_available():
-        raise ValueError(f"--device: {settings.device} is not at hand, this machine has no GPU that torch can use")
+    check_device(settings.device)
     set_verbosity_error()
     stages = Stages(quiet=False)
     stages.stage("loading the models")
@@ -344,6 +343,12 @@ def _ratio(turns: list[dict[str, Outcome]], method: str, base: str) -> float | N
 
 def _share_equal(ours: list[list[int]], theirs: list[list[int]]) -> float:
     return round(sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours), 4)
+
+
+def check_device(device: str) -> None:
+    """Raise ValueError where a benchmark asks for a GPU on a machine without one."""
+    if device != "cpu" and not torch.cuda.is_available():
+        raise ValueError(f"--device: {device} is not at hand, this machine has no GPU that torch can use")
 
 
 def describe_hardware(device: torch.device) -> str:

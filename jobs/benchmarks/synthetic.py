@@ -46,7 +46,7 @@ from exspec.actors.engine.methods import drafter_of, recorder_for, settle
 from exspec.actors.engine.scheduling.group import Group
 from exspec.actors.engine.shape.calibration import calibrate
 from exspec.actors.engine.shape.costs import Costs, OutOfTimeError
-from exspec.jobs.benchmarks.bench import describe_hardware
+from exspec.jobs.benchmarks.bench import check_device, describe_hardware
 
 QWEN3 = {"model_type": "qwen3", "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "rope_theta": 1e6,
          "max_position_embeddings": 40960}  # fmt: skip
@@ -386,8 +386,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 def run(settings: Settings, output: Path | None) -> None:
     """Measure, and write the report as JSON; the last line printed is the same. Raises ValueError without a GPU."""
-    if settings.device != "cpu" and not torch.cuda.is_available():
-        raise ValueError(f"--device: {settings.device} is not at hand, this machine has no GPU that torch can use")
+    check_device(settings.device)
     report = json.dumps(Bench(settings).run())
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)

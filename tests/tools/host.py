@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from exspec.actors.answers.json_schema import Json
 from exspec.actors.engine import Engine, EngineConfig, Request, Sampling
 from exspec.actors.stop_strings import StopStrings
+from tests.tiny import Weightless
 
 DRAFTED = 5  # K
 CAPACITY = 1024
@@ -43,31 +44,17 @@ SCHEMA = {
 }
 
 
-class Table:
+class Table(Weightless):
     """A causal model whose logits are rows of a table, by token and position.
 
     wrong: the row that this one confuses with the next; None: none.
     """
-
-    device, dtype = torch.device("cpu"), torch.float32
-    generation_config = None
 
     def __init__(self, logits: Tensor, wrong: int | None) -> None:
         self.logits, self.wrong = logits, wrong
         text = SimpleNamespace(num_attention_heads=1, head_dim=2, hidden_size=2, num_hidden_layers=1)
         text.vocab_size, text.max_position_embeddings, text.eos_token_id = logits.shape[1], CAPACITY, None
         self.config = SimpleNamespace(get_text_config=lambda: text)
-
-    def __deepcopy__(self, _: Any) -> "Table":
-        return self
-
-    def get_output_embeddings(self) -> None:
-        return None
-
-    def parameters(self) -> list[Tensor]:
-        return []
-
-    buffers = modules = parameters
 
     def __call__(self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: int = 0, **_: Any) -> Any:
         kept = slice(-logits_to_keep, None) if logits_to_keep else slice(None)
