@@ -151,7 +151,7 @@ class Engine:
         if request.constraint and (request.min_new_tokens or request.bad_words or request.ignore_end):
             raise RequestError(f"{name}: constraint excludes min_new_tokens, bad_words and ignore_end")
         if request.stop and request.constraint:
-            raise RequestError(f"{name}: constraint excludes stop")
+            raise RequestError(f"{name}: stop and constraint exclude each other")
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises RequestError where it could never be decoded, or where its id is being decoded."""
