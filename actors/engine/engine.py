@@ -346,7 +346,7 @@ class Engine:
         else:
             logits, width = self._forward(batch), batch.tokens.shape[1]
             # The masks are made while the device computes.
-            masks, candidates = group.walker.along(width), group.walker.candidates(width)
+            masks, candidates = group.walker.write_masks(width), group.walker.candidates(width)
             asked = candidate_ids(candidates, len(group.sequences), width, self.device) if candidates else None
             choices, scores = self._pick(logits, batch, group.sampler, masks, asked)
         if self.drafter.follows:
