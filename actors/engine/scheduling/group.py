@@ -17,11 +17,11 @@ class Group:
     """R rows, of which those without a sequence are dead.
 
     slots: [R].
-    previous, pending: [R], the last two committed tokens. starts: [R], the position of the pending one.
-    kv_columns: KV columns that the target attends to; nothing is committed past them.
-    longest: tokens of the longest row, the pending one among them.
-    useful: drafts that row r can take at most, for its bucket and its budget; dead rows take none.
-    walker: of the rows' constraints; None where no row has one.
+    previous, pending: [R], the last two committed tokens. starts: [R], the position of the pending token.
+    kv_columns: KV columns that the target attends to; no token is committed past them.
+    longest: tokens of the longest row, including the pending token.
+    useful: by row, the most drafts that fit its bucket and its budget; 0 for dead rows.
+    walker: walks the rows' constraints; None if no row has one.
     """
 
     sequences: list[Sequence | None]
@@ -47,10 +47,10 @@ class Group:
         walker: Callable[[list[Sequence | None]], ConstraintWalker | None],
         samplers: SamplerState,
     ) -> "Group":
-        """Rows for the sequences, filled up with dead ones to `rows`; `slots` is W and `drafts` is K.
+        """A group of the sequences, padded with dead rows to `rows`; `slots` is W and `drafts` is K.
 
-        Dead rows come last, and point to slot W, which no sequence has. walker: makes the walker of the rows. samplers:
-        the sampling state of the slots' sequences.
+        Dead rows come last and point to slot W, which no sequence has. walker: makes the rows' constraint walker.
+        samplers: the sampling state of the slots' sequences.
         """
         dead = rows - len(sequences)
         placed = [*sequences, *[None] * dead]

@@ -44,8 +44,8 @@ class Constraint(Protocol):
     """What is allowed next depends only on the tokens that the constraint was advanced by."""
 
     def allowed(self) -> Tensor:
-        """The mask of the next token: int32 [words], words past its end are zero. It allows at
-        least one token, until an end token has come."""
+        """The mask of the next token: int32 [words]; words past its end are zero. It allows at least one token, until
+        an end token has come."""
         ...
 
     def kept(self) -> Few | Words | None:

@@ -202,7 +202,7 @@ def _lead_out(tensors: dict[str, Tensor]) -> None:
         (_drop, r"no tensor layers.0.hidden_norm.weight; expected one of \[32\]"),
         (_shrink, r"fc.weight is \[32, 32\], and its config.json asks for \[32, 96\]"),
         (_add, "a head of EAGLE-3 has no tensor fc_norm.0.weight"),
-        (_lead_out, "d2t leads out of the vocabulary of 61 tokens"),
+        (_lead_out, "d2t has tokens outside the vocabulary of 61 tokens"),
     ],
 )
 def test_what_is_wrong_with_a_head_is_named(
