@@ -41,14 +41,14 @@ from exspec.actors.engine.shape.plan import Models
 from exspec.actors.engine.shape.prediction import best_threshold, predict
 from exspec.actors.engine.shape.sample import Feed, MakeEngine, Sample, probe
 
-TURNS, FIRST_TURNS = 5, 2  # that the time of the final is cut into, and those that all finalists take part in
+TURNS, FIRST_TURNS = 5, 2  # turns of the final, and how many of them all finalists take part in
 COMPILE_FROM = 10.0  # seconds of measuring: with less, a job does not wait for a compiler
 MARGIN = 1.02  # speculation must be this much faster than plain decoding to be taken
 
 
 @dataclass
 class Candidate:
-    """A shape, with its tokens/s as predicted by the dry run and as measured in the final; None: not run."""
+    """A shape with its tokens/s: predicted by the dry run, and measured in the final (None: not run)."""
 
     config: EngineConfig
     predicted: float
@@ -57,8 +57,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Calibration:
-    """config: the choice. candidates: all that were predicted, the best first. seconds: what it took. compiled: what
-    was compiled for it, and in how many seconds; None where nothing was."""
+    """config: the choice. candidates: all predicted shapes, the best first. seconds: the duration. compiled: the code
+    compiled for it and the seconds of compilation; None if nothing was compiled."""
 
     config: EngineConfig
     candidates: list[Candidate]
@@ -67,7 +67,7 @@ class Calibration:
     compiled: str | None = None
 
     def table(self) -> list[dict[str, Any]]:
-        """The candidates as plain values, the measured ones first. B, W and K as they are used."""
+        """The candidates as plain values, the measured ones first, with B, W and K as they are used."""
         return [
             {
                 "method": c.config.method,
@@ -169,7 +169,7 @@ class Calibrator:
         return probe_shape(self.models, self.config, choice, self.free)
 
     def choose_kernels_and_prefill(self, sample: Sample, longest: int) -> None:
-        """Settle what all candidates share: the fastest that do not make the batch smaller."""
+        """Choose the kernels and prefill shape of all candidates: the fastest that do not make the batch smaller."""
         trials = Trials(self.models, sample.requests, longest, self.clock)
         rows, config = self.models.rows, self.config
         if "kernels" in self.free:
@@ -183,15 +183,15 @@ class Calibrator:
         self.config = config
 
     def predict(self, costs: Costs, sample: Sample) -> list[Candidate]:
-        """Candidates that fit, the best first. B is chosen with few of the shapes, and the other shapes of that B
-        follow while there is time. Raises ValueError where none fits."""
+        """Candidates that fit, the best first. B is chosen with few of the shapes; the other shapes with that B follow
+        while there is time. Raises ValueError if none fits."""
         shapes = list(candidates(self.models, self.config, self.choices, self.free))
         kinds = {label(shape) for shape in shapes}
         made: list[Candidate] = []
         tried: set[str] = set()
 
         def consider(shape: EngineConfig) -> None:
-            if tried == kinds and made:  # one of each kind is predicted whatever it takes
+            if tried == kinds and made:  # one of each kind is predicted, however long it takes
                 costs.deadline = self.start + self.seconds / 2
             tried.add(label(shape))
             with suppress(OutOfTimeError, ValueError, torch.OutOfMemoryError):  # the last two: it does not fit
@@ -207,12 +207,13 @@ class Calibrator:
             if shape not in first and rows in (shape.batch_size, None):
                 consider(shape)
         if not made:
-            raise ValueError("calibration: no shape of those that may be chosen fits the memory")
+            raise ValueError("calibration: none of the possible shapes fits the memory")
         return sorted(made, key=lambda c: -c.predicted)
 
     def finalists(self, made: list[Candidate]) -> list[Candidate]:
-        """Of candidates, the best first, those that run: the best of each drafter (two of a single one) and the best
-        without drafts, each also compiled where that may be chosen; as many as fit the memory together."""
+        """The candidates that run in the final: the best of each drafter (two if there is only one drafter) and the
+        best without drafts, each also with compiled layers if kernels are free. As many as fit the memory together.
+        made: candidates, the best first."""
         drafting = [c for c in made if c.config.drafts]
         chosen = sorted({c.config.drafter: c for c in reversed(drafting)}.values(), key=lambda c: -c.predicted)
         chosen += [c for c in drafting if c not in chosen][: max(2 - len(chosen), 0)]
@@ -224,16 +225,16 @@ class Calibrator:
         return chosen
 
     def _compiled(self, finalists: list[Candidate]) -> list[Candidate]:
-        """The finalists with compiled layers, where those work here and were not predicted already."""
+        """The finalists with compiled layers, if compilation works here, except finalists that already have them."""
         made = [replace(c, config=replace(c.config, kernels="compiled")) for c in finalists]
         works = resolve(self.models.target, self.models.draft, made[0].config).kernels == "compiled"
         return [m for m, c in zip(made, finalists, strict=True) if works and c.config.kernels != "compiled"]
 
     def final(self, sample: Sample, finalists: list[Candidate]) -> Candidate:
-        """Run the finalists in turn, a slice of the time each, on pools that never drain; returns the fastest.
+        """Run the finalists in turn, for a slice of the time each, on pools that never drain. Returns the fastest.
 
-        All of them run twice; then the best with drafts and the best without. Those two are compared turn by turn,
-        for the machine's speed changes over time.
+        All of them run twice, and after that the best with drafts and the best without. These two are compared turn by
+        turn, since the machine's speed changes over time.
         """
         target, draft = self.models.target, self.models.draft
         engines = [self.make(target, draft if c.config.drafts else None, c.config) for c in finalists]
@@ -241,7 +242,7 @@ class Calibrator:
         end = self.start + self.seconds
         slice_ = max(0.05, (end - self.clock.now()) / (TURNS * len(feeds)))
         for feed in feeds:
-            with self.clock.stopped():  # the engine admits, and records what it records
+            with self.clock.stopped():  # the first run admits sequences and records graphs
                 feed.run(time.monotonic() + slice_ / 2)
         speeds: list[list[float]] = [[] for _ in feeds]
         for _ in range(FIRST_TURNS):
