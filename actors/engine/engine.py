@@ -154,7 +154,7 @@ class Engine:
             raise RequestError(f"{name}: constraint excludes stop")
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises RequestError where it could never be decoded, or where its id is being decoded."""
+        """Queue a request. Raises RequestError if it could never be decoded, or if its id is already being decoded."""
         self.check_request(request)
         if request.id in self._ids:
             raise RequestError(f"request {request.id!r}: a request with this id is already being decoded")

@@ -50,6 +50,6 @@ def available(target: "PretrainedConfig", draft: "PretrainedConfig | None", conf
 
 
 def head_of(config: "dict[str, Any]") -> "type[HeadDrafter] | None":
-    """The drafter of the head that a config.json describes; None where it describes a model."""
+    """The drafter of the head that a config.json describes; None if it describes a model."""
     drafter = next((cls for cls in map(drafter_class, DRAFTERS) if cls.reads(config)), None)
     return cast("type[HeadDrafter] | None", drafter)

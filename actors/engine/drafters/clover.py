@@ -52,10 +52,10 @@ class Clover(HeadDrafter):
 
     @classmethod
     def build(cls, context: DrafterContext) -> Self:
-        made = super().build(context)
+        drafter = super().build(context)
         score: Any = context.target.get_output_embeddings()
-        made.embedding, made.score = score.weight, made.target.model.get_output_embeddings()
-        return made
+        drafter.embedding, drafter.score = score.weight, drafter.target.model.get_output_embeddings()
+        return drafter
 
     def propose(self, group: Group, limits: list[int]) -> Draft:
         most = self.head.model.config.heads

@@ -57,10 +57,10 @@ class Eagle3(HeadDrafter):
 
     @classmethod
     def build(cls, context: DrafterContext) -> Self:
-        made = super().build(context)
-        if made.head.model.embed_tokens is None:
-            made.head.model.embed_tokens = context.target.get_input_embeddings()
-        return made
+        drafter = super().build(context)
+        if drafter.head.model.embed_tokens is None:
+            drafter.head.model.embed_tokens = context.target.get_input_embeddings()
+        return drafter
 
     def _first(self, rows: DraftRows) -> Step:
         batch = rows.batch(rows.pending[:, None], -1)

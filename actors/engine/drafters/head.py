@@ -63,7 +63,7 @@ class HeadDrafter(DraftModel):
         if not isinstance(draft, cls.configures):
             return f"it needs {cls.asks} as its draft"
         if config.method == "eqspec":
-            return "method eqspec moves KV, but the head needs features at fixed positions"
+            return "method eqspec moves the KV, but not the features of the head"
         text = target.get_text_config()
         if (draft.vocab_size, draft.target_hidden_size) == (text.vocab_size, text.hidden_size):
             return None
@@ -93,14 +93,14 @@ class HeadDrafter(DraftModel):
         head, target = context.cached(context.draft), context.verifier
         assert isinstance(head, PagedModel)
         assert isinstance(target, PagedModel)
-        made = cls(context, head)
-        made.head, made.target = head, target
-        made.aux_layers = cls.aux_layers_of(context.target.config, context.draft.config)
+        drafter = cls(context, head)
+        drafter.head, drafter.target = head, target
+        drafter.aux_layers = cls.aux_layers_of(context.target.config, context.draft.config)
         head.last_position = target.last_position  # the head's own config has the limit of its training
         if cls.remembers:
             head.remember(cls.remembers)
-        target.remember(made.aux_layers)
-        return made
+        target.remember(drafter.aux_layers)
+        return drafter
 
     def _fill(self, batch: Batch) -> None:
         batch = batch.shifted(-1)

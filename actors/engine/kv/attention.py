@@ -254,11 +254,11 @@ def load_kernel() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Several processes may do this at once; each renames a complete file into place.
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            made = Path(folder) / path.name
-            done = subprocess.run([*_command(), "-o", str(made)], capture_output=True, text=True)
+            built = Path(folder) / path.name
+            done = subprocess.run([*_command(), "-o", str(built)], capture_output=True, text=True)
             if done.returncode:
                 raise RuntimeError(next(reversed(done.stderr.splitlines()), f"c++ ended with {done.returncode}"))
-            made.replace(path)
+            built.replace(path)
     torch.ops.load_library(path)
 
 

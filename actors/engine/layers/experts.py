@@ -69,7 +69,7 @@ ALL_EXPERTS_FUNCTIONS.register(NAME, windowed_experts)
 
 
 def used(model: Any) -> dict[str, str]:
-    """For the record: the implementation of a mixture's experts, where it is one of `implementations`."""
+    """For the record: the implementation of a mixture's experts, if it is one of `implementations`."""
     name = getattr(getattr(model, "config", None), "_experts_implementation", None)
     return {"experts": name} if name in (NAME, "batched_mm") else {}
 

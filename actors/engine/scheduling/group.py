@@ -14,7 +14,7 @@ from exspec.actors.engine.tokens.sampling import Sampler, SamplerState
 
 @dataclass(frozen=True)
 class Group:
-    """R rows, of which those without a sequence are dead.
+    """R rows; a row without a sequence is dead.
 
     slots: [R].
     previous, pending: [R], the last two committed tokens. starts: [R], the position of the pending token.
@@ -53,17 +53,17 @@ class Group:
         samplers: the sampling state of the slots' sequences.
         """
         dead = rows - len(sequences)
-        placed = [*sequences, *[None] * dead]
-        held = [s.slot for s in sequences]
+        padded = [*sequences, *[None] * dead]
+        live = [s.slot for s in sequences]
         lengths = [s.length for s in sequences]
         values = np.zeros((4, rows), dtype=np.int64)  # numpy converts nested lists faster than torch does
-        values[0] = [*held, *[slots] * dead]
+        values[0] = [*live, *[slots] * dead]
         # A prompt of one token has no token before the pending one.
         values[1:, : len(sequences)] = [s.tokens[-2:][0] for s in sequences], [s.tokens[-1] for s in sequences], lengths
         numbers, previous, pending, starts = torch.from_numpy(values).to(device, non_blocking=True)
         useful = [min(drafts, kv_columns - n - 1, s.budget - 1) for s, n in zip(sequences, lengths, strict=True)]
         return cls(
-            sequences=placed,
+            sequences=padded,
             slots=numbers,
             previous=previous,
             pending=pending,
@@ -71,6 +71,6 @@ class Group:
             kv_columns=kv_columns,
             longest=max(lengths) + 1,
             useful=[*useful, *[0] * dead],
-            sampler=samplers.rows(numbers, held),
-            walker=walker(placed),
+            sampler=samplers.rows(numbers, live),
+            walker=walker(padded),
         )

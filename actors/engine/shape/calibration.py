@@ -95,18 +95,19 @@ def calibrate(
     budget: int | None = None,
     engine: MakeEngine = Engine,
 ) -> Calibration:
-    """The fastest config that differs from `config` in the settings named in `free` alone.
+    """The fastest config that differs from `config` only in the settings named in `free`.
 
-    requests: a sample; requests that cannot be decoded are left out. seconds: about how long to take; half of it goes
-    to the final. budget: bytes of memory that the config may plan to use. engine: makes the engines that decode.
+    requests: a sample; requests that cannot be decoded are left out. seconds: the approximate duration; half of it is
+    for the final. budget: bytes of memory that the config may use. engine: makes the engines that decode.
 
-    Raises ValueError where no request of the sample can be decoded, or no candidate fits the budget.
+    Raises ValueError if no request of the sample can be decoded, or no candidate fits the budget.
     """
     return Calibrator(Models(target, draft, budget), config, free, seconds, engine).run(requests)
 
 
 class Calibrator:
-    """One calibration. config: as it is once kernels and prefill shape are chosen. The rest is as in `calibrate`."""
+    """One calibration. config: with kernels and prefill shape, once these are chosen. Parameters: see
+    `calibrate`."""
 
     def __init__(
         self, models: Models, config: EngineConfig, free: Sequence[str], seconds: float, make: MakeEngine
@@ -121,7 +122,7 @@ class Calibrator:
             config = replace(config, method="plain", drafter=NONE)
         self.config = replace(resolve(models.target, models.draft, config), pages=config.pages)
         smallest = replace(self.config, method="plain", drafter=NONE) if "method" in free else self.config
-        models.fitted(smallest)  # raises where nothing fits
+        models.fitted(smallest)  # raises if nothing fits
 
     def run(self, requests: Sequence[Request]) -> Calibration:
         """Probe, predict and run the finalists."""
@@ -130,28 +131,28 @@ class Calibrator:
         longest = max(prompt + new for prompt, new in sample.lengths)
         self.choose_kernels_and_prefill(sample, longest)
         costs = Costs(self.models, sample.requests, longest, self.config, self.clock)
-        made = self.predict(costs, sample)
-        finalists = self.finalists(made)
-        made += [c for c in finalists if c not in made]
+        predicted = self.predict(costs, sample)
+        finalists = self.finalists(predicted)
+        predicted += [c for c in finalists if c not in predicted]
         costs.forget()
-        chosen = max(made, key=lambda c: c.predicted / (MARGIN if c.config.drafts else 1))
+        chosen = max(predicted, key=lambda c: c.predicted / (MARGIN if c.config.drafts else 1))
         if len(finalists) > 1:
             chosen = self.final(sample, finalists)
         costs.deadline = math.inf
         best = replace(chosen.config, threshold=best_threshold(chosen.config, costs, sample))
         compiled = str(fused.CODE) if fused.CODE.seconds > compiling else None
-        return Calibration(best, made, sample, time.monotonic() - began, compiled)
+        return Calibration(best, predicted, sample, time.monotonic() - began, compiled)
 
     def probe(self, requests: Sequence[Request]) -> Sample:
-        """Probe each drafter that fits; those that do not are no longer a choice."""
+        """Probe each drafter that fits. Drafters that do not fit are no longer choices."""
         engines = self._probes()
         sample = probe(engines, requests, self.seconds / 4)
         self.choices = [c for c in self.choices if label(self._probed(c)) in engines]
         return sample
 
     def _probes(self) -> dict[str, Callable[[], Engine]]:
-        """What makes the engines of the probes, by label. Drafters that learn come last, and never alone: they need
-        completions."""
+        """Functions that make the engines of the probes, by label. Drafters that learn come last and never alone, since
+        they need completions."""
         plain = replace(self.config, method="plain", drafter=NONE, draft_length="fixed", columns=None)
         shapes = [*map(self._probed, self.choices), plain]
         engines: dict[str, Callable[[], Engine]] = {}
@@ -187,37 +188,37 @@ class Calibrator:
         while there is time. Raises ValueError if none fits."""
         shapes = list(candidates(self.models, self.config, self.choices, self.free))
         kinds = {label(shape) for shape in shapes}
-        made: list[Candidate] = []
+        predicted: list[Candidate] = []
         tried: set[str] = set()
 
         def consider(shape: EngineConfig) -> None:
-            if tried == kinds and made:  # one of each kind is predicted, however long it takes
+            if tried == kinds and predicted:  # one of each kind is predicted, however long it takes
                 costs.deadline = self.start + self.seconds / 2
             tried.add(label(shape))
             with suppress(OutOfTimeError, ValueError, torch.OutOfMemoryError):  # the last two: it does not fit
                 fitted = self.models.fitted(shape)
                 if fitted.batch_size == shape.batch_size:
-                    made.append(Candidate(fitted, predict(fitted, costs, sample)))
+                    predicted.append(Candidate(fitted, predict(fitted, costs, sample)))
 
         first = coarse(shapes)
         for shape in first:
             consider(shape)
-        rows = max(made, key=lambda c: c.predicted).config.batch_size if made else None
+        rows = max(predicted, key=lambda c: c.predicted).config.batch_size if predicted else None
         for shape in shapes:
             if shape not in first and rows in (shape.batch_size, None):
                 consider(shape)
-        if not made:
+        if not predicted:
             raise ValueError("calibration: none of the possible shapes fits the memory")
-        return sorted(made, key=lambda c: -c.predicted)
+        return sorted(predicted, key=lambda c: -c.predicted)
 
-    def finalists(self, made: list[Candidate]) -> list[Candidate]:
+    def finalists(self, predicted: list[Candidate]) -> list[Candidate]:
         """The candidates that run in the final: the best of each drafter (two if there is only one drafter) and the
         best without drafts, each also with compiled layers if kernels are free. As many as fit the memory together.
-        made: candidates, the best first."""
-        drafting = [c for c in made if c.config.drafts]
+        predicted: candidates, the best first."""
+        drafting = [c for c in predicted if c.config.drafts]
         chosen = sorted({c.config.drafter: c for c in reversed(drafting)}.values(), key=lambda c: -c.predicted)
         chosen += [c for c in drafting if c not in chosen][: max(2 - len(chosen), 0)]
-        chosen += [c for c in made if not c.config.drafts][:1]
+        chosen += [c for c in predicted if not c.config.drafts][:1]
         if "kernels" in self.free and self.seconds >= COMPILE_FROM:
             chosen += self._compiled(chosen)
         while len(chosen) > 1 and not self.models.fit_together([c.config for c in chosen]):
@@ -226,9 +227,9 @@ class Calibrator:
 
     def _compiled(self, finalists: list[Candidate]) -> list[Candidate]:
         """The finalists with compiled layers, if compilation works here, except finalists that already have them."""
-        made = [replace(c, config=replace(c.config, kernels="compiled")) for c in finalists]
-        works = resolve(self.models.target, self.models.draft, made[0].config).kernels == "compiled"
-        return [m for m, c in zip(made, finalists, strict=True) if works and c.config.kernels != "compiled"]
+        compiled = [replace(c, config=replace(c.config, kernels="compiled")) for c in finalists]
+        works = resolve(self.models.target, self.models.draft, compiled[0].config).kernels == "compiled"
+        return [new for new, c in zip(compiled, finalists, strict=True) if works and c.config.kernels != "compiled"]
 
     def final(self, sample: Sample, finalists: list[Candidate]) -> Candidate:
         """Run the finalists in turn, for a slice of the time each, on pools that never drain. Returns the fastest.

@@ -142,7 +142,7 @@ def test_a_damaged_head_is_refused_by_name(
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"heads": 0}, "heads is 0; expected the number of tokens that it can draft"),
+        ({"heads": 0}, "heads is 0; expected the number of tokens that the head can draft"),
         ({"heads": "three"}, "heads is 'three'; expected the number"),
         ({"hidden_size": "wide"}, "config.json: .*hidden_size"),
         ({"num_attention_heads": 5}, "config.json: .*attention heads"),
@@ -168,7 +168,7 @@ def test_a_head_of_another_target_is_refused() -> None:
     told = refusal(CloverConfig(vocab_size=61, hidden_size=64))
     assert told == ("the head is for a vocabulary of 61 and hidden states of 64, but the target has 61 and 32")
     assert refusal(tiny.clover(target).config, method="eqspec") == (
-        "method eqspec moves KV, but the head needs features at fixed positions"
+        "method eqspec moves the KV, but not the features of the head"
     )
     assert available(target.config, tiny.clover(target).config, config) == ["clover", "suffix", "early_exit"]
 

@@ -249,7 +249,7 @@ def test_files_that_are_damaged_are_named(tmp_path: Path) -> None:
         folder = as_published(tiny.head(tiny.deep(5)), tmp_path / str(number), "authors", pickled=pickled)
         weights = folder / ("pytorch_model.bin" if pickled else "model.safetensors")
         weights.write_bytes(weights.read_bytes()[:100])
-        with pytest.raises(ModelError, match=f"{weights.name}: no "):
+        with pytest.raises(ModelError, match=f"{weights.name}: not a "):
             load_head(str(folder), torch.float32, allow_pickle=True)
     torch.save({"state_dict": {}}, weights)
     with pytest.raises(ModelError, match=r"pytorch_model.bin: not a file of tensors; expected tensors by name"):
