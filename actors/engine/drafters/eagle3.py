@@ -1,4 +1,4 @@
-"""EAGLE-3 (arXiv:2503.01840): a head of one layer over hidden states of the target, drafting chains rather than trees."""
+"""EAGLE-3 (arXiv:2503.01840): a head of one layer over hidden states of the target. Drafts are chains, not trees."""
 
 from pathlib import Path
 from typing import Any, ClassVar, Self
