@@ -1,4 +1,4 @@
-"""Refusing what the engine cannot decode exactly."""
+"""Checks that reject models which the engine cannot decode exactly."""
 
 import copy
 from typing import Any
@@ -16,23 +16,27 @@ from exspec.actors.engine.layers import experts
 
 WHAT_WORKS = "a decoder-only model that holds keys and values of every token, such as Llama, Qwen, Mistral or GLM-4"
 NEEDED = ("num_attention_heads", "num_hidden_layers", "vocab_size", "max_position_embeddings")
-WINDOWS = ("sliding_window", "attention_chunk_size")  # of a configuration and of modules, in tokens
-FED, FIRST, NARROW = 12, 7, 4  # tokens of the check, those of its first part, and of its windows
-BESIDE = ((4, 1), (4, 6), (2, 64))  # rows and columns of the forwards of a round without drafts, a verify, a fill
-CHANGING = ("dynamic", "longrope")  # rotary factors that a forward chooses
-WAITS = {
+WINDOWS = ("sliding_window", "attention_chunk_size")  # attributes of configurations and modules, in tokens
+FED, FIRST = 12, 7  # tokens of `check_forward`; the first forward takes FIRST of them
+NARROW = 4  # tokens of the windows and chunks in `check_forward`
+SHAPES = ((4, 1), (4, 6), (2, 64))  # rows and columns of a round without drafts, a verify and a prefill
+CHANGING = ("dynamic", "longrope")  # types of rotary factors that each forward chooses anew
+WAITING_OPERATIONS = {
     "_local_scalar_dense", "equal", "is_nonzero", "item", "masked_select", "nonzero", "repeat_interleave", "unique",
     "_unique2", "unique_consecutive",
 }  # fmt: skip
 
 
 class ModelError(ValueError):
-    """A model or pair that cannot be used; the message says why and what would work."""
+    """The engine cannot use this model or pair. The message says why, and what would work."""
 
 
 def check_config(config: PretrainedConfig, name: str) -> None:
-    """Refuse models that do not hold the keys and values of every token: encoder-decoders, and layers with a state, or
-    with the keys and values of other layers. Whether the rest decodes exactly is for `check_forward` to find out."""
+    """Reject models that do not hold the keys and values of every token in every layer: encoder-decoders, recurrent
+    layers, and layers that share another layer's KV. `check_forward` tests whether other models decode exactly.
+
+    Raises ModelError.
+    """
     if config.is_encoder_decoder:
         raise ModelError(f"{name}: an encoder-decoder model ({config.model_type}); expected {WHAT_WORKS}")
     text = config.get_text_config()
@@ -40,7 +44,7 @@ def check_config(config: PretrainedConfig, name: str) -> None:
         missing = [key for key in NEEDED if not getattr(text, key, None)]
         if not missing:
             kv_shape(config)
-    except RuntimeError as error:  # so does transformers tell that layers differ
+    except RuntimeError as error:  # transformers raises it for layers of different shapes
         reason = f"the layers of {config.model_type} have different shapes ({_first_line(error)})"
         raise ModelError(f"{name}: {reason}; expected {WHAT_WORKS}") from error
     if missing:
@@ -48,27 +52,32 @@ def check_config(config: PretrainedConfig, name: str) -> None:
     others = {type(layer) for layer in DynamicCache(config=config).layers} - {DynamicLayer, DynamicSlidingWindowLayer}
     if others:
         kinds = set(getattr(text, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
-        found = ", ".join(sorted(kinds) or sorted(layer.__name__ for layer in others))
+        names = ", ".join(sorted(kinds) or sorted(layer.__name__ for layer in others))
         raise ModelError(
-            f"{name}: the cache of {config.model_type} does not hold the keys and values of every token ({found}); "
+            f"{name}: the cache of {config.model_type} does not hold the keys and values of every token ({names}); "
             f"expected {WHAT_WORKS}"
         )
 
 
 def limit_context(config: PretrainedConfig) -> None:
-    """Shorten the context to where one set of rotary factors holds, for there are models with another set for longer
-    sequences (longrope). Their `generate` computes all keys anew where a sequence grows past that point."""
+    """Shorten the context of a longrope model to the length up to which one set of rotary factors applies.
+
+    Such a model has a second set for longer sequences, and transformers' `generate` recomputes all keys when a sequence
+    grows past that length.
+    """
     text = config.get_text_config()
     parameters = getattr(text, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)]
-    points = [p["original_max_position_embeddings"] for p in nested or [parameters] if p.get("rope_type") == "longrope"]
-    if points:
-        text.max_position_embeddings = min(text.max_position_embeddings, *points)
+    limits = [p["original_max_position_embeddings"] for p in nested or [parameters] if p.get("rope_type") == "longrope"]
+    if limits:
+        text.max_position_embeddings = min(text.max_position_embeddings, *limits)
 
 
 def fix_rotary_factors(model: PreTrainedModel) -> None:
-    """Limit the context, and keep the rotary factors that hold inside it: a forward would choose them by the longest of
-    its rows, and on a GPU wait to know it."""
+    """Limit the context, and fix the rotary factors to the ones that apply within it.
+
+    Otherwise every forward would choose them by its longest row, and on a GPU wait to learn that length.
+    """
     limit_context(model.config)
     module: Any
     for module in model.modules():
@@ -83,19 +92,19 @@ def fix_rotary_factors(model: PreTrainedModel) -> None:
 
 @torch.inference_mode()
 def check_forward(model: PreTrainedModel, name: str, bits: bool = True) -> None:
-    """Refuse a model whose logits, computed as the engine does, are not those of its own forward.
+    """Reject a model whose logits differ between the engine's forwards and the model's own.
 
-    It finds what no configuration tells: positions counted from a mask, rotary factors chosen by the longest row,
-    attention that does not take a window, forwards that wait for the device. A few tokens are fed: windows and chunks
-    are narrowed to less than that, on modules that share the model's weights, and positions are given.
+    This finds what no configuration shows: positions counted from a mask, rotary factors chosen by the longest row,
+    attention that ignores a window, forwards that wait for the device. The check feeds a few tokens at given positions.
+    It narrows windows and chunks to fewer tokens than that, on a copy of the modules that shares the model's weights.
 
-    bits: whether no bit of a token may depend on its neighbours; those of drafts may, for they decide no token. Raises
-    ModelError with what differed.
+    bits: require that no bit of a row's logits depends on the rows beside it. A draft model need not meet this: drafts
+    decide no token. Raises ModelError with what differed.
     """
-    swayed = False
+    inexact = False
     try:
-        swayed = bits and choose_experts(model)
-        reason = _beside_others(model) or _out_of_step(_narrowed(model))
+        inexact = bits and not choose_experts(model)
+        reason = _positions_mixed(model) or _paged_differs(_narrowed(model))
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, AssertionError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
@@ -105,48 +114,48 @@ def check_forward(model: PreTrainedModel, name: str, bits: bool = True) -> None:
         raise ModelError(
             f"{name}: {kind} does not decode the same by slots as on its own ({reason}); expected {WHAT_WORKS}"
         )
-    if swayed:
+    if inexact:
         raise ModelError(
-            f"{name}: in {str(model.dtype).removeprefix('torch.')} the logits of {kind} depend on the tokens beside "
-            "them; expected float32, where the difference is as small as any rounding"
+            f"{name}: in {str(model.dtype).removeprefix('torch.')} the logits of a row of {kind} depend on the other "
+            "rows of the batch; expected float32, where the difference is as small as any rounding error"
         )
 
 
 def choose_experts(model: PreTrainedModel) -> bool:
-    """Have a mixture's experts computed in the first way in which no token's bits depend on its neighbours. Returns
-    whether, in half precision, there is no such way.
+    """Choose how a mixture's experts are computed: the fastest implementation in which no bit of a row's logits depends
+    on the rows beside it. Returns whether there is one, and True for a model without a module named after experts.
 
-    In float32 the first way is taken untried: what differs there is as small as between any two shapes. A model none of
-    whose modules is called after experts has no mixture.
+    In float32 the first implementation is taken untested: its differences are as small as between any two shapes.
     """
     if not any("expert" in f"{name} {type(module).__name__}".lower() for name, module in model.named_modules()):
-        return False
-    for number, way in enumerate(experts.ways(model.device)):
-        if way is not None:
-            model.set_experts_implementation(way)
+        return True
+    for number, implementation in enumerate(experts.implementations(model.device)):
+        if implementation is not None:
+            model.set_experts_implementation(implementation)
         try:
-            if model.dtype == torch.float32 or not _swayed(model):
-                return False
+            if model.dtype == torch.float32 or not _depends_on_other_rows(model):
+                return True
         except torch.OutOfMemoryError:
             if number == 0:
                 raise
-    return True
+    return False
 
 
 @torch.inference_mode()
-def _swayed(model: PreTrainedModel) -> bool:
-    """Whether the logits of a row's tokens differ by a bit with the rows beside it: rows like it, or any others."""
+def _depends_on_other_rows(model: PreTrainedModel) -> bool:
+    """Whether any bit of a row's logits changes between forwards with different other rows: copies of it, or random
+    tokens."""
     size: int = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
-    for rows, columns in BESIDE:
+    for rows, columns in SHAPES:
         columns = min(columns, context_length(model.config))
         tokens = torch.randint(size, (1, columns), generator=generator)
         others = [torch.randint(size, (rows - 1, columns), generator=generator) for _ in range(3)]
-        found = []
-        for beside in (tokens.expand(rows - 1, -1), *others):
-            ids = torch.cat([tokens, beside]).to(model.device)
-            found.append(model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0])
-        if not all(logits.equal(found[0]) for logits in found):
+        results = []
+        for other in (tokens.expand(rows - 1, -1), *others):
+            ids = torch.cat([tokens, other]).to(model.device)
+            results.append(model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0])
+        if not all(logits.equal(results[0]) for logits in results):
             return True
     return False
 
@@ -156,27 +165,27 @@ def _first_line(error: Exception) -> str:
 
 
 def _narrowed(model: PreTrainedModel) -> PreTrainedModel:
-    """The model with windows and chunks of attention of so few tokens that the check's leave them."""
+    """The model, with attention windows and chunks narrower than the tokens that the check feeds."""
     if not any(getattr(model.config.get_text_config(), key, None) for key in WINDOWS):
         return model
     shared: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    made = copy.deepcopy(model, shared)
-    for owner in (made.config, made.config.get_text_config(), *made.modules()):
+    narrow = copy.deepcopy(model, shared)
+    for owner in (narrow.config, narrow.config.get_text_config(), *narrow.modules()):
         for key in WINDOWS:
             if isinstance(width := getattr(owner, key, None), int) and not isinstance(width, bool) and width > NARROW:
                 setattr(owner, key, NARROW)
-    return made
+    return narrow
 
 
 def _tokens(model: PreTrainedModel, count: int) -> Tensor:
-    """Two rows [2, count] of tokens that differ everywhere."""
+    """Two rows [2, count] of tokens that differ at every position."""
     ids = torch.arange(1, count + 1, device=model.device)
     size: int = model.config.get_text_config().vocab_size
     return torch.stack([ids, ids + count]) % size
 
 
-def _beside_others(model: PreTrainedModel) -> str | None:
-    """Why a row at the beginning of the context is not the same beside one at its end."""
+def _positions_mixed(model: PreTrainedModel) -> str | None:
+    """Run a row at the start of the context beside one at its end, and each alone. Returns what differs, or None."""
     tokens = _tokens(model, FED)
     near = torch.arange(FED, device=model.device)
     far = near + max(context_length(model.config) - FED, 0)
@@ -186,50 +195,51 @@ def _beside_others(model: PreTrainedModel) -> str | None:
         output = model(input_ids=rows, attention_mask=mask, position_ids=torch.stack(positions))
         return output.logits  # type: ignore[no-any-return]
 
-    together, back = logits(tokens, [near, far]), logits(tokens.flip(0), [far, near])
-    for place, row, positions in ((0, 0, near), (1, 1, far)):
+    together, swapped = logits(tokens, [near, far]), logits(tokens.flip(0), [far, near])
+    for row, positions in enumerate((near, far)):
         alone = logits(tokens[row : row + 1], [positions])[0]
-        if not (_same(together[place], alone) and _same(back[1 - place], alone)):
+        if not (_same(together[row], alone) and _same(swapped[1 - row], alone)):
             return "a row's logits depend on the positions of the rows beside it"
     return None
 
 
-def _out_of_step(model: PreTrainedModel) -> str | None:
-    """Why a row in two parts, beside another sequence in another place, is not what the model itself makes of it."""
+def _paged_differs(model: PreTrainedModel) -> str | None:
+    """Feed a row through pages of KV in two forwards, beside another sequence at another position. Returns what differs
+    from the model's own logits, or None."""
     tokens = _tokens(model, FED)
-    expected = _generated(model, tokens[:1])
+    expected = _own_logits(model, tokens[:1])
     pages = Pages(2, pages=2 * FED, size=NARROW - 1, chunk=NARROW - 1, longest=3 * FED, device=model.device)
     for slot in (0, 1):
         pages.begin(slot, [], 0, 2 * FED)
     cached = PagedModel(model, pages, GATHERED)
     slots = torch.tensor([1, 0], device=model.device)
-    # The second row is there to be mistaken for the first.
+    # The second row has other tokens, so that mixing up the rows changes the logits.
     cached.forward(Batch(slots, tokens[:, :FIRST], torch.zeros_like(slots), FED))
     second = torch.stack([tokens[0, FIRST:], tokens[1, : FED - FIRST]])
     starts = torch.tensor([FIRST, 1], device=model.device)
     with Waits() as waits:
         logits = cached.forward(Batch(slots, second, starts, 2 * FED))[0]
-    if waits.found and model.device.type == "cuda":
-        return f"its forward waits for the device: {waits.found[0]}"
+    if waits.names and model.device.type == "cuda":
+        return f"its forward waits for the device: {waits.names[0]}"
     return None if _same(logits, expected) else "its logits differ"
 
 
-def _generated(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Logits [FED - FIRST, V] behind the first part of a row [1, FED], as `generate` comes by them: the first part as a
-    prompt, the others one by one with a cache of transformers."""
+def _own_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """Logits [FED - FIRST, V] after each token of a row [1, FED] past the first FIRST, computed as `generate` does:
+    FIRST tokens as a prompt, then one token at a time, with transformers' cache."""
     output = model(input_ids=tokens[:, :FIRST], use_cache=True)
-    found = []
-    for place in range(FIRST, FED):
-        output = model(input_ids=tokens[:, place : place + 1], past_key_values=output.past_key_values, use_cache=True)
-        found.append(output.logits[0, -1])
-    return torch.stack(found)
+    logits = []
+    for n in range(FIRST, FED):
+        output = model(input_ids=tokens[:, n : n + 1], past_key_values=output.past_key_values, use_cache=True)
+        logits.append(output.logits[0, -1])
+    return torch.stack(logits)
 
 
 def _same(logits: Tensor, expected: Tensor) -> bool:
-    """Whether logits [Q, V] are equal but for rounding; NaN is not.
+    """Whether logits [Q, V] are equal up to rounding; NaN never is.
 
-    In half precision the columns in the middle count: rounding may hand single tokens to other experts, and what is
-    wrong with a model is wrong in all columns.
+    In half precision the median over the columns counts: rounding may route single tokens to other experts, while a
+    fault of the model shows in all columns.
     """
     off = (logits.float() - expected.float()).abs().amax(-1) / expected.float().abs().max()  # [Q]
     half = logits.dtype in (torch.bfloat16, torch.float16)
@@ -237,18 +247,18 @@ def _same(logits: Tensor, expected: Tensor) -> bool:
 
 
 class Waits(TorchDispatchMode):
-    """Notes operations whose result Python would have to wait for, or whose shape depends on values: no CUDA graph can
-    hold them. found: their names."""
+    """Records the names of operations that no CUDA graph can hold, since Python waits for their result or their shape
+    depends on values."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[str] = []
+        self.names: list[str] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.overloadpacket.__name__
-        chosen = name in ("index", "index_put", "index_put_") and any(
+        by_mask = name in ("index", "index_put", "index_put_") and any(
             isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1]
         )
-        if name in WAITS or chosen:
-            self.found.append(f"{name} by a mask" if chosen else name)
+        if name in WAITING_OPERATIONS or by_mask:
+            self.names.append(f"{name} by a mask" if by_mask else name)
         return function(*args, **(kwargs or {}))

@@ -1,7 +1,7 @@
-"""The actor beside a GPU: rows in, one staged file out.
+"""The GPU actor: it decodes a chunk's rows and stages them as one file.
 
-It is handed what it works with: a loader of engine and tokenizer, a sink that stages them, a ledger that
-counts attempts. It knows no paths, and it runs in a plain process as well as under Ray.
+The caller passes a loader for engine and tokenizer, a sink that stages rows, and a ledger that counts attempts. The
+actor knows no paths. It runs in a plain process as well as under Ray.
 """
 
 import json
@@ -28,27 +28,27 @@ from exspec.actors.stop_strings import StopStrings, completion_text
 from exspec.actors.work import WORK
 
 KILLER = "the row ended the process that decoded it"  # the error of such a row
-SIGN = 2.0  # seconds between two signs of life
-GROUPS = 8  # how many parts a suspect chunk is cut into to find the row that kills the process
+HEARTBEAT = 2.0  # seconds between heartbeats
+GROUPS = 8  # into how many groups of rows a repeated chunk is cut, to find the row that kills the process
 
 
 @dataclass(frozen=True)
 class RowResult:
-    """What became of one row: a completion with its text, or an error."""
+    """The result of one row: a completion with its text, or an error."""
 
     completion: Completion | None
     text: str | None
     error: str | None
     prompt_tokens: int | None = None
-    values: dict[str, Any] = field(default_factory=dict)  # by column, what the text was read as
-    lasting: bool = False  # the error is the row's own, and no second try would help
-    cut: int = 0  # tokens that the prompt had before those that were decoded
+    values: dict[str, Any] = field(default_factory=dict)  # by column, the values read from the text
+    lasting: bool = False  # the row itself causes the error, so a second attempt would fail too
+    cut: int = 0  # tokens that were cut off the start of the prompt
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a chunk's results come from: actor, hardware and what ran on it, when the attempt began, and which one it
-    was."""
+    """Where a chunk's results come from: the actor, its hardware, attention and kernels, and the attempt's start time
+    and number."""
 
     actor: str
     hardware: dict[str, str]
@@ -57,17 +57,17 @@ class Origin:
 
 
 class Sink(Protocol):
-    """Where an actor leaves the rows of a chunk."""
+    """Stores the rows of a chunk."""
 
     def stage(self, task: Any, block: pa.Table, results: list[RowResult | None], origin: Origin) -> dict[str, Any]:
-        """Stage the chunk's rows and return the file that they are; a result of None leaves the row as it was."""
+        """Stage the chunk's rows and describe the staged file; a row whose result is None stays unchanged."""
         ...
 
 
 class Loader(Protocol):
-    """Gives the engine, with at most so many slots, and the tokenizer."""
+    """Makes the engine, with at most `window` slots, and the tokenizer."""
 
-    window: int  # slots that the engine has where none ran out of memory
+    window: int  # slots of the engine when no actor has run out of memory
 
     def __call__(self, window: int) -> tuple[Engine, Any]: ...
 
@@ -77,11 +77,10 @@ class Meter(Protocol):
 
 
 class Generator:
-    """Calls run at once, from several threads, each with one chunk; all of them feed one engine.
+    """Decodes chunks with one engine. Several threads may call it at the same time, each with one chunk.
 
-    attempts: after so many that ended in the process's death a chunk is set aside. answers: what completions are to be,
-    from the tokenizer. A chunk's rows have the carried columns and WORK: prompt ids or an error for every row, and its
-    settings.
+    attempts: a chunk is set aside once this many attempts have ended in the death of their process. answers: makes the
+    form of the completions, given the tokenizer. Each row has the carried columns and WORK.
     """
 
     def __init__(
@@ -109,21 +108,22 @@ class Generator:
         self.hardware = hardware(getattr(engine, "device", torch.device("cpu"))) | ran
         self.turns = Turns()
         self.closed = threading.Event()
-        threading.Thread(target=self._sign, daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, daemon=True).start()
 
-    def _sign(self) -> None:
+    def _send_heartbeats(self) -> None:
         while True:
             self.ledger.sign(self.name, self.engine.statistics.tokens)
-            if self.closed.wait(SIGN):
+            if self.closed.wait(HEARTBEAT):
                 return
 
     def close(self) -> None:
-        """End its threads. An actor never calls this: its threads end with its process."""
+        """End the threads. An actor never calls this: its threads end with the process."""
         self.closed.set()
         self.engine.close()
 
     def __call__(self, block: pa.Table) -> pa.Table:
-        """One chunk in, one row out. block: the task, its rows as an Arrow stream, or why they cannot be read."""
+        """Decode one chunk. block: the task, and its rows as an Arrow stream or the reason why they cannot be read.
+        Returns one row: the pickled result."""
         task = pickle.loads(block["task"][0].as_py())
         if (rows := block["rows"][0]).is_valid:
             result = self._work(task, pa.ipc.open_stream(rows.as_buffer()).read_all())
@@ -134,10 +134,10 @@ class Generator:
         return pa.table({"result": [pickle.dumps(result | {"engine": statistics, "actor": self.name})]})
 
     def _work(self, task: Any, block: pa.Table) -> dict[str, Any]:
-        # An attempt begins when its turn has come: one who waits is not blamed for another's death.
+        # An attempt begins when its turn comes, so that a waiting chunk is not blamed when another kills the process.
         with self.turns.alone() if self.ledger.begun(task.key) else self.turns.shared():
             started, attempt = time.time(), self.ledger.begin(task.key)
-            # An attempt that finds a row that kills is free; many such rows mean that something else is wrong.
+            # An attempt that identifies a killing row does not count. Many such rows point to another cause.
             if attempt.number > self.attempts or len(attempt.bad) > self.attempts:
                 died = f"its process died in each of {self.attempts} attempts {attempt.last_error}"
                 return self._set_aside(task, died, "decoding")
@@ -145,7 +145,7 @@ class Generator:
         try:
             origin = Origin(self.name, self.hardware, started, attempt.number)
             file = self.sink.stage(task, block, results, origin)
-        except Exception as error:  # storage that refuses for good would refuse a second decoding too
+        except Exception as error:  # the storage has given up retrying, so decoding again would not help
             return self._set_aside(task, f"cannot be written: {type(error).__name__}: {error}", "output")
         return {"set_aside": "", "task": task, "file": file}
 
@@ -153,7 +153,7 @@ class Generator:
         return {"set_aside": f"{task}: {reason}", "task": task, "fault": fault}
 
     def _survive(self, task: Any, block: pa.Table, attempt: Attempt) -> list[RowResult | None]:
-        """The results, or the end of this process: an engine that failed serves nobody, and a new one tries again."""
+        """Decode the rows. If the engine fails, end this process: a new actor tries again."""
         try:
             return self._generate(task, block.select(WORK).to_pylist(), attempt)
         except Exception as error:
@@ -161,7 +161,7 @@ class Generator:
             self.ledger.note(task.key, f"({type(error).__name__}: {error})")
             if isinstance(error, torch.OutOfMemoryError) and self._can_shrink:
                 self.ledger.shrink(max(self.window // 2, 1))
-                self.ledger.mark(task.key, [])  # the window is to blame before any row is
+                self.ledger.mark(task.key, [])  # suspect the window before any row
             os._exit(1)
 
     @property
@@ -170,8 +170,8 @@ class Generator:
         return self.shape.method != "eqspec" and self.shape.page_count > self.shape.fewest_pages
 
     def _generate(self, task: Any, rows: list[dict[str, Any]], attempt: Attempt) -> list[RowResult | None]:
-        """The results of all rows. A repeated chunk runs in groups that the ledger knows of, the suspects first:
-        where two rows kill, one is found before the other is met again."""
+        """The results of all rows. A repeated chunk runs in groups that are marked in the ledger, the suspected rows
+        first: if two rows kill the process, the first is identified before the second runs again."""
         results: dict[int, RowResult | None] = {i: RowResult(None, None, KILLER, _tokens(rows[i])) for i in attempt.bad}
         results |= {i: None for i, row in enumerate(rows) if row["_skip"]}
         rest = [i for i in range(len(rows)) if i not in results]
@@ -191,17 +191,17 @@ class Generator:
         return [result() for result in waiting]
 
     def _submit(self, name: tuple[str, int], row: dict[str, Any]) -> Callable[[], RowResult]:
-        """Hand a row to the engine; what is returned waits for its result."""
+        """Submit a row to the engine. Returns a function that waits for the result."""
         prompt = _tokens(row)
         if row["_error"]:
             return lambda: RowResult(None, None, row["_error"], prompt, lasting=True)
-        least = self.answers.limits.get("min_new_tokens", 0)
-        stop = StopStrings(self.tokenizer, row["_stop"], least) if row["_stop"] else None
+        min_new_tokens = self.answers.limits.get("min_new_tokens", 0)
+        stop = StopStrings(self.tokenizer, row["_stop"], min_new_tokens) if row["_stop"] else None
         try:
             sampling = Sampling(**self.sampling | json.loads(row["_sampling"]))
         except ValueError as error:
-            refused = str(error)
-            return lambda: RowResult(None, None, refused, prompt, lasting=True)
+            message = str(error)
+            return lambda: RowResult(None, None, message, prompt, lasting=True)
         request = Request(name, row["_prompt"], row["_max_new_tokens"], sampling, stop=stop)
         future = self.engine.submit(replace(request, **asked(self.answers)))
 
@@ -214,8 +214,8 @@ class Generator:
             try:
                 values = self.answers.read(completion, text)
                 return RowResult(completion, text, None, prompt, values, cut=row["_cut"])
-            except AnswerError as unread:  # and would be again
-                return RowResult(None, None, str(unread), prompt, lasting=True)
+            except AnswerError as invalid:  # decoding again would give the same text
+                return RowResult(None, None, str(invalid), prompt, lasting=True)
 
         return result
 
@@ -231,18 +231,18 @@ def _parts(rows: list[int]) -> Iterator[list[int]]:
 
 
 class Turns:
-    """Many may go at once, or one alone. One who waits to be alone lets nobody new in."""
+    """A lock that many threads share or one holds alone. While one waits to hold it alone, no other thread enters."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._inside = 0
-        self._alone = 0  # waiting or inside
+        self._holders = 0
+        self._alone = 0  # threads that hold it alone, or wait to
 
     @contextmanager
     def shared(self) -> Iterator[None]:
         with self._changed:
             self._changed.wait_for(lambda: self._alone == 0)
-            self._inside += 1
+            self._holders += 1
         try:
             yield
         finally:
@@ -252,8 +252,8 @@ class Turns:
     def alone(self) -> Iterator[None]:
         with self._changed:
             self._alone += 1
-            self._changed.wait_for(lambda: self._inside == 0)
-            self._inside += 1
+            self._changed.wait_for(lambda: self._holders == 0)
+            self._holders += 1
         try:
             yield
         finally:
@@ -263,5 +263,5 @@ class Turns:
 
     def _leave(self) -> None:
         with self._changed:
-            self._inside -= 1
+            self._holders -= 1
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""What tokens were computed on, as it is kept beside them."""
+"""The record of the hardware that tokens were computed on."""
 
 import platform
 from pathlib import Path
@@ -7,7 +7,7 @@ import torch
 
 
 def hardware(device: torch.device) -> dict[str, str]:
-    """The device's model and the version of torch: in bfloat16 tokens may differ where these do."""
+    """The device's model and torch's version. In bfloat16, tokens may differ between devices and between versions."""
     return {"device": _model(device), "torch": torch.__version__}
 
 

@@ -1,6 +1,6 @@
-"""What an actor asks about a chunk before it begins, and shows of itself. Imports nothing heavy.
+"""The ledger: it counts attempts at chunks and collects the actors' heartbeats.
 
-Whoever keeps the ledger has no model.
+Imports neither torch nor transformers: the process that keeps the ledger has no model.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,8 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Attempt:
-    """The ledger's answer: which attempt at the chunk this is, rows that one of them died of, and those suspected."""
+    """An attempt at a chunk: its number, the rows that have killed a process, the suspected rows, and the error of the
+    last attempt."""
 
     number: int
     bad: frozenset[int] = frozenset()
@@ -20,8 +21,8 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Signs:
-    """What the actors of a job have shown of themselves: how many live, the tokens of all, and for how many seconds any
-    of them has had a chunk."""
+    """The sum of the actors' heartbeats: how many actors are alive, the tokens that all of them have decoded, and the
+    seconds in which any of them had a chunk."""
 
     actors: int
     tokens: int
@@ -29,18 +30,32 @@ class Signs:
 
 
 class Ledger(Protocol):
-    def begun(self, part: str) -> bool: ...
-    def begin(self, part: str) -> Attempt: ...
-    def mark(self, part: str, rows: Sequence[int]) -> None: ...
-    def note(self, part: str, error: str) -> None: ...
+    """Counts attempts. part: a chunk's key."""
+
+    def begun(self, part: str) -> bool:
+        """Whether a chunk has been attempted before."""
+        ...
+
+    def begin(self, part: str) -> Attempt:
+        """Count a new attempt at a chunk."""
+        ...
+
+    def mark(self, part: str, rows: Sequence[int]) -> None:
+        """Record the rows that are decoded now: if the process dies, they are suspected."""
+        ...
+
+    def note(self, part: str, error: str) -> None:
+        """Record the error that ends this attempt."""
+        ...
+
     def sign(self, actor: str, tokens: int) -> None:
-        """An actor lives, and has made so many tokens."""
+        """Record an actor's heartbeat, with the number of tokens that it has decoded."""
         ...
 
     def window(self) -> int | None:
-        """The most slots that an actor may still have; None before any ran out of memory."""
+        """The most slots that a new actor may have; None if no actor has run out of memory."""
         ...
 
     def shrink(self, window: int) -> None:
-        """An actor ran out of memory; those that start from now on get at most so many slots."""
+        """Limit the slots of actors that start from now on, after one has run out of memory."""
         ...

@@ -45,13 +45,13 @@ def load_pair(
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
 ) -> Pair:
-    """Load target and draft from hub ids or folders; `draft` may be a head for the target, which its config tells, or
-    None.
+    """Load target and draft from hub ids or folders. The draft may also be a head for the target: its config.json shows
+    which. None loads no draft.
 
-    trust_remote_code: run Python code that comes with a model. allow_pickle: load weights that are no safetensors.
+    trust_remote_code: run Python code that comes with a model. allow_pickle: load weights that are not safetensors.
 
-    Raises ModelError where the engine cannot serve the pair, naming the model, the reason and what would work. Warns
-    where the draft is larger than the target.
+    Raises ModelError if the engine cannot serve the pair, naming the model, the reason and what would work. Warns if
+    the draft is larger than the target.
     """
     may = {"trust_remote_code": trust_remote_code, "allow_pickle": allow_pickle}
     tokenizer = load_part(AutoTokenizer, target, revision, trust_remote_code)
@@ -68,44 +68,44 @@ def load_draft(
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
 ) -> PreTrainedModel:
-    """A draft for the pair's target, whose name is `target`. Raises and warns as `load_pair` does."""
+    """Load a draft for the pair's target, whose name is `target`. Raises and warns as `load_pair` does."""
     model = pair.target
-    given: Any = (model.dtype, model.device, revision)
+    where: Any = (model.dtype, model.device, revision)
     if head_config(config_of(name, revision), name, model.config) is not None:
-        head = load_head(name, *given, allow_pickle=allow_pickle)
-        _check_head(model.config, head.config, name)  # which its tensors have told more of
+        head = load_head(name, *where, allow_pickle=allow_pickle)
+        _check_head(model.config, head.config, name)  # checked again: its tensors have completed the config
         return head
     tokenizer = load_part(AutoTokenizer, name, revision, trust_remote_code)
     check_vocabularies(pair.tokenizer, tokenizer, target, name)
-    draft = load_model(name, *given, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle, bits=False)
+    draft = load_model(name, *where, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle, bits=False)
     sizes = [m.num_parameters() for m in (model, draft)]
     if sizes[1] > sizes[0]:
         warnings.warn(
             f"the draft {name} ({sizes[1]:,} parameters) is larger than the target {target} ({sizes[0]:,}): "
-            "speculation will cost more than it saves; were they given in the wrong order?",
+            "speculation will cost more than it saves; are target and draft swapped?",
             stacklevel=2,
         )
     return draft
 
 
 def config_of(name: str, revision: str | None = None) -> dict[str, Any]:
-    """The config.json of a hub id or folder. Raises ModelError naming it."""
+    """The config.json of a hub id or folder. Raises ModelError naming the hub id or folder."""
     try:
         return dict(PretrainedConfig.get_config_dict(name, revision=revision)[0])
     except (OSError, ValueError) as error:
         raise ModelError(f"{name}: {_reason(error, {})}") from error
 
 
-def head_config(found: dict[str, Any], name: str, target: PretrainedConfig) -> PretrainedConfig | None:
-    """The config of a head for a target, of its config.json alone; None where that is a model's.
+def head_config(values: dict[str, Any], name: str, target: PretrainedConfig) -> PretrainedConfig | None:
+    """The config of a head for a target, read from the values of its config.json; None if they describe a model.
 
-    Raises ModelError naming what is not supported, or why the head is for another target.
+    Raises ModelError naming what is not supported, or why the head does not fit the target.
     """
-    drafter = head_of(found)
+    drafter = head_of(values)
     if drafter is None:
         return None
     try:
-        config = drafter.read(found)
+        config = drafter.read(values)
     except ValueError as error:
         raise ModelError(f"{name}: {error}") from error
     _check_head(target, config, name)
@@ -113,8 +113,8 @@ def head_config(found: dict[str, Any], name: str, target: PretrainedConfig) -> P
 
 
 def _check_head(target: PretrainedConfig, head: PretrainedConfig, name: str) -> None:
-    if why := drafter_class(head.head_for).refusal(target, head, EngineConfig()):
-        raise ModelError(f"{name}: {why}")
+    if reason := drafter_class(head.head_for).refusal(target, head, EngineConfig()):
+        raise ModelError(f"{name}: {reason}")
 
 
 def load_head(
@@ -125,10 +125,10 @@ def load_head(
     *,
     allow_pickle: bool = False,
 ) -> PreTrainedModel:
-    """The head under a hub id or in a folder. Raises ModelError naming what is wrong with it."""
+    """Load the head of a hub id or folder. Raises ModelError naming what is wrong with it."""
     drafter = head_of(config_of(name, revision))
     if drafter is None:
-        raise ModelError(f"{name}: its config.json is not that of a head")
+        raise ModelError(f"{name}: config.json does not describe a head")
     try:
         folder = Path(name if Path(name).is_dir() else snapshot_download(name, revision=revision))
         head = drafter.load(folder, dtype, device, allow_pickle)
@@ -159,15 +159,15 @@ def load_model(
 
 
 def forget_sampling(model: PreTrainedModel) -> None:
-    """Leave the end tokens alone of a model's generation config: `generate` of transformers takes from it all that its
-    caller does not say, sampling and penalties too."""
+    """Reduce a model's generation config to its end tokens. transformers' `generate` otherwise takes sampling and
+    penalties from it wherever the caller sets none."""
     model.generation_config = GenerationConfig(eos_token_id=sorted(model_end_ids(model)) or None)
 
 
 def load_part(loader: Any, name: str, revision: str | None, trust_remote_code: bool = False, **options: Any) -> Any:
-    """What one of transformers' Auto classes finds under a hub id or folder. Raises ModelError naming it.
+    """Load a hub id or folder with one of transformers' Auto classes. Raises ModelError naming the hub id or folder.
 
-    Without trust_remote_code a model that needs code of its own is refused, and nothing asks on the terminal.
+    Without trust_remote_code, a model that needs its own code is rejected without a question on the terminal.
     """
     try:
         return loader.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code, **options)
@@ -176,7 +176,7 @@ def load_part(loader: Any, name: str, revision: str | None, trust_remote_code: b
 
 
 def _reason(error: Exception, options: dict[str, Any]) -> str:
-    """Why transformers cannot load a model, with the setting that would let it."""
+    """Why transformers cannot load a model, and the setting that would allow it."""
     if "trust_remote_code" in str(error):
         return f"it comes with code of its own; {REFUSED_CODE}"
     reason = f"cannot be loaded as a model folder or hub id: {str(error).strip().splitlines()[0]}"
@@ -188,7 +188,7 @@ def _reason(error: Exception, options: dict[str, Any]) -> str:
 def check_vocabularies(
     target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, target_name: str, draft_name: str
 ) -> None:
-    """Refuse two tokenizers that give an id different meanings, naming the first such id."""
+    """Raise ModelError if an id means different tokens in two tokenizers, naming the first such id."""
     names = [{index: token for token, index in t.get_vocab().items()} for t in (target, draft)]
     for index in sorted(names[0] | names[1]):
         ours, theirs = (vocabulary.get(index) for vocabulary in names)

@@ -1,4 +1,4 @@
-"""Where a completion's text ends: at the first of some strings, wherever the tokens' borders lie."""
+"""Stop strings: they end a completion's text, wherever the tokens' borders lie."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -9,56 +9,57 @@ from exspec.actors.engine.request import Completion
 
 
 class StopStrings:
-    """Ends a completion at the first of some strings, wherever the tokens' borders lie.
+    """Ends a completion at the first of several strings, wherever the tokens' borders lie.
 
     For `Request.stop`: a call makes a check, which takes the completion's tokens one by one and returns the string that
-    the text now contains, or None. `cut` gives the text before it. least: tokens before which no string counts that is
-    complete.
+    the text now contains, or None. `cut` returns the text before the string.
+
+    min_new_tokens: a string does not count if it is complete before this many tokens.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str], least: int = 0) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str], min_new_tokens: int = 0) -> None:
         if not strings or not all(strings):
             raise ValueError("stop: expected one or more strings, none of them empty")
-        self.tokenizer, self.strings, self.least = tokenizer, tuple(strings), least
-        # A token adds a byte of text at least, special ones aside, and a character has four bytes at most.
+        self.tokenizer, self.strings, self.min_new_tokens = tokenizer, tuple(strings), min_new_tokens
+        # Every token that is not special adds at least one byte of text, and a character has at most four bytes.
         self.tail = 4 * max(map(len, strings)) + 8
 
     def __call__(self) -> "StopMatcher":
         return StopMatcher(self)
 
     def cut(self, tokens: Sequence[int]) -> str:
-        """The text of the tokens up to the stop string, or all of it where there is none."""
-        found = self.found(tokens)
-        return self.text(tokens)[: found[0] if found else None]
+        """The text of the tokens up to the first stop string, or all of it if there is none."""
+        first = self.first(tokens)
+        return self.text(tokens)[: first[0] if first else None]
 
     def text(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    def found(self, tokens: Sequence[int]) -> tuple[int, str] | None:
-        """Place and text of the string that begins first; of those that begin together, the longest."""
-        text, before = self.text(tokens), len(self.text(tokens[: max(self.least - 1, 0)]))
-        places = [(text.find(s, max(before - len(s) + 1, 0)), -len(s), s) for s in self.strings]
-        first = min((place for place in places if place[0] >= 0), default=None)
+    def first(self, tokens: Sequence[int]) -> tuple[int, str] | None:
+        """Position and text of the stop string that begins first, or of the longest where several begin together."""
+        text, before = self.text(tokens), len(self.text(tokens[: max(self.min_new_tokens - 1, 0)]))
+        matches = [(text.find(s, max(before - len(s) + 1, 0)), -len(s), s) for s in self.strings]
+        first = min((match for match in matches if match[0] >= 0), default=None)
         return (first[0], first[2]) if first else None
 
 
 class StopMatcher:
-    """Looks for stop strings in one completion. Keeps the end of its text, so that most tokens need no decoding."""
+    """Searches one completion for stop strings. It keeps the end of the text, so that most tokens need no decoding."""
 
     def __init__(self, stop: StopStrings) -> None:
         self.stop = stop
         self.pieces = _pieces(stop.tokenizer)
-        # Clean-up takes spaces out of what is written, so without spaces a string that is there is never missed.
+        # The tokenizer's clean-up removes spaces. A comparison without spaces misses no string.
         self.drops = " " if self.pieces.cleaned else ""
         self.strings = [s.replace(self.drops, "") if self.drops else s for s in stop.strings]
-        # What clean-up takes out may lie in the middle of a string whose end was there before.
+        # With clean-up, a token may complete a string whose last character was there before: no shortcut then.
         self.lasts = frozenset(s[-1] for s in stop.strings) if not self.drops else None
         longest = max(map(len, stop.strings))
         self.kept = 2 * longest + CLEANED if self.drops else longest - 1
-        self.doubtful = any(UNKNOWN in s for s in stop.strings)  # it is also what an unfinished character looks like
-        self.tokens: list[int] = []  # all, and those that are not special
-        self.written: list[int] = []
-        self.end = ""  # the last characters of the text, or more; empty where they are to be decoded
+        self.doubtful = any(UNKNOWN in s for s in stop.strings)  # an unfinished character is decoded as the same
+        self.tokens: list[int] = []  # of the completion
+        self.written: list[int] = []  # the tokens that are not special
+        self.end = ""  # at least the last `kept` characters of the text; empty if they have to be decoded
 
     def __call__(self, token: int) -> str | None:
         self.tokens.append(token)
@@ -76,21 +77,21 @@ class StopMatcher:
         return self._decoded() if any(s in text for s in self.strings) else None
 
     def _decoded(self) -> str | None:
-        """What the text itself says."""
+        """The stop string in the decoded text, or None."""
         self.end = self.stop.text(self.written[-self.stop.tail :])
         if not any(s in self.end for s in self.stop.strings):
             return None
-        # The tail may begin inside a character, and its first word without its space: the whole text decides.
-        found = self.stop.found(self.tokens)
-        return found[1] if found else None
+        # The decoded tail may begin inside a character, or lack the first space: the whole text decides.
+        first = self.stop.first(self.tokens)
+        return first[1] if first else None
 
 
-UNKNOWN = "\ufffd"  # what bytes that are no whole character are decoded as
-CLEANED = 8  # characters of the longest piece of text that clean-up looks at, and some more
+UNKNOWN = "\ufffd"  # what an incomplete character is decoded as
+CLEANED = 8  # characters: more than the longest piece of text that clean-up changes
 
 
 class Pieces(dict[int, str | None]):
-    """What each token adds to a text that it does not begin; None where that depends on the tokens before it."""
+    """By token: the text that it adds after other text; None where that depends on the tokens before it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer, self.special = tokenizer, frozenset(tokenizer.all_special_ids)

@@ -1,5 +1,5 @@
-"""What an actor is handed of each row, in columns beside those that are carried. Imports nothing heavy."""
+"""The columns that an actor reads from each row, beside the carried ones. Imports neither torch nor transformers."""
 
-# Prompt ids, and how many were cut off before them, or an error; whether the row stays as it is; and its own settings,
-# of which those that tell how tokens are chosen are JSON.
+# Prompt ids and how many were cut off before them, or an error; whether the row stays unchanged; and the row's own
+# settings, where `_sampling` holds the sampling settings as JSON.
 WORK = ("_prompt", "_cut", "_error", "_skip", "_max_new_tokens", "_sampling", "_stop")

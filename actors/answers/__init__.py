@@ -1,1 +1,1 @@
-"""Labels and JSON: what is asked of the engine, and what is read out of its completions."""
+"""Forms of answers (labels, JSON, free text): what requests ask of the engine, and how completions are read."""

@@ -1,4 +1,4 @@
-"""What answers are asked of the engine, and read out of its completions: free text, and what all kinds have."""
+"""Forms of answers: their common interface, and free text."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -8,18 +8,18 @@ from transformers import PreTrainedTokenizerBase
 from exspec.actors.engine.request import Completion
 from exspec.actors.engine.tokens.constraint import MakeConstraint
 
-SEPARATORS = {True: (", ", ": "), False: (",", ":")}  # of JSON's items and of its keys, with spaces or without
+SEPARATORS = {True: (", ", ": "), False: (",", ":")}  # after JSON's items and keys, with and without spaces
 
 
 class AnswerError(ValueError):
-    """Answers that cannot be asked for, or a completion that is none; the message says why."""
+    """A form of answers that is not possible, or a completion that does not have the form; the message says why."""
 
 
 class Answers(Protocol):
     """What requests ask for, and how completions are read.
 
-    constraint, scored, end_ids: of the requests; limits: what else they ask for. longest: tokens of the longest answer,
-    where there is one.
+    constraint, scored, end_ids: fields of the requests. limits: other fields of the requests, by name. longest: tokens
+    of the longest answer, or None if there is no limit.
     """
 
     @property
@@ -34,20 +34,20 @@ class Answers(Protocol):
     def limits(self) -> dict[str, Any]: ...
 
     def read(self, completion: Completion, text: str) -> dict[str, Any]:
-        """The values of a completion, by column. Raises AnswerError where it is no answer."""
+        """The values of a completion, by column. Raises AnswerError if the completion is not an answer."""
         ...
 
 
 def asked(answers: Answers) -> dict[str, Any]:
-    """What a request asks for, so that its completion is such an answer."""
+    """The fields of a request for an answer, by name."""
     shared = {"constraint": answers.constraint, "scored": answers.scored, "end_ids": answers.end_ids}
     return shared | answers.limits
 
 
 class FreeText:
-    """Anything, within limits: so many tokens at least, no end at end tokens, and no words that are bad.
+    """Any text, optionally with a least number of tokens, without ending at end tokens, or without bad words.
 
-    A word is barred as the tokenizer writes it at the beginning of a text and behind a space.
+    A bad word is barred in two forms: as the tokenizer writes it at the start of a text, and after a space.
     """
 
     constraint, scored, longest, end_ids = None, 0, None, frozenset[int]()
@@ -72,5 +72,5 @@ def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
     """The token that ends an answer."""
     end = tokenizer.eos_token_id
     if not isinstance(end, int):
-        raise AnswerError("the tokenizer names no end token, which an answer needs")
+        raise AnswerError("the tokenizer has no end token, which an answer needs")
     return end

@@ -1,4 +1,4 @@
-"""Labels out of lists."""
+"""Labels from lists."""
 
 import json
 import math
@@ -15,16 +15,17 @@ from exspec.actors.engine.tokens.constraint import Automaton, Node, chain, choic
 
 
 class Choices:
-    """One label of each field. One field without a name is answered with the label alone, others with a JSON object.
+    """One label for each field. The answer is a JSON object, or the label alone if there is one field without a name.
 
-    fields: labels by field. columns: of the output, by field; each field has four: `COLUMN`, and with `_confidence`,
-    `_runner_up` and `_runner_up_confidence` behind it. spaces: whether JSON has them behind commas and colons.
+    fields: labels by field. columns: output column by field; each field has four columns: `COLUMN`,
+    `COLUMN_confidence`, `COLUMN_runner_up` and `COLUMN_runner_up_confidence`. spaces: whether the JSON has spaces after
+    commas and colons.
 
     Labels are written in the tokens that the tokenizer gives them. A label's confidence is its probability among the
-    labels: at every place of its tokens where another label could go on, the target's probability of its own token
-    among those that are allowed, all multiplied. The runner-up is the likeliest other label; where several labels part
-    from the chosen one together, nobody looked how they part from each other: they are named together, with ` | `
-    between them, and share their confidence.
+    labels: the product, over all positions of its tokens where another label could go on, of the target's probability
+    of the label's token among the allowed tokens. The runner-up is the likeliest other label. Labels that differ from
+    the chosen one at the same position and with the same token are not told apart: they are named together, with ` | `
+    between them, and share one confidence.
 
     Raises AnswerError naming the field and label that the tokenizer cannot write.
     """
@@ -44,37 +45,38 @@ class Choices:
         named = list(fields) != [""]
         comma, colon = SEPARATORS[spaces]
         self.fields: list[tuple[str, list[int], dict[str, list[int]]]] = []  # name, tokens before, tokens by label
-        texts, last = [], ""  # what stands before the labels of a field, and their own texts; a label of the last field
+        texts = []  # by field: the text before the label, and the text of each label
+        last = ""  # the text of a label of the field before
         for name, labels in fields.items():
             opening = f'"{comma}' if last else "{"
             before = f'{opening}"{_quoted(name)}"{colon}"' if named else ""
             written = {label: _quoted(label) if named else label for label in labels}
             tokens = {label: self._tokens(before, text) for label, text in written.items()}
             if len({tuple(t) for t in tokens.values()}) < len(tokens):
-                raise AnswerError(f"{_place(name)}two labels have the same tokens")
+                raise AnswerError(f"{_prefix(name)}two labels have the same tokens")
             self.fields.append((name, self._tokens(last, before), tokens))
             texts.append((before, written))
             last = next(iter(written.values()))
         after = self._tokens(last, '"}') if named else []
         for i, (name, labels) in enumerate(fields.items()):
-            for label in labels:  # in a whole answer, for tokens are read as they stand together
+            for label in labels:  # tested in a whole answer: the text of a token depends on its neighbours
                 chosen = [label if n == i else next(iter(written)) for n, (_, written) in enumerate(texts)]
                 parts = [(before, tokens[c]) for (_, before, tokens), c in zip(self.fields, chosen, strict=True)]
-                found = self._text([t for before, its in parts for t in (*before, *its)] + after)
+                decoded = self._text([t for before, label_tokens in parts for t in (*before, *label_tokens)] + after)
                 expected = "".join(before + written[c] for (before, written), c in zip(texts, chosen, strict=True))
-                if found != expected + ('"}' if named else ""):
-                    raise AnswerError(f"{_place(name)}label {label!r}: the tokenizer writes the answer as {found!r}")
+                if decoded != expected + ('"}' if named else ""):
+                    raise AnswerError(f"{_prefix(name)}label {label!r}: the tokenizer writes the answer as {decoded!r}")
         node = chain([*after, *self.end_ids], Node())
         for name, before_tokens, tokens in reversed(self.fields):
             try:
                 node = chain(before_tokens, choice(tokens.values(), node))
             except ValueError as error:
-                raise AnswerError(f"{_place(name)}labels cannot be told apart: {error}") from error
+                raise AnswerError(f"{_prefix(name)}labels cannot be told apart: {error}") from error
         self.start = node
         self.longest = sum(len(b) + max(map(len, t.values())) for _, b, t in self.fields) + len(after) + 1
 
     def __reduce__(self) -> Any:
-        # By what it was made of: a trie is as deep as an answer is long, deeper than a pickle may be.
+        # Pickles the arguments: the trie is as deep as an answer is long, deeper than pickle can recurse.
         fields, spaces = self.given
         return Choices, (self.tokenizer, fields, self.columns, spaces)
 
@@ -82,20 +84,20 @@ class Choices:
         return Automaton(self.start)
 
     def read(self, completion: Completion, text: str) -> dict[str, Any]:  # noqa: ARG002
-        values: dict[str, Any] = {}
-        place = 0
         if completion.finish_reason != "stop":
             raise AnswerError(f"no label after {len(completion.tokens)} tokens, where the context ends")
+        values: dict[str, Any] = {}
+        position = 0
         for name, before, labels in self.fields:
-            place += len(before)
-            found = _decide(labels, completion.tokens[place:], completion.scores[place:])
+            position += len(before)
+            decision = _decide(labels, completion.tokens[position:], completion.scores[position:])
             column = self.columns[name]
-            values |= {f"{column}{suffix}": value for suffix, value in zip(SUFFIXES, found, strict=True)}
-            place += len(labels[found[0]])
+            values |= {f"{column}{suffix}": value for suffix, value in zip(SUFFIXES, decision, strict=True)}
+            position += len(labels[decision[0]])
         return values
 
     def _tokens(self, before: str, text: str) -> list[int]:
-        """The tokens of a text that follows another one, if it is tokenized as it would be there."""
+        """The tokens of a text that follows another one: in its context if it starts a token there, else by itself."""
         whole, head = self._encode(before + text), self._encode(before)
         return whole[len(head) :] if whole[: len(head)] == head else self._encode(text)
 
@@ -109,19 +111,19 @@ class Choices:
 def _decide(
     labels: Mapping[str, Sequence[int]], tokens: Sequence[int], scores: Sequence[Scores]
 ) -> tuple[str, float, str, float]:
-    """The label that the tokens begin with, its confidence, and the runner-up with its own."""
+    """The label that the tokens begin with and its confidence, the runner-up and its confidence."""
     left, confidence, rivals = labels, 1.0, [(0.0, "")]
-    for place, token in enumerate(tokens):
-        likely = scores[place] if scores else {}
-        ways: dict[int | None, dict[str, Sequence[int]]] = defaultdict(dict)  # None: the label ends here
-        for label, its in left.items():
-            ways[its[place] if len(its) > place else None][label] = its
-        past = next((t for t in likely if t not in ways), None)  # the token behind a label that ends here
-        chances = {way: math.exp(likely.get(past if way is None else way, 0.0)) for way in ways}  # type: ignore[arg-type]
-        taken = token if token in ways else None
-        rivals += [(confidence * chances[way], " | ".join(found)) for way, found in ways.items() if way != taken]
+    for n, token in enumerate(tokens):
+        likely = scores[n] if scores else {}
+        branches: dict[int | None, dict[str, Sequence[int]]] = defaultdict(dict)  # labels by n-th token; None: it ends
+        for label, label_tokens in left.items():
+            branches[label_tokens[n] if len(label_tokens) > n else None][label] = label_tokens
+        past = next((t for t in likely if t not in branches), None)  # the token after a label that ends here
+        chances = {b: math.exp(likely.get(past if b is None else b, 0.0)) for b in branches}  # type: ignore[arg-type]
+        taken = token if token in branches else None
+        rivals += [(confidence * chances[b], " | ".join(names)) for b, names in branches.items() if b != taken]
         confidence *= chances[taken]
-        left = ways[taken]
+        left = branches[taken]
         if taken is None:
             break
     (label,) = left
@@ -133,5 +135,5 @@ def _quoted(label: str) -> str:
     return json.dumps(label, ensure_ascii=False)[1:-1]
 
 
-def _place(field: str) -> str:
+def _prefix(field: str) -> str:
     return f"field {field!r}: " if field else ""

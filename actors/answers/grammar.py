@@ -1,4 +1,4 @@
-"""A grammar as a constraint of the engine, by llguidance."""
+"""A grammar as a constraint of the engine, computed by llguidance."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -14,9 +14,10 @@ from exspec.actors.engine.tokens.constraint import BITS, Constraint, Few, Words,
 
 
 class Grammar(Constraint):
-    """A constraint that llguidance knows. Text that must come next is written in the tokens that are usual for it.
+    """A constraint computed by an llguidance matcher. Forced text is written in the tokenizer's own tokens.
 
-    What a rollback takes back is forgotten when other tokens come: those of a draft mostly come again.
+    A rollback only moves `position`. The matcher keeps the later tokens until a different token comes, since the tokens
+    of a draft mostly come again.
     """
 
     def __init__(self, matcher: LLMatcher, vocabulary: int, end: int) -> None:
@@ -24,9 +25,9 @@ class Grammar(Constraint):
             raise AnswerError(f"json_schema: {matcher.get_error()}")
         self.matcher, self.vocabulary, self.end = matcher, vocabulary, end
         self.words = -(-vocabulary // BITS)
-        self.way: list[int] = []  # tokens that the matcher stands behind; it could not come back from an end token
-        self.runs: list[list[Few]] = []  # of the places on the way: the tokens that must come, the last one first
-        self.place = 0  # on the way
+        self.tokens: list[int] = []  # consumed by the matcher; not the end token, which it could not roll back
+        self.runs: list[list[Few]] = []  # by position in `tokens`: the tokens that must come next, the last one first
+        self.position = 0  # how many of `tokens` count
 
     def allowed(self) -> Tensor:
         if (few := self.kept()) is not None:
@@ -36,68 +37,68 @@ class Grammar(Constraint):
         return torch.from_numpy(mask[0])
 
     def kept(self) -> Few | None:
-        if self.place == len(self.runs):
+        if self.position == len(self.runs):
             self.runs.append(self._run())
-        run = self.runs[self.place]
+        run = self.runs[self.position]
         return run[-1] if run else None
 
     @classmethod
-    def compute(cls, places: Sequence[tuple["Grammar", int]], masks: Words) -> None:
-        for words in {grammar.words for grammar, _ in places}:
-            its = [(grammar._here(), row) for grammar, row in places if grammar.words == words]
-            # The library fills rows of its own length alone, and a model's vocabulary may be padded.
+    def compute(cls, rows: Sequence[tuple["Grammar", int]], masks: Words) -> None:
+        for words in {grammar.words for grammar, _ in rows}:
+            matchers = [(grammar._rewound(), row) for grammar, row in rows if grammar.words == words]
+            # The library only fills rows of the tokenizer's length, and a model's vocabulary may be padded.
             fits = masks.shape[1] == words
             filled = masks if fits else np.empty((len(masks), words), dtype=np.int32)
-            fill_next_token_bitmask_par(_executor(), its, filled)
+            fill_next_token_bitmask_par(_executor(), matchers, filled)
             if not fits:
-                rows, width = [row for _, row in its], min(words, masks.shape[1])
-                masks[rows, width:] = 0
-                masks[rows, :width] = filled[rows, :width]
+                numbers, width = [row for _, row in matchers], min(words, masks.shape[1])
+                masks[numbers, width:] = 0
+                masks[numbers, :width] = filled[numbers, :width]
 
     def accepts(self, token: int) -> bool:
         if (few := self.kept()) is not None:
             return token in few.tokens
-        if self.place < len(self.way) and self.way[self.place] == token:
+        if self.position < len(self.tokens) and self.tokens[self.position] == token:
             return True
-        # A model's vocabulary may be padded; asked for a token that it does not know the matcher fails for good.
-        return token < self.vocabulary and bool(self._here().validate_tokens([token]))
+        # A model's vocabulary may be padded, and a token that the matcher does not know makes it fail for good.
+        return token < self.vocabulary and bool(self._rewound().validate_tokens([token]))
 
     def advance(self, token: int) -> None:
         few = self.kept()
-        if self.place == len(self.way) or self.way[self.place] != token:
-            self._here()
+        if self.position == len(self.tokens) or self.tokens[self.position] != token:
+            self._rewound()
             if token != self.end and not self.matcher.consume_token(token):
                 raise RuntimeError(f"llguidance: {self.matcher.get_error()}")
-            self.way.append(token)
-            run = self.runs[self.place]
+            self.tokens.append(token)
+            run = self.runs[self.position]
             if few is not None and len(run) > 1 and few.only == token:
                 self.runs.append(run[:-1])
-        self.place += 1
+        self.position += 1
 
     def rollback(self, count: int) -> None:
-        self.place -= count
+        self.position -= count
 
-    def _here(self) -> LLMatcher:
-        """The matcher, brought back to the place."""
-        if self.place == len(self.way):
+    def _rewound(self) -> LLMatcher:
+        """The matcher, rolled back to `position`."""
+        if self.position == len(self.tokens):
             return self.matcher
-        count = sum(token != self.end for token in self.way[self.place :])
+        count = sum(token != self.end for token in self.tokens[self.position :])
         if count and not self.matcher.rollback(count):
             raise RuntimeError(f"llguidance: {self.matcher.get_error()}")
-        del self.way[self.place :], self.runs[self.place + 1 :]
+        del self.tokens[self.position :], self.runs[self.position + 1 :]
         return self.matcher
 
     def _run(self) -> list[Few]:
-        """The tokens that must come after the way, the last one first."""
-        if self.way and self.way[-1] == self.end:
+        """The tokens that must come after `tokens`, the last one first."""
+        if self.tokens and self.tokens[-1] == self.end:
             return [Few.of([])]
         if must := self.matcher.compute_ff_tokens():
-            return [_alone(token) for token in reversed(must)]
-        return [_alone(self.end)] if self.matcher.is_stopped() else []
+            return [_single(token) for token in reversed(must)]
+        return [_single(self.end)] if self.matcher.is_stopped() else []
 
 
 @cache
-def _alone(token: int) -> Few:
+def _single(token: int) -> Few:
     return Few.of([token])
 
 

@@ -1,4 +1,4 @@
-"""JSON of a schema."""
+"""JSON that follows a schema."""
 
 import json
 import math
@@ -17,15 +17,16 @@ from exspec.actors.answers.answers import SEPARATORS, SUFFIXES, AnswerError, end
 from exspec.actors.answers.grammar import Grammar
 from exspec.actors.engine.request import Completion, Scores
 
-FEW = 256  # tokens that may stand at a place of a JSON answer where a label is chosen; in a free text it is thousands
+FEW = 256  # where a label is chosen at most this many tokens are allowed; inside a free text it is thousands
 
 
 class Json:
-    """JSON of a schema, held to it by llguidance, and checked against it once more.
+    """JSON that follows a schema: llguidance constrains the completion, and `read` validates it again.
 
-    columns: names and types of the output's, by top-level property; each holds the property's value, or its JSON text
-    where the column is text and the value is not. labels: of the properties that are one of some texts; their columns
-    are four, as those of `Choices`. Raises AnswerError where the schema asks for what cannot be held to.
+    columns: name and type of the output column, by top-level property. A column holds the property's value, or its JSON
+    text if the column is text and the value is not. labels: the labels of each property that is an enumeration of
+    texts; such a property has four columns, as in `Choices`. Raises AnswerError if the grammar cannot express the
+    schema.
     """
 
     longest = None
@@ -59,8 +60,8 @@ class Json:
     def _vocabulary(self) -> Any:
         try:
             return from_tokenizer(self.tokenizer, eos_token=self.end)  # type: ignore[arg-type]
-        except Exception as error:  # the library's own, of no common kind
-            raise AnswerError(f"json_schema: the tokenizer cannot be held to a grammar: {error}") from error
+        except Exception as error:  # the library's errors have no common class
+            raise AnswerError(f"json_schema: the tokenizer cannot be constrained by a grammar: {error}") from error
 
     def __getstate__(self) -> dict[str, Any]:
         unpickled = ("_vocabulary", "_matcher")
@@ -85,35 +86,38 @@ class Json:
         except (json.JSONDecodeError, jsonschema.ValidationError) as error:
             raise AnswerError(f"the JSON does not meet the schema: {str(error).splitlines()[0]}") from error
         values = {column: _cell(value.get(name), kind, name) for name, (column, kind) in self.columns.items()}
-        for name, found in self._decided(completion).items():
+        for name, decision in self._decisions(completion).items():
             column, _ = self.columns[name]
-            values |= {f"{column}{suffix}": part for suffix, part in zip(SUFFIXES, found, strict=True)}
+            values |= {f"{column}{suffix}": value for suffix, value in zip(SUFFIXES, decision, strict=True)}
         return values
 
-    def _decided(self, completion: Completion) -> dict[str, tuple[str, float, str, float]]:
-        """Of the properties that are labels: the label, its confidence, the runner-up and its own."""
+    def _decisions(self, completion: Completion) -> dict[str, tuple[str, float, str, float]]:
+        """By property with labels: the label and its confidence, the runner-up and its confidence."""
         if not (self.labels and completion.scores):
             return {}
         pieces = [self._vocabulary.decode_bytes([token]) for token in completion.tokens if token != self.end]
         spans = _spans(b"".join(pieces))
-        found = {}
+        decisions = {}
         for name, labels in self.labels.items():
             if name in spans and spans[name][1] in labels:
                 start, label = spans[name]
-                found[name] = self._confidence(pieces, completion.scores, start, label, labels)
-        return found
+                decisions[name] = self._decide(pieces, completion.scores, start, label, labels)
+        return decisions
 
-    def _confidence(
+    def _decide(
         self, pieces: Sequence[bytes], scores: Sequence[Scores], start: int, label: str, labels: Sequence[str]
     ) -> tuple[str, float, str, float]:
-        """As `_decide`, where a label may be written in more than one way: a token speaks for all labels that its text
-        may begin. start: of the label's text in the answer's bytes, its quotation mark included."""
+        """The label and its confidence, the runner-up and its confidence. As `choices._decide`, but several
+        tokenizations of a label are possible: a token counts for every label that its text may begin.
+
+        start: where the label begins in the answer's bytes, its quotation mark included.
+        """
         written = {name: json.dumps(name, ensure_ascii=False).encode() for name in labels}
         end, at, confidence, rivals = start + len(written[label]), 0, 1.0, [(0.0, "")]
         left, answer = list(labels), b"".join(pieces)
 
-        def way(text: bytes) -> tuple[str, ...]:
-            """The labels that are left where this much of the answer, from `start` on, has been written."""
+        def compatible(text: bytes) -> tuple[str, ...]:
+            """The labels that are still possible after this text of the answer, from `start` on."""
             return tuple(n for n in left if written[n].startswith(text) or text.startswith(written[n]))
 
         for piece, likely in zip(pieces, scores, strict=False):
@@ -122,39 +126,39 @@ class Json:
                 chances: dict[tuple[str, ...], float] = defaultdict(float)
                 for token, score in likely.items():
                     text = before + self._vocabulary.decode_bytes([token])[skipped:]
-                    chances[way(text)] += math.exp(score)
-                chances.pop((), None)  # written in another form than the one that was taken
+                    chances[compatible(text)] += math.exp(score)
+                chances.pop((), None)  # tokens that begin no label as it is written here
                 if total := sum(chances.values()):
                     others = {names: chance / total for names, chance in chances.items() if label not in names}
                     rivals += [(confidence * chance, " | ".join(names)) for names, chance in others.items()]
                     confidence *= sum(chance for names, chance in chances.items() if label in names) / total
-                left = list(way(before + piece[skipped:]))
+                left = list(compatible(before + piece[skipped:]))
             at += len(piece)
         best = max(rivals, key=lambda rival: rival[0])
         return label, confidence, best[1], best[0]
 
 
 def _spans(answer: bytes) -> dict[str, tuple[int, Any]]:
-    """Where the values of a JSON object's properties begin, in bytes, and what they are."""
+    """By property of a JSON object: where its value begins, in bytes, and the value."""
     text, decoder = answer.decode(), json.JSONDecoder()
-    found, at = {}, text.index("{") + 1
+    spans, at = {}, text.index("{") + 1
     while (at := _next(text, at)) < len(text) and text[at] != "}":
         name, at = decoder.raw_decode(text, at)
         start = _next(text, at)
         value, at = decoder.raw_decode(text, start)
-        found[name] = (len(text[:start].encode()), value)
-    return found
+        spans[name] = (len(text[:start].encode()), value)
+    return spans
 
 
 def _next(text: str, at: int) -> int:
-    """The place of what comes next, past spaces, commas and colons."""
+    """The next index at or after `at` that holds no space, comma or colon."""
     while at < len(text) and text[at] in " ,:\n\t\r":
         at += 1
     return at
 
 
 def _cell(value: Any, kind: pa.DataType, name: str) -> Any:
-    """A JSON value as a column of this type takes it."""
+    """A JSON value as a value for a column of this type."""
     if value is None or pa.types.is_boolean(kind):
         return value
     if pa.types.is_list(kind):
@@ -162,5 +166,5 @@ def _cell(value: Any, kind: pa.DataType, name: str) -> Any:
     if pa.types.is_string(kind):
         return value if isinstance(value, str) else json.dumps(value)
     if pa.types.is_integer(kind) and not -(2**63) <= value < 2**63:
-        raise AnswerError(f"{name} is {value}, which 64 bits do not hold; bound it in the schema")
+        raise AnswerError(f"{name} is {value}, which does not fit 64 bits; bound it in the schema")
     return int(value) if pa.types.is_integer(kind) else float(value)

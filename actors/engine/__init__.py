@@ -1,6 +1,6 @@
-"""Exact batch speculative decoding. Knows torch and transformers; nothing of Ray, files or text.
+"""Exact batch speculative decoding. It uses torch and transformers, and knows nothing about Ray, files or text.
 
-Its settings are read without torch: only the engine itself brings that.
+Settings, requests and statistics are available without torch: only `Engine` and `EngineThread` import it.
 """
 
 from typing import TYPE_CHECKING, Any

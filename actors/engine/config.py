@@ -1,4 +1,4 @@
-"""Settings of an engine, checked when they are made."""
+"""The settings of an engine, validated on creation."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
@@ -13,45 +13,46 @@ AttentionName = Literal["auto", "in_place", "gathered"]
 ATTENTIONS: tuple[AttentionName, ...] = get_args(AttentionName)
 KernelsName = Literal["eager", "packed", "compiled"]
 KERNELS: tuple[KernelsName, ...] = get_args(KernelsName)
-DRAFTING = tuple(field.name for field in fields(EarlyExitSettings))  # settings that are one drafter's own
+DRAFTING = tuple(field.name for field in fields(EarlyExitSettings))  # settings that belong to one drafter
 DraftLengthName = Literal["fixed", "explicit", "implicit", "both"]
 DRAFT_LENGTHS: tuple[DraftLengthName, ...] = get_args(DraftLengthName)
 
 
 @dataclass(frozen=True)
 class EngineConfig(EarlyExitSettings):
-    """How an engine decodes: the settings that users have, and some that they do not. With `exact`, the shapes of the
-    forwards follow from all of them but method and drafter.
+    """How an engine decodes. Some of these settings are for users (`setting`), the others are internal.
 
-    method: plain decodes without drafts; eqspec speculates on a fixed batch, realigned every round; exspec
-        speculates on a window that is refilled at once, in groups of similar length.
+    With `exact`, the shapes of the forwards depend only on the config, without method and drafter.
+
+    method: plain decodes without drafts; eqspec speculates on a fixed batch that is realigned every round; exspec
+        speculates in groups of similar length, taken from a window that is refilled at once.
     batch_size: B, rows of a verify forward.
-    window: W, slots of the pool. A round advances a group of B out of W. With one bucket for all lengths, and with
-        eqspec, more than B slots would only wait: there it is B, or 2B where rounds overlap.
+    window: W, slots of the pool. A round advances a group of B out of W. With eqspec, or if all lengths share one
+        bucket, more slots than B would only wait: the engine then has B slots, or 2B if rounds overlap.
     drafter: what proposes tokens, see `drafters`. Ignored by plain. Changes no token.
-    draft_tokens: K, tokens drafted a round. Ignored by plain.
-    columns: width of a verify forward; default K + 1 (plain: 1). More columns are dead: `plain` with
+    draft_tokens: K, tokens drafted per round. Ignored by plain.
+    columns: width of a verify forward; default K + 1 (plain: 1). Additional columns are dead: `plain` with
         `columns = K + 1` is the reference in the shape of speculation.
     bucket: a row attends to its length rounded up to a multiple of this many KV columns; rows of one bucket form a
-        group. Where attention reads KV in place, all lengths share one bucket.
+        group. With attention in place, all lengths share one bucket.
     capacity: longest request in tokens, prompt and completion together.
-    page: tokens of a page of KV; at most a prefill chunk. pages: how many there are; default: as many as fill W slots.
-        With fewer pages fewer sequences run at once.
-    attention: `in_place` reads the pages where they lie; `gathered` copies a row's pages together first, and runs
-        everywhere; `auto` is in place where a trial on the device shows that it works.
-    draft_length: how long a draft gets. `fixed`: K. The others end a draft where the chance that all of it is accepted
-        would fall below `threshold`: by the draft's own confidence (`explicit`), by the sequence's acceptance so far
+    page: tokens of a page of KV; at most a prefill chunk. pages: number of pages; default: enough to fill W slots. With
+        fewer pages, fewer sequences run at once.
+    attention: `in_place` reads KV from its pages; `gathered` first copies a row's pages together, and works on every
+        device; `auto` is `in_place` if a trial on the device shows that it works.
+    draft_length: `fixed` drafts K tokens. The others end a draft when the chance that all of it is accepted falls below
+        `threshold`: judged by the draft's own confidence (`explicit`), by the sequence's acceptance so far
         (`implicit`), or by either (`both`). Changes no token.
-    kernels: what runs a model's layers. `eager`: transformers' modules as they are. `packed`: their linear layers in
-        oneDNN's layout, which holds them twice; for CPUs. `compiled`: each layer as one piece of a few kernels; eager
-        where nothing can be compiled, or attention is not in place.
-    prefill_rows, prefill_columns: P and C. Prompts are prefilled in chunks of C tokens, P of them in a forward. Whole
-        chunks that prompts share are computed once.
+    kernels: what runs a model's layers. `eager`: transformers' modules. `packed`: their linear layers in oneDNN's
+        layout, as a second copy of the weights; for CPUs. `compiled`: each layer compiled to a few kernels; eager if
+        compilation fails or attention is not in place.
+    prefill_rows, prefill_columns: P and C. Prompts are prefilled in chunks of C tokens, with P chunks in a forward.
+        Whole chunks that prompts share are computed once.
     overlap: the engine commits a round while the device works on the next one, which has other sequences. Default: on
-        CUDA, where attention is in place. Only with fixed shapes; changes no token.
-    exact: every token comes out of forwards whose shape depends on its position alone, so that it does not depend on
-        neighbours, drafter, acceptance, admission order or retry. False lets shapes follow the rows. eqspec grows its
-        cache and never has fixed shapes.
+        CUDA with attention in place. Only with fixed shapes; changes no token.
+    exact: every token comes from forwards whose shape depends only on the token's position. So the token does not
+        depend on other rows, drafter, acceptance, admission order or retries. False lets shapes follow the rows.
+        eqspec grows its cache and never has fixed shapes.
 
     Raises ValueError naming the setting that is out of range.
     """
@@ -99,7 +100,7 @@ class EngineConfig(EarlyExitSettings):
                 known.check(getattr(self, name))
         check_name(self.drafter)
         if self.drafter == NONE and self.drafts:
-            raise ValueError(f"method {self.method} needs a drafter; without one use method plain")
+            raise ValueError(f"method {self.method} needs a drafter; use method plain to decode without one")
         if self.kernels not in KERNELS:
             raise ValueError(f"kernels: expected one of {', '.join(KERNELS)}, not {self.kernels!r}")
         if self.attention not in ATTENTIONS:
@@ -118,7 +119,7 @@ class EngineConfig(EarlyExitSettings):
             raise ValueError(f"prefill_columns: expected a multiple of page ({self.page}), not {self.prefill_columns}")
         if self.pages is not None and self.pages < self.fewest_pages:
             raise ValueError(
-                f"pages: expected at least {self.fewest_pages}, which hold one sequence of {self.capacity} tokens, not "
+                f"pages: expected at least {self.fewest_pages}, enough for one sequence of {self.capacity} tokens, not "
                 f"{self.pages}"
             )
         if self.columns is not None and self.columns < self.drafted + 1:
@@ -130,7 +131,7 @@ class EngineConfig(EarlyExitSettings):
 
     @property
     def drafted(self) -> int:
-        """K as the method uses it: plain drafts nothing."""
+        """K, or 0 for plain."""
         return self.draft_tokens if self.drafts else 0
 
     @property
@@ -150,12 +151,12 @@ class EngineConfig(EarlyExitSettings):
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page as they are used: prefill chunks are of whole pages."""
+        """Tokens of a page, limited to a prefill chunk, which consists of whole pages."""
         return min(self.page, self.prefill_columns)
 
     @property
     def fewest_pages(self) -> int:
-        """Pages that one sequence of the capacity fills."""
+        """Pages of one sequence that fills the capacity."""
         return -(-self.capacity // self.page_size)
 
     @property
@@ -169,11 +170,11 @@ class EngineConfig(EarlyExitSettings):
 
     def drafting(self, settings: dict[str, Any]) -> "EngineConfig":
         """This config with these settings of one drafter, and no settings of any other."""
-        nothing: dict[str, Any] = dict.fromkeys(DRAFTING)
-        return replace(self, **nothing | settings)
+        unset: dict[str, Any] = dict.fromkeys(DRAFTING)
+        return replace(self, **unset | settings)
 
     def round_shape(self, live: int, longest: int) -> tuple[int, int]:
-        """Rows of a round with `live` sequences, and its KV columns where the longest sequence has so many tokens."""
+        """Rows and KV columns of a round with `live` sequences, the longest of which has `longest` tokens."""
         if self.fixed_shapes:
             return self.batch_size, self.kv_columns(longest)
         return live, min(longest + self.drafted, self.capacity)
@@ -183,4 +184,4 @@ class EngineConfig(EarlyExitSettings):
         return min(-(-length // self.bucket) * self.bucket, self.capacity)
 
 
-SETTINGS = settings_of(EngineConfig)  # those that users have: in a job, as flags, and on the bench
+SETTINGS = settings_of(EngineConfig)  # for users: in job files, as flags, and in the benchmark

@@ -37,8 +37,8 @@ class Outcome(NamedTuple):
     """The result of a row's round.
 
     tokens: the accepted drafts and the target's own token after them. drafted: how many tokens were proposed. columns:
-    of the row's forward. scores: of the candidates, by place in `tokens`; none where there was no choice. by_drafter:
-    what the drafter counted, by field of SequenceStatistics.
+    of the row's forward. scores: of the candidates, by position in `tokens`; none where there was no choice.
+    by_drafter: the drafter's own counts, by field of SequenceStatistics.
     """
 
     tokens: list[int]
@@ -154,7 +154,7 @@ class Engine:
             raise RequestError(f"{name}: stop and constraint exclude each other")
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises RequestError where it could never be decoded, or where its id is being decoded."""
+        """Queue a request. Raises RequestError if it could never be decoded, or if its id is already being decoded."""
         self.check_request(request)
         if request.id in self._ids:
             raise RequestError(f"request {request.id!r}: a request with this id is already being decoded")
@@ -346,7 +346,7 @@ class Engine:
         else:
             logits, width = self._forward(batch), batch.tokens.shape[1]
             # The masks are made while the device computes.
-            masks, candidates = group.walker.along(width), group.walker.candidates(width)
+            masks, candidates = group.walker.write_masks(width), group.walker.candidates(width)
             asked = candidate_ids(candidates, len(group.sequences), width, self.device) if candidates else None
             choices, scores = self._pick(logits, batch, group.sampler, masks, asked)
         if self.drafter.follows:
@@ -355,7 +355,7 @@ class Engine:
         return Round(group, copies, list(draft.counts), None if scores is None else HostCopy(scores), candidates)
 
     def _choices(self, batch: Batch, sampler: Sampler) -> Tensor:
-        """The tokens [R, Q] that the target chooses after each of the batch's."""
+        """The tokens [R, Q] that the target chooses after each token of the batch."""
         return picked(self.target.forward(batch), batch, sampler)[0]
 
     @phase
@@ -366,7 +366,7 @@ class Engine:
         agreed = (drafts == chosen[:, :most]) & (np.arange(most) < lengths[:, None])
         accepted = np.logical_and.accumulate(agreed, axis=1).sum(axis=1)
         walker = started.group.walker
-        proposed = walker.proposed if walker else lengths.tolist()  # what a constraint cut off counts too
+        proposed = walker.proposed if walker else lengths.tolist()  # tokens that a constraint cut off count too
         counted = np.stack(counts, axis=1).tolist() if counts else [[]] * len(chosen)
         outcomes = [
             Outcome(tokens[: kept + 1], length, width, {}, dict(zip(started.counted, row, strict=True)))
@@ -375,7 +375,7 @@ class Engine:
         if started.scores:
             logits = started.scores.wait()[0].double()
             for (r, q), tokens in started.candidates.items():
-                # Among the row's own: M depends on the neighbours, and so would a sum over all M.
+                # Only over the row's own candidates: M depends on the other rows.
                 scores = logits[r, q, : len(tokens)].log_softmax(0).tolist()
                 outcomes[r].scores[q] = dict(zip(tokens, scores, strict=True))
         return outcomes
@@ -428,8 +428,8 @@ class Engine:
         if sequence.unwatched and sequence.ends.isdisjoint(outcome.tokens):
             sequence.tokens += outcome.tokens[: sequence.budget]
             return ("length", None) if sequence.budget == 0 else None
-        for place, token in enumerate(outcome.tokens):
-            if ending := self._append(sequence, token, outcome.scores.get(place, {})):
+        for n, token in enumerate(outcome.tokens):
+            if ending := self._append(sequence, token, outcome.scores.get(n, {})):
                 return ending
         return None
 
@@ -457,21 +457,20 @@ class Engine:
         return token in sequence.ends
 
     def _ending(self, sequence: Sequence, last: int) -> Ending | None:
-        """The reason why the sequence ends with its last token; None where it goes on."""
+        """The reason why the sequence ends with its last token; None if it continues."""
         if last in sequence.ends:
             return "stop", last
         if sequence.stop:
-            found, least = sequence.stop(last), sequence.request.min_new_tokens
-            if found is not None and len(sequence.tokens) - len(sequence.request.prompt) >= least:
-                return "stop", found
+            stopped_by, least = sequence.stop(last), sequence.request.min_new_tokens
+            if stopped_by is not None and len(sequence.tokens) - len(sequence.request.prompt) >= least:
+                return "stop", stopped_by
         return ("length", None) if sequence.budget == 0 else None
 
 
 def picked(
     logits: Tensor, batch: Batch, sampler: Sampler, masks: Tensor | None = None, asked: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The tokens [R, Q] chosen from logits [R, Q, V] after the batch's; and the logits [R, Q, M] of the tokens asked
-    for."""
+    """The tokens [R, Q] chosen from logits [R, Q, V] of the batch; and the logits of the tokens `asked` [R, Q, M]."""
     tokens = batch.tokens
     positions = batch.starts[:, None] + 1 + torch.arange(tokens.shape[1], device=tokens.device)
     choices = sampler.choose(logits, positions, tokens[:, 1:], masks)
@@ -479,7 +478,7 @@ def picked(
 
 
 def model_end_ids(model: PreTrainedModel) -> frozenset[int]:
-    """Every end-token id of the model's generation config or, where it has none, of the model's config."""
+    """All end-token ids of the model's generation config or, if it has none, of the model's config."""
     ids = model.generation_config.eos_token_id if model.generation_config else None
     ids = model.config.get_text_config().eos_token_id if ids is None else ids
     return frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)

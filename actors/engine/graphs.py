@@ -1,9 +1,9 @@
-"""Forwards recorded once for each shape and played again: a launch instead of hundreds.
+"""CUDA graphs: a forward is recorded once for each shape and replayed, with one launch instead of hundreds.
 
-A recorded function takes tensors, None, samplers, plain values, and tuples of these. Its tensors are copied into
-buffers that stay in place; everything else, and the tensors' shapes, is the key of a recording. Inside, nothing may
-wait for the device, and running the function twice must do what running it once does: the KV columns that a forward
-writes follow from its arguments alone.
+A recorded function takes tensors, None, samplers, plain values, and tuples of these. Its tensors are copied into fixed
+buffers. The other arguments and the tensors' shapes are the key of a recording. The function must not wait for the
+device, and running it twice must have the same effect as running it once: the KV columns that a forward writes depend
+only on its arguments.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -26,7 +26,7 @@ class Recorder(Protocol):
         ...
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, recorded for each shape when it is first met."""
+        """The function, recorded at the first call with each shape."""
         ...
 
 
@@ -40,7 +40,7 @@ class Eager:
 
 
 class Recordings:
-    """Records with `record`, which runs a function of no arguments and returns what plays it again."""
+    """record: runs a function without arguments and returns a function that replays it."""
 
     records = True
 
@@ -59,13 +59,13 @@ class Recordings:
             buffers, play = kept[key]
             for buffer, value in zip(_tensors(buffers), _tensors(arguments), strict=True):
                 buffer.copy_(value)
-            return _copied(play())  # the recording's own output is overwritten when it is played again
+            return _copied(play())  # the next replay overwrites the recording's own output
 
         return recorded
 
 
 class CudaGraphs(Recordings):
-    """CUDA graphs, which share one pool of memory."""
+    """Records CUDA graphs, which share one pool of memory."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(self._record)
@@ -94,8 +94,7 @@ class CudaGraphs(Recordings):
 
 
 class HostCopy:
-    """Tensors on their way to the host. `wait` waits for what the device was given before them, and not for what it
-    was given afterwards."""
+    """Copies tensors to the host in the background. `wait` waits only for work that was launched before the copy."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self.tensors, self.event = tensors, None
@@ -105,7 +104,7 @@ class HostCopy:
             self.event.record(torch.cuda.current_stream(tensors[0].device))
 
     def wait(self) -> list[Tensor]:
-        """The tensors, on the host."""
+        """The tensors on the host."""
         if self.event is not None:
             self.event.synchronize()
         return [tensor.cpu() for tensor in self.tensors]

@@ -1,4 +1,4 @@
-"""The methods: the KV store, drafter, grouping and prefill that the engine's one loop works with."""
+"""The methods: each is a choice of KV store, drafter, grouping and prefill for the engine's loop."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,7 +31,7 @@ from exspec.actors.engine.scheduling.prefill import ChunkedPrefill, Prefill, Who
 
 
 class Parts(NamedTuple):
-    """context: what the drafter was built from, and what others may be built from."""
+    """The parts of an engine. context: what the drafter was built from; calibration builds other drafters from it."""
 
     target: CachedModel
     drafter: Drafter
@@ -43,15 +43,15 @@ class Parts(NamedTuple):
 
 
 def recorder_for(device: torch.device, config: EngineConfig) -> Recorder:
-    """CUDA graphs on a GPU where shapes are fixed; nothing elsewhere."""
+    """CUDA graphs on a GPU with fixed shapes; otherwise a recorder that records nothing."""
     return CudaGraphs(device) if device.type == "cuda" and config.fixed_shapes else Eager()
 
 
 def resolve(target: PreTrainedModel, draft: PreTrainedModel | None, config: EngineConfig) -> EngineConfig:
-    """The config that runs with these models on this device. It limits the capacity to the model's context, decides
-    how attention reads the KV (in place there is one bucket), whether rounds overlap, and what runs the layers.
+    """The config as it runs with these models on this device: with the capacity limited to the model's context, and
+    with attention (in place there is one bucket), overlap and kernels decided.
 
-    Raises ValueError where attention in place is asked for and does not work.
+    Raises ValueError if the config asks for attention in place and it does not work.
     """
     config = _with_attention(
         target, draft, replace(config, capacity=min(config.capacity, context_length(target.config)))
@@ -64,7 +64,7 @@ def resolve(target: PreTrainedModel, draft: PreTrainedModel | None, config: Engi
     if config.kernels == "compiled":
         reason = "attention is not in place" if config.attention != "in_place" else compiler_trial(target.device)
         if reason is not None:
-            warn_once(f"layers run as they are, not compiled: {reason}")
+            warn_once(f"layers run eagerly, not compiled: {reason}")
             return replace(config, kernels="eager")
     return config
 
@@ -74,15 +74,15 @@ def _with_attention(target: PreTrainedModel, draft: PreTrainedModel | None, conf
         return config
     models = [target.config, *kind(config).models(None if draft is None else draft.config)]
     trials = (_trial(model, target.device, target.dtype, config.page_size) for model in models)
-    found = trials if config.attention != "gathered" else ["not asked"]
-    reason = next((why for why in found if why is not None), None)
-    if reason is not None and config.attention == "in_place":
+    if config.attention == "gathered":
+        return config
+    reason = next((reason for reason in trials if reason is not None), None)
+    if reason is None:
+        return replace(config, attention="in_place", pages=config.page_count, bucket=config.capacity)
+    if config.attention == "in_place":
         raise ValueError(f"attention: in_place does not work here: {reason}; expected auto or gathered")
-    if reason is not None:
-        if config.attention == "auto":
-            warn_once(f"attention copies the KV that it reads: {reason}")
-        return replace(config, attention="gathered")
-    return replace(config, attention="in_place", pages=config.page_count, bucket=config.capacity)
+    warn_once(f"attention copies the KV that it reads: {reason}")
+    return replace(config, attention="gathered")
 
 
 def _trial(model: PretrainedConfig, device: torch.device, dtype: torch.dtype, page: int) -> str | None:
@@ -93,7 +93,7 @@ def _trial(model: PretrainedConfig, device: torch.device, dtype: torch.dtype, pa
 
 
 def drafter_of(context: DrafterContext) -> Drafter:
-    """The drafter of the config. Raises ValueError where it cannot draft with these models."""
+    """The drafter of the config. Raises ValueError if it cannot draft with these models."""
     config, drafter = context.config, kind(context.config)
     draft = None if context.draft is None else context.draft.config
     reason = drafter.refusal(context.target.config, draft, config) or drafter.trial(context.target, config)
@@ -109,27 +109,27 @@ def build(
     recorder: Recorder,
     drafter: MakeDrafter = drafter_of,
 ) -> Parts:
-    """The parts of an engine, of a resolved config. Raises ValueError where no drafter can be made."""
+    """Build the parts of an engine from a resolved config. Raises ValueError if no drafter can be made."""
     store, cached = _stores(target, config)
-    # Many shapes would take longer to record than they save; and in place, more KV columns cost nothing.
-    few = recorder.records or config.attention == "in_place"
+    # Many shapes would take longer to record than they save. In place, additional KV columns cost nothing.
+    few_shapes = recorder.records or config.attention == "in_place"
     prefill: Prefill = ChunkedPrefill(
-        config.prefill_rows, config.prefill_columns, config.capacity, config.bucket if few else 1
+        config.prefill_rows, config.prefill_columns, config.capacity, config.bucket if few_shapes else 1
     )
     if config.method == "eqspec":
         prefill = WholePrefill()
     verifier = cached(target)
-    step = config.bucket if few else config.page_size
+    step = config.bucket if few_shapes else config.page_size
     context = DrafterContext(target, verifier, draft, config, cached, recorder, step)
-    made = drafter(context) if config.drafts else NoDraft()
-    return Parts(verifier, made, context, draft_length(config), grouping_of(config), prefill, store)
+    drafter_built = drafter(context) if config.drafts else NoDraft()
+    return Parts(verifier, drafter_built, context, draft_length(config), grouping_of(config), prefill, store)
 
 
 def _stores(target: PreTrainedModel, config: EngineConfig) -> tuple[Store, Callable[[PreTrainedModel], CachedModel]]:
-    """What gives slots their KV, and what gives a model KV in these slots. All models share one table of pages."""
+    """The store of the slots' KV, and a function that gives a model KV in them. All models share one page table."""
     if config.method == "eqspec":
         return Boundless(), lambda model: RealignedModel(model, config.batch_size, config.kernels == "packed")
-    widest = max(config.width, config.prefill_columns)  # a row may be fed past its capacity, with dead columns
+    widest = max(config.width, config.prefill_columns)  # dead columns may reach past the capacity
     pages = Pages(
         config.slots,
         config.page_count,

@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out: requests and completions, in token ids."""
+"""The engine's input and output: requests and completions, in token ids."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -11,28 +11,27 @@ if TYPE_CHECKING:
     from exspec.actors.engine.tokens.constraint import MakeConstraint
 
 FinishReason = Literal["stop", "length"]
-# Takes the completion's tokens one by one and returns what ended it, or None to go on. It may keep what it has seen.
+# Takes the completion's tokens one by one. Returns what ended the completion, or None to continue. It may keep state.
 StopCheck = Callable[[int], str | None]
 MakeStop = Callable[[], StopCheck]
-Scores = dict[int, float]
-# A logit divided or multiplied by a number between these stays a finite float32.
-SMALLEST, LARGEST = 1e-6, 1e6
+Scores = dict[int, float]  # log-probabilities by token
+SMALLEST, LARGEST = 1e-6, 1e6  # a logit times or divided by a number in this range stays a finite float32
 LARGEST_INT = 2**31 - 1
-HIGHEST = 100  # of a penalty that is taken off logits
+HIGHEST = 100  # penalty that is subtracted from logits
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are chosen. The default is greedy.
 
-    temperature: 0 is greedy; otherwise logits are divided by it, in float32: from 1e-6 to 1e6.
+    temperature: 0 is greedy; otherwise logits are divided by it in float32. From 1e-6 to 1e6.
     top_k, top_p: keep the k likeliest tokens (0: all), then the smallest set whose probability reaches p (1: all).
-    seed: of the sequence's noise; the same seed gives the same tokens whatever else runs. 64 bits.
-    repetition_penalty: as in transformers: logits of tokens seen in prompt or completion are divided by it where
-        positive and multiplied where negative, from 1e-6 to 1e6; 1 is off.
-    presence_penalty, frequency_penalty: taken off the logits of tokens of the completion, once, and as often as they
-        are in it, as in OpenAI's API; from -100 to 100, 0 is off.
-    min_p: drop tokens less likely than this share of the likeliest one's probability; 0 is off.
+    seed: of the sequence's noise, 64 bits. The same seed gives the same tokens, whatever else runs.
+    repetition_penalty: as in transformers, logits of tokens in the prompt or the completion are divided by it if
+        positive and multiplied by it if negative. From 1e-6 to 1e6; 1 is off.
+    presence_penalty, frequency_penalty: as in OpenAI's API, subtracted from the logits of tokens in the completion:
+        once, and once per occurrence. From -100 to 100; 0 is off.
+    min_p: drop tokens whose probability is below this share of the largest probability; 0 is off.
 
     Raises ValueError naming the setting that is out of range.
     """
@@ -78,19 +77,19 @@ def _whole(value: object) -> bool:
 class Request:
     """One sequence to decode.
 
-    id: the caller's own; the completion comes back under it.
+    id: chosen by the caller; the completion has the same id.
     prompt: token ids, at least one.
-    end_ids: token ids that end the sequence beside the model's own.
-    stop: makes a check on the completion's tokens, for endings that the engine cannot see, such as stop strings. Every
-        decoding of the request has a check of its own.
-    min_new_tokens: no end token and no stop comes before so many tokens.
-    ignore_end: an end token is a token like others.
-    bad_words: sequences of tokens that the completion never has.
-    constraint: makes the constraint that the completion is held to; it must come to allow an end token.
-    scored: the completion tells how likely each token was at places where a constraint allows a choice of so many at
-        most; 0 is at none.
+    end_ids: token ids that end the sequence, in addition to the model's own.
+    stop: makes a check of the completion's tokens, for endings that the engine cannot see, such as stop strings. Each
+        decoding of the request makes a new check.
+    min_new_tokens: neither an end token nor a stop may come before this many tokens.
+    ignore_end: treat end tokens like other tokens.
+    bad_words: sequences of tokens that may not occur in the completion.
+    constraint: makes the completion's constraint, which must allow an end token at some point.
+    scored: keep log-probabilities at positions where the constraint allows a choice between at most this many tokens;
+        0 keeps none.
 
-    Raises RequestError where prompt or max_new_tokens are no whole numbers: a tensor of them would fail for all rows.
+    Raises RequestError if token ids or lengths are not whole numbers: a tensor of them would fail for all rows.
     """
 
     id: Hashable
@@ -116,12 +115,12 @@ class Request:
 class Completion:
     """A finished sequence.
 
-    tokens: the completion, without the prompt. An end token is its last one; with a stop string, the last token is
-        the one that completed the string, and the text is to be cut before it.
+    tokens: the completion, without the prompt, with the end token. After a stop string, the last token is the one that
+        completed the string, and the caller cuts the text before the string.
     finish_reason: `stop` (end token or stop check) or `length` (max_new_tokens or the model's context).
-    stopped_by: the end token's id, or what the stop check returned; None after `length`.
-    scores: of a scored request, for each of the tokens the target's log-probability of every token that was allowed in
-        its place, among those; empty where there was no choice.
+    stopped_by: the end token's id, or the result of the stop check; None after `length`.
+    scores: of a scored request, for each position the target's log-probabilities of the allowed tokens, normalised over
+        these tokens; empty where there was no choice.
     """
 
     id: Hashable
@@ -133,22 +132,22 @@ class Completion:
 
 
 class RequestError(ValueError):
-    """A request that can never be decoded; the message names it and says what was expected."""
+    """The request can never be decoded. The message names it and says what was expected."""
 
 
 @dataclass(frozen=True)
 class Room:
-    """Tokens that a sequence may have: in the model's context, and in a slot."""
+    """The most tokens of a sequence: in the model's context, and in a slot."""
 
     context: int
     capacity: int
 
     def longest_prompt(self, new: int) -> int:
-        """Tokens of the longest prompt that so many new ones can follow."""
+        """Tokens of the longest prompt that leaves room for `new` tokens."""
         return min(self.context, self.capacity) - new
 
     def refusal(self, prompt: int, new: int) -> str | None:
-        """Why a prompt of so many tokens cannot be followed by so many new ones; None where it can."""
+        """The reason why `new` tokens do not fit after a prompt of `prompt` tokens; None if they fit."""
         if prompt >= self.context:
             return f"a prompt of {prompt} tokens leaves no room in the context of {self.context}"
         if min(prompt + new, self.context) > self.capacity:

@@ -1,22 +1,23 @@
-"""What a setting is: one field of a config, with its range, its help, and what it may be when a job is run again.
+"""A setting: a field of a config, with its range, its help, and whether it may change when a job is run again.
 
-Job files, flags and pages are made of these fields, without torch.
+Job files, flags and documentation pages are generated from these fields, without torch.
 """
 
 import inspect
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-# In a later run of a job: the same, for it decides the output; any, for it decides where and how the job runs; or any
-# with fixed shapes, where the target alone decides every token.
+# The value in a later run of a job. "the same": the setting decides the output. "any": it only decides where and how
+# the job runs. "any if exact": with fixed shapes the target alone decides every token, so the setting may change.
 Later = Literal["the same", "any", "any if exact"]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """default: in an engine. measured: a job may leave it to what is measured. unset: a job has no default of it.
+    """default: of an engine. measured: a job may leave the value to calibration. unset: a job has no default.
 
-    kind: what it takes, without None. choices: all that it may be, if they are few. ge, gt, lt: its limits.
+    kind: the type of the value, without None. choices: the possible values of a Literal, else empty. limits: the bounds
+    `ge`, `gt` and `lt`.
     """
 
     name: str
@@ -33,7 +34,7 @@ class Setting:
         return get_args(self.kind) if get_origin(self.kind) is Literal else ()
 
     def check(self, value: Any) -> None:
-        """Raise ValueError naming the setting where a value is out of its range."""
+        """Raise ValueError naming the setting if a value is out of range."""
         if self.choices:
             if value not in self.choices:
                 raise ValueError(f"{self.name}: expected one of {', '.join(self.choices)}, not {value!r}")
@@ -65,20 +66,20 @@ def setting(
     **limits: float,
 ) -> Any:
     """A field of a config that users set."""
-    told = {"help": help, "later": later, "measured": measured, "unset": unset, "limits": limits}
-    return field(default=default, metadata={"setting": told})
+    values = {"help": help, "later": later, "measured": measured, "unset": unset, "limits": limits}
+    return field(default=default, metadata={"setting": values})
 
 
 def settings_of(config: type) -> dict[str, Setting]:
     """The settings of a config, by name."""
     hints = get_type_hints(config)
     own = inspect.get_annotations(config)
-    ordered = sorted(fields(config), key=lambda f: f.name not in own)  # then those of drafters
+    ordered = sorted(fields(config), key=lambda f: f.name not in own)  # drafters' settings come last
     declared = {f.name: f for f in ordered if "setting" in f.metadata}
     return {name: Setting(name, _kind(hints[name]), f.default, **f.metadata["setting"]) for name, f in declared.items()}
 
 
 def _kind(hint: Any) -> Any:
-    """A hint without None."""
+    """A type hint without None."""
     kinds = [kind for kind in get_args(hint) if kind is not type(None)]
     return kinds[0] if type(None) in get_args(hint) else hint

@@ -1,6 +1,6 @@
-"""Statistics as values with `+`: of a sequence, and of an engine. jobs/docs/words.md explains the words.
+"""Statistics of sequences and engines, as values that can be added. jobs/docs/words.md explains the words.
 
-Plain counters keep what changes every round; a value is made of them on request.
+Plain counters change every round; they make a statistics value on request.
 """
 
 from collections import Counter, defaultdict
@@ -31,18 +31,18 @@ def _add(a: Any, b: Any) -> Any:
 
 
 def ratio(part: float, whole: float) -> float:
-    """part / whole, 0 of nothing."""
+    """part / whole; 0 if whole is 0."""
     return part / whole if whole else 0.0
 
 
 @dataclass(frozen=True)
 class SequenceStatistics(Addable):
-    """Of one sequence, or of the sum of several. Nothing past a sequence's end is counted.
+    """Statistics of one sequence, or the sum over several. Tokens after a sequence's end are not counted.
 
-    drafted_by_position, accepted_by_position: tokens proposed, and those the target agreed with, by place in the draft.
-    grouped_rounds: rounds whose rows all lay in one length bucket; ragged_rounds: the others.
-    early_drafted, early_accepted: tokens that a drafter checked itself, and those that passed its check.
-    forced: tokens without an alternative under a constraint.
+    drafted_by_position, accepted_by_position: proposed tokens and accepted tokens, by position in the draft.
+    grouped_rounds: rounds whose rows were all in one length bucket; ragged_rounds: all others.
+    early_drafted, early_accepted: tokens that a drafter checked itself, and tokens that passed this check.
+    forced: tokens that a constraint left no alternative to.
     """
 
     prompt_tokens: int = 0
@@ -76,7 +76,7 @@ class SequenceStatistics(Addable):
 
     @property
     def early_acceptance_rate(self) -> float:
-        """Of the drafter's own check."""
+        """The acceptance rate of the drafter's own check."""
         return ratio(self.early_accepted, self.early_drafted)
 
     @property
@@ -87,12 +87,12 @@ class SequenceStatistics(Addable):
 
 @dataclass(frozen=True)
 class EngineStatistics(Addable):
-    """Of an engine since it was made, or of the sum of several.
+    """Statistics of an engine since its creation, or the sum over several.
 
-    rows: B for every round; busy_rows: those of them that held a sequence.
-    prefill_tokens: prompt tokens that were computed; cached_tokens: those that another sequence had cached. Tokens that
-        a preempted sequence computes again are not counted again.
-    columns: token positions of all verify forwards; dead_columns: those of dead rows, and those past a row's drafts.
+    rows: B for every round; busy_rows: rows that held a sequence.
+    prefill_tokens: prompt tokens that were computed; cached_tokens: prompt tokens that another sequence had cached.
+        Tokens that a preempted sequence computes again are not counted again.
+    columns: columns of all verify forwards; dead_columns: columns of dead rows or past a row's drafts.
     seconds: by phase of the round.
     """
 
@@ -115,22 +115,22 @@ class EngineStatistics(Addable):
 
 
 class SequenceCounters:
-    """What a running sequence counts, round by round."""
+    """The counters of a running sequence."""
 
     def __init__(self, prompt_tokens: int) -> None:
         self.prompt_tokens = prompt_tokens
         self.grouped_rounds = self.ragged_rounds = self.forced = 0
         self.by_drafter: Counter[str] = Counter()  # by field of SequenceStatistics
-        self.drafted: list[int] = []  # by number n of drafts: the rounds that had n, and those that n were accepted of
-        self.accepted: list[int] = []
+        self.drafted: list[int] = []  # by n: rounds with n drafts
+        self.accepted: list[int] = []  # by n: rounds with n accepted drafts
 
     @property
     def rounds(self) -> int:
         return self.grouped_rounds + self.ragged_rounds
 
     def round(self, grouped: bool, drafted: int, accepted: int, by_drafter: Mapping[str, int]) -> None:
-        """Count a round with so many drafts, of which so many were accepted. grouped: of one length bucket. by_drafter:
-        what the drafter counted itself, by field of SequenceStatistics."""
+        """Count a round with its numbers of drafted and accepted tokens. grouped: whether all rows were in one length
+        bucket. by_drafter: the drafter's own counts, by field of SequenceStatistics."""
         self.by_drafter.update(by_drafter)
         if grouped:
             self.grouped_rounds += 1
@@ -157,13 +157,13 @@ class SequenceCounters:
 
 
 def _by_position(rounds: list[int]) -> Counts:
-    """From the number of rounds that had n tokens, by n, how many rounds had a token at each place."""
+    """How many rounds had a token at each position, given the number of rounds with n tokens, by n."""
     reached = list(accumulate(reversed(rounds[1:])))[::-1]
     return tuple(takewhile(bool, reached))
 
 
 class EngineCounters:
-    """What an engine counts. `add` takes fields of EngineStatistics by name, `spend` the seconds of a phase."""
+    """The counters of an engine. `add` takes fields of EngineStatistics by name, `spend` the seconds of a phase."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()

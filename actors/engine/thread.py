@@ -1,4 +1,4 @@
-"""An engine in a thread of its own, shared by any number of callers."""
+"""An engine in its own thread, shared by any number of callers."""
 
 import threading
 from concurrent.futures import Future
@@ -10,10 +10,10 @@ from exspec.actors.engine.statistics import EngineStatistics
 
 
 class EngineThread:
-    """Runs an engine while there is work. `submit` may be called from any thread.
+    """Runs an engine while there is work. Any thread may call `submit`.
 
-    A request's future gets its completion, or the RequestError that refuses it. If the engine itself fails, every
-    future gets that error, and so does every later one. Close it, or use it as a context manager.
+    A request's future receives its completion, or the RequestError that rejects it. If the engine itself fails, all
+    futures receive that error, including those of later requests. Close it, or use it as a context manager.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -51,16 +51,16 @@ class EngineThread:
                 self._engine.step()
                 for completion in self._engine.take():
                     self._futures.pop(completion.id).set_result(completion)
-        except Exception as error:  # handed to everyone who waits
+        except Exception as error:  # every waiting caller receives it
             self._fail(error)
 
     def _receive(self, wait: bool) -> bool:
-        """Hand what has arrived to the engine, waiting for it if there is nothing else to do. False: closed."""
+        """Submit the requests in the inbox. wait: wait for one if it is empty. Returns False after `close`."""
         try:
             while (item := self._inbox.get(block=wait)) is not None:
                 request, future = item
                 if not future.set_running_or_notify_cancel():
-                    continue  # cancelled before it was seen; from here on it cannot be
+                    continue  # cancelled already; from here on it cannot be cancelled
                 try:
                     self._engine.submit(request)
                     self._futures[request.id] = future

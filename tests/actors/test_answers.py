@@ -177,7 +177,7 @@ def test_what_cannot_be_asked_for_is_refused_by_name(pair: Pair) -> None:
     class Endless:
         eos_token_id = None
 
-    assert "names no end token" in refusal(lambda: Choices(Endless(), {"": ["a", "b"]}, {"": "label"}))  # type: ignore[arg-type]
+    assert "has no end token" in refusal(lambda: Choices(Endless(), {"": ["a", "b"]}, {"": "label"}))  # type: ignore[arg-type]
 
     class Upper:
         eos_token_id = 2
@@ -198,7 +198,7 @@ def test_a_number_that_no_column_holds_is_an_error_of_its_row(pair: Pair) -> Non
     answers = Json(pair.tokenizer, schema, {"n": ("n", pa.int64())})
     completion = Completion(0, [1, 2], "stop", 2, SequenceStatistics())
     assert answers.read(completion, '{"n": -5}') == {"n": -5}
-    with pytest.raises(AnswerError, match="n is 99999999999999999999, which 64 bits do not hold"):
+    with pytest.raises(AnswerError, match="n is 99999999999999999999, which does not fit 64 bits"):
         answers.read(completion, '{"n": 99999999999999999999}')
     with pytest.raises(AnswerError, match="does not meet the schema"):
         answers.read(completion, '{"n": "five"}')

@@ -84,7 +84,7 @@ def test_a_padded_embedding_alone_is_fine(tmp_path: Path) -> None:
 
 def test_a_draft_larger_than_the_target_is_a_warning(tmp_path: Path) -> None:
     large = save(tmp_path / "large", tiny.model(num_hidden_layers=4))
-    with pytest.warns(UserWarning, match="is larger than the target .* were they given in the wrong order"):
+    with pytest.warns(UserWarning, match="is larger than the target .* are target and draft swapped"):
         load_pair(save(tmp_path / "small", tiny.model()), large)
 
 
@@ -203,7 +203,7 @@ def test_settled_positions_wait_for_no_device() -> None:
         ids, mask = torch.arange(8)[None], torch.zeros(1, 1, 8, 8)
         with torch.inference_mode(), Waits() as found:
             model(input_ids=ids, position_ids=ids, attention_mask=mask, use_cache=False)
-        return found.found
+        return found.names
 
     assert waits()
     expected = tiny.generate(model, list(range(30)), 20)
@@ -217,13 +217,13 @@ def test_a_wait_is_found_by_its_operation() -> None:
     with Waits() as waits:
         x[:3].sum()
         x[torch.tensor([0, 1])]
-    assert waits.found == []
+    assert waits.names == []
     with Waits() as waits:
         x[x > 2]
         bool((x > 2).any())
         x.nonzero()
-    assert len(waits.found) >= 3
-    assert {"index by a mask", "nonzero"} <= set(waits.found)
+    assert len(waits.names) >= 3
+    assert {"index by a mask", "nonzero"} <= set(waits.names)
 
 
 def test_a_model_that_counts_its_own_positions_is_refused() -> None:
@@ -391,12 +391,12 @@ def test_the_string_that_begins_first_wins(characters: Any) -> None:
 
 
 def test_a_string_that_is_complete_too_early_does_not_count(characters: Any) -> None:
-    check = StopStrings(characters, ["STOP"], least=6)
+    check = StopStrings(characters, ["STOP"], min_new_tokens=6)
     tokens = ids(characters, ["a", "ST", "OP", "a", "ST", "OP", "b"])
     assert first_hit(check, tokens) == 6, "the first that counts is complete with the least token"
     assert check.cut(tokens[:6]) == "aSTOPa"
-    assert first_hit(StopStrings(characters, ["STOP"], least=3), tokens) == 3
-    assert StopStrings(characters, ["STOP"], least=9).cut(tokens) == "aSTOPaSTOPb"
+    assert first_hit(StopStrings(characters, ["STOP"], min_new_tokens=3), tokens) == 3
+    assert StopStrings(characters, ["STOP"], min_new_tokens=9).cut(tokens) == "aSTOPaSTOPb"
 
 
 @pytest.mark.parametrize("strings", [[], [""], ["x", ""]])

@@ -1,4 +1,4 @@
-"""The drafters, which propose the tokens that the target verifies: a file and a line in the registry each."""
+"""The drafters propose the tokens that the target verifies. Each has a file here and a line in the registry."""
 
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, cast
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from exspec.actors.engine.drafters.drafter import Drafter
     from exspec.actors.engine.drafters.head import HeadDrafter
 
-DRAFTERS = {  # by name; by default the first that is available drafts
+DRAFTERS = {  # by name, in the order of preference
     "none": "exspec.actors.engine.drafters.none:NoDraft",
     "model": "exspec.actors.engine.drafters.model:DraftModel",
     "eagle3": "exspec.actors.engine.drafters.eagle3:Eagle3",
@@ -28,13 +28,13 @@ def check_name(name: str) -> None:
 
 
 def drafter_class(name: str) -> "type[Drafter]":
-    """The drafter of a name. Raises ValueError for one that is not registered."""
+    """The drafter with this name. Raises ValueError for a drafter that is not registered."""
     check_name(name)
     return cast("type[Drafter]", resolve_name(DRAFTERS[name]))
 
 
 def kind(config: "EngineConfig") -> "type[Drafter]":
-    """The drafter of a config: plain decoding has none."""
+    """The drafter of a config; NoDraft for plain decoding."""
     return drafter_class(config.drafter if config.drafts else NONE)
 
 
@@ -44,12 +44,12 @@ def label(config: "EngineConfig") -> str:
 
 
 def available(target: "PretrainedConfig", draft: "PretrainedConfig | None", config: "EngineConfig") -> list[str]:
-    """The drafters that can draft for a target with this draft, in the order of the registry."""
+    """The names of the drafters that can draft for a target with this draft, in the order of the registry."""
     names = [name for name in DRAFTERS if name != NONE]
     return [name for name in names if drafter_class(name).refusal(target, draft, config) is None]
 
 
 def head_of(config: "dict[str, Any]") -> "type[HeadDrafter] | None":
-    """The drafter of the head that a config.json describes; None where it describes a model."""
+    """The drafter of the head that a config.json describes; None if it describes a model."""
     drafter = next((cls for cls in map(drafter_class, DRAFTERS) if cls.reads(config)), None)
     return cast("type[HeadDrafter] | None", drafter)

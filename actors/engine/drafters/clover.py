@@ -1,5 +1,5 @@
-"""Clover (arXiv:2405.00263, arXiv:2408.00264): one layer over the target's last hidden states, and a step for each
-token that costs a few products of matrices and the target's own head."""
+"""Clover (arXiv:2405.00263, arXiv:2408.00264): one layer over the target's last hidden states, and for each drafted
+token a step of a few matrix products and the target's own head."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from exspec.actors.engine.scheduling.group import Group
 
 
 class Clover(HeadDrafter):
-    """The head's layer runs once for each token that the target has chosen; a draft leaves no trace in its KV.
+    """The head's layer runs once for each token that the target has chosen; drafts do not enter its KV.
 
     embedding: of the tokens, the rows of the target's head. score: hidden states to the target's logits.
     """
@@ -29,12 +29,12 @@ class Clover(HeadDrafter):
     score: nn.Module
 
     @classmethod
-    def reads(cls, found: dict[str, Any]) -> bool:
-        return found.get("model_type") == NAME
+    def reads(cls, values: dict[str, Any]) -> bool:
+        return values.get("model_type") == NAME
 
     @classmethod
-    def read(cls, found: dict[str, Any]) -> CloverConfig:
-        return read_config(found)
+    def read(cls, values: dict[str, Any]) -> CloverConfig:
+        return read_config(values)
 
     @classmethod
     def load(cls, folder: Path, dtype: torch.dtype, device: str | torch.device, allow_pickle: bool) -> CloverHead:
@@ -52,10 +52,10 @@ class Clover(HeadDrafter):
 
     @classmethod
     def build(cls, context: DrafterContext) -> Self:
-        made = super().build(context)
+        drafter = super().build(context)
         score: Any = context.target.get_output_embeddings()
-        made.embedding, made.score = score.weight, made.target.model.get_output_embeddings()
-        return made
+        drafter.embedding, drafter.score = score.weight, drafter.target.model.get_output_embeddings()
+        return drafter
 
     def propose(self, group: Group, limits: list[int]) -> Draft:
         most = self.head.model.config.heads
@@ -71,5 +71,5 @@ class Clover(HeadDrafter):
     @torch.inference_mode()
     def _step(self, number: int, hidden: Tensor, tokens: Tensor) -> Step:
         head: Any = self.head.model
-        hidden, said = head.step(number, hidden, self.embedding[tokens])
-        return self.score(said), (number + 1, hidden)
+        hidden, output = head.step(number, hidden, self.embedding[tokens])
+        return self.score(output), (number + 1, hidden)

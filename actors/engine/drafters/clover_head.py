@@ -1,13 +1,13 @@
 """The head of Clover (arXiv:2405.00263; its gate is Clover-2's, arXiv:2408.00264), for a chain of a few tokens.
 
-H: hidden states that leave the target's last layer, e_i: the row of the target's head of the token before the i-th,
-normalised, both [R, Q, D].
+H is the output of the target's last layer. e_i is the normalised row of the target's output head for the token before
+the i-th drafted token. Both are [R, Q, D].
 
     h_0 = norm(layer(norm(H)))
-    h_i = h_{i-1} + gate * V e_i         gate: of each attention head, cosine of its q = Q h_{i-1} and k = K e_i
-    logits of token i = the target's head over h_i + silu(MLP_i h_i)
+    h_i = h_{i-1} + gate * V e_i         gate: by attention head, the cosine of q = Q h_{i-1} and k = K e_i
+    logits of token i = the target's head of h_i + silu(MLP_i h_i)
 
-Attention over one token is always 1, and so the cosine stands in its place.
+The cosine replaces attention, whose weight would always be 1 for a single token.
 """
 
 from typing import Any
@@ -21,14 +21,14 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from exspec.actors.engine.drafters.head import checked
 
 NAME = "clover"
-NORMED = 1e-6  # far below the mean square of a head's row
+EPSILON = 1e-6  # of the norm; far below the mean square of a row of the head
 
 
 class CloverConfig(LlamaConfig):
-    """heads: tokens of a draft, at most. The rest is the layer's."""
+    """heads: the most tokens of a draft. The other settings are those of the Llama layer."""
 
     model_type = NAME
-    head_for = NAME  # the drafter
+    head_for = NAME  # the drafter that uses it
 
     def __init__(self, heads: int = 3, **llama: Any) -> None:
         super().__init__(**llama | {"num_hidden_layers": 1, "tie_word_embeddings": False})
@@ -39,17 +39,17 @@ class CloverConfig(LlamaConfig):
         return int(self.hidden_size)
 
 
-def read_config(found: dict[str, Any]) -> CloverConfig:
-    """The config of a head, of its config.json. Raises ValueError naming what is wrong with it."""
-    heads = found.get("heads")
+def read_config(values: dict[str, Any]) -> CloverConfig:
+    """The config of a head from the values of its config.json. Raises ValueError naming what is wrong."""
+    heads = values.get("heads")
     if type(heads) is not int or heads < 1:
-        raise ValueError(f"config.json: heads is {heads!r}; expected the number of tokens that it can draft")
-    return checked(CloverConfig, CloverHead, {key: value for key, value in found.items() if key != "model_type"})
+        raise ValueError(f"config.json: heads is {heads!r}; expected the number of tokens that the head can draft")
+    return checked(CloverConfig, CloverHead, {key: value for key, value in values.items() if key != "model_type"})
 
 
 class CloverHead(PreTrainedModel):
-    """As a causal language model whose forward takes features [R, Q, D] too, and gives h_0 [R, Q, D] in place of
-    logits. The target's head is no part of it."""
+    """A causal language model whose forward also takes features [R, Q, D] and returns h_0 [R, Q, D] as its logits. The
+    target's output head is not part of the model."""
 
     config: CloverConfig
     config_class = CloverConfig
@@ -79,7 +79,7 @@ class CloverHead(PreTrainedModel):
         logits_to_keep: int = 0,
         **_: Any,
     ) -> CausalLMOutput:
-        """features: what has left the target's last layer."""
+        """features: the output of the target's last layer."""
         hidden = self.layers[0](
             self.input_norm(features),
             attention_mask=attention_mask,
@@ -89,9 +89,9 @@ class CloverHead(PreTrainedModel):
         return CausalLMOutput(logits=self.norm(hidden[:, -logits_to_keep:]))
 
     def step(self, number: int, hidden: Tensor, embedding: Tensor) -> tuple[Tensor, Tensor]:
-        """h_i, and what the target's head is asked, of h_{i-1} and the row of the head of token i - 1: [R, Q, D] each.
+        """h_i and the input of the target's head, from h_{i-1} and the row of the head for token i - 1: [R, Q, D] each.
         number: i - 1."""
-        token = rms_norm(embedding.float(), embedding.shape[-1:], eps=NORMED).to(embedding.dtype)
+        token = rms_norm(embedding.float(), embedding.shape[-1:], eps=EPSILON).to(embedding.dtype)
         query, key, value = (
             x.unflatten(-1, (self.config.num_attention_heads, -1))
             for x in (self.q_proj(hidden), self.k_proj(token), self.v_proj(token))

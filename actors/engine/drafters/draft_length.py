@@ -1,10 +1,9 @@
-"""How long a draft should be. A policy may shorten the drafts of each row; the shape of verify stays, and so do the
-tokens.
+"""Policies that shorten drafts. They change neither the shape of verify nor the committed tokens.
 
-A token is proposed while the chance that it will be accepted, it and all before it, is at least a threshold. The
-chance is estimated from the sequence's own record before anything is drafted (`History`), or from the draft model's
-confidence in what it drafts (`Confidence`, in the draft loop itself). A step drafts a token for every row at the price
-of one, so a group goes on while the mean of its rows' chances is at least the threshold.
+A token is proposed while the chance that it and all drafts before it are accepted is at least a threshold. `History`
+estimates the chance before the draft, from the sequence's acceptance so far. `Confidence` estimates it during the
+draft, from the draft model's probabilities. One step drafts a token for all rows at the price of one row, so a group
+continues while the mean chance of its rows is at least the threshold.
 """
 
 import math
@@ -17,24 +16,24 @@ from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.scheduling.group import Group
 from exspec.actors.engine.scheduling.pool import Sequence
 
-PROBE = 16  # rounds after which a sequence that drafts nothing tries one token: its record would else never change
-WEIGHT = 8.0  # drafted tokens that the record of all sequences counts for in that of one
+PROBE = 16  # a sequence that drafts nothing tries one token every so many rounds, or its estimate would never change
+WEIGHT = 8.0  # the acceptance of all sequences weighs as much as this many drafts of the sequence itself
 
 
 class DraftLength(Protocol):
-    """Decides before a round how far each row is drafted."""
+    """Limits each row's draft before a round."""
 
     def limits(self, group: Group) -> list[int]:
-        """How many tokens each row may draft, at most its `useful`."""
+        """The most tokens that each row may draft, up to the group's `useful`."""
         ...
 
     def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """What became of a row's draft."""
+        """Count the drafted and the accepted tokens of a row's round."""
         ...
 
 
 class Fixed:
-    """As many as there is room for: K."""
+    """K tokens, or as many as the row has room for."""
 
     def limits(self, group: Group) -> list[int]:
         return group.useful
@@ -44,23 +43,23 @@ class Fixed:
 
 
 class History:
-    """With p the share of a sequence's decided drafts that were accepted, place i is drafted while p^i >= threshold."""
+    """With p the accepted share of a sequence's decided drafts, the i-th token is drafted while p^i >= threshold."""
 
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold
-        self.accepted, self.decided = 3.0, 4.0  # over all sequences; drafts past a rejected one were not decided
+        self.accepted, self.decided = 3.0, 4.0  # over all sequences; drafts after a rejected one are not decided
 
     def limits(self, group: Group) -> list[int]:
         rows = list(zip(group.sequences, group.useful, strict=True))
         limits = [0 if s is None else min(useful, self._limit(s)) for s, useful in rows]
         chances = [self._chance(s) if s else 0.0 for s, _ in rows]
-        live, place = sum(s is not None for s, _ in rows), 1
-        while sum(c**place for c, most in zip(chances, limits, strict=True) if most >= place) >= self.threshold * live:
-            place += 1
-        return [min(most, max(place - 1, 1)) for most in limits]
+        live, n = sum(s is not None for s, _ in rows), 1
+        while sum(c**n for c, most in zip(chances, limits, strict=True) if most >= n) >= self.threshold * live:
+            n += 1
+        return [min(most, max(n - 1, 1)) for most in limits]
 
     def _chance(self, sequence: Sequence) -> float:
-        """Of one draft to be accepted."""
+        """The chance that one drafted token is accepted."""
         common = self.accepted / self.decided
         return min((sequence.accepted + WEIGHT * common) / (sequence.decided + WEIGHT), 1 - 1e-9)
 
@@ -77,22 +76,22 @@ class History:
 
 
 class Confidence(Protocol):
-    """Decides during a draft which rows go on."""
+    """Decides during a draft which rows continue."""
 
     def survives(self, chance: Tensor, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """After a draft step: the chance [R] so far, and which rows [R] keep the token they drafted.
+        """After a draft step: the chance [R] so far, and which rows [R] keep their new token.
 
-        logits: [R, 1, V] that the tokens [R, 1] were chosen from.
+        logits: [R, 1, V], from which the tokens [R, 1] were chosen.
         """
         ...
 
     def pays(self, chance: Tensor, goes_on: Tensor, live: Tensor) -> Tensor:
-        """Whether one more step for the group is worth it, of whose `live` rows [R] those in `goes_on` [R] go on."""
+        """Whether another step pays for the group. live: [R], rows that draft. goes_on: [R], rows that continue."""
         ...
 
 
 class Unasked:
-    """Every token is kept."""
+    """Keeps every token."""
 
     def survives(self, chance: Tensor, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         return chance, torch.ones_like(chance, dtype=torch.bool)
@@ -102,7 +101,7 @@ class Unasked:
 
 
 class Product:
-    """The product of the draft's probabilities of its tokens, which is the chance of all if the draft is calibrated."""
+    """The product of the draft's probabilities of its tokens: the chance of all of them if the draft is calibrated."""
 
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold
@@ -116,10 +115,10 @@ class Product:
 
 
 def draft_length(config: EngineConfig) -> DraftLength:
-    """What shortens the rows' drafts before a round."""
+    """The policy that limits drafts before a round."""
     return History(config.threshold) if config.draft_length in ("implicit", "both") else Fixed()
 
 
 def confidence(config: EngineConfig) -> Confidence:
-    """What shortens the drafts of a model while they are made."""
+    """The policy that shortens drafts of a model while they are made."""
     return Product(config.threshold) if config.draft_length in ("explicit", "both") else Unasked()

@@ -1,7 +1,7 @@
-"""What a drafter is, and what the engine gives it.
+"""The interface between the engine and a drafter.
 
 A drafter is a class in a file of this folder and a line in the registry. It derives from `Drafter` and overrides what
-it needs. Settings of its own are a dataclass in NAME_settings.py, which EngineConfig derives from.
+it needs. Its own settings are a dataclass in NAME_settings.py, which EngineConfig derives from.
 """
 
 from abc import ABC, abstractmethod
@@ -25,10 +25,10 @@ from exspec.actors.engine.tokens.sampling import Sampler
 
 
 class Draft(NamedTuple):
-    """tokens: [R, N]. lengths: [R], how many of a row's tokens are proposed; what lies past them means nothing.
+    """tokens: [R, N]. lengths: [R], how many of a row's tokens are proposed; the tokens after them mean nothing.
 
-    on_host: the tokens by row, from a drafter that drafts on the host. counts: what the drafter counted, [R] each, by
-    field of SequenceStatistics.
+    on_host: the tokens by row, from a drafter that drafts on the host. counts: the drafter's own counts, [R] each,
+    by field of SequenceStatistics.
     """
 
     tokens: Tensor
@@ -69,7 +69,8 @@ class DraftRows(NamedTuple):
         return Batch(self.slots, tokens, self.starts + offset, self.kv_columns)
 
     def allowed(self, logits: Tensor, drafted: Tensor) -> Tensor:
-        """Logits [R, Q, V] after so many drafted tokens [R, Q], without what constraints are known to forbid there."""
+        """Logits [R, Q, V] without the tokens that constraints are known to forbid. drafted: [R, Q], how many tokens of
+        the draft come before each column."""
         if self.must is None or self.masks is None:
             return logits
         return narrowed(logits, drafted, self.must, self.masks)
@@ -80,7 +81,7 @@ class DrafterContext:
     """What a drafter is built from.
 
     target: the model that verifies. verifier: the target with its KV. draft: a draft model or head, if there is one.
-    config: settled. cached: gives a model KV in the engine's slots. recorder: records functions of fixed shapes. step:
+    config: resolved. cached: gives a model KV in the engine's slots. recorder: records functions of fixed shapes. step:
     a draft's KV columns are rounded up to a multiple of it, so that shapes are few.
     """
 
@@ -93,7 +94,7 @@ class DrafterContext:
     step: int
 
     def kv_columns(self, needed: int) -> int:
-        """The KV columns of a draft that needs so many."""
+        """The KV columns of a draft that needs `needed` columns."""
         return min(-(-needed // self.step) * self.step, self.config.capacity)
 
 
@@ -101,15 +102,15 @@ MakeDrafter = Callable[[DrafterContext], "Drafter"]
 
 
 class Drafter(ABC):
-    """Proposes tokens. Any of them may be wrong; the engine walks the constraints.
+    """Proposes tokens. They may be wrong, and the engine applies the constraints.
 
-    A drafter keeps by slot what it learns of a sequence: from `admit` on, a slot holds another sequence. Rows without a
-    sequence are dead, and their slot is never admitted to.
+    A drafter keeps its state of a sequence by slot; `admit` puts a new sequence into a slot. Rows without a sequence
+    are dead, and their slot is never admitted to.
 
-    needs_draft: whether it needs a draft. follows: whether it takes in the target's choice after each column of a
-    round, at once, rejected columns included. lengths: the K that are worth a trial. probed_with: the K that
-    calibration measures first, and extrapolates from. learns: whether it uses finished completions. caches: its KV,
-    which the engine checks and counts.
+    needs_draft: whether it needs a draft model or head. follows: whether it takes in the target's choices after all
+    columns of a round immediately, including rejected columns. lengths: the values of K that are worth a trial.
+    probed_with: the K that calibration measures first and extrapolates from. learns: whether it uses finished
+    completions. caches: its KV, which the engine checks and counts.
     """
 
     needs_draft: ClassVar[bool] = False
@@ -120,8 +121,8 @@ class Drafter(ABC):
     caches: Sequence[CachedModel] = ()
 
     @classmethod
-    def reads(cls, found: dict[str, Any]) -> bool:  # noqa: ARG003
-        """Whether a config.json is of a head for this drafter."""
+    def reads(cls, values: dict[str, Any]) -> bool:  # noqa: ARG003
+        """Whether the values of a config.json describe a head for this drafter."""
         return False
 
     @classmethod
@@ -131,17 +132,17 @@ class Drafter(ABC):
         draft: PretrainedConfig | None,
         config: EngineConfig,  # noqa: ARG003
     ) -> str | None:
-        """The reason why it cannot draft for this target with this draft; None where it can."""
+        """The reason why it cannot draft for this target with this draft; None if it can."""
         return "it needs a draft model" if cls.needs_draft and draft is None else None
 
     @classmethod
     def trial(cls, target: PreTrainedModel, config: EngineConfig) -> str | None:  # noqa: ARG003
-        """The reason why it cannot draft for this model, found by running it; None where it can."""
+        """As `refusal`, but found by running the target."""
         return None
 
     @classmethod
     def models(cls, draft: PretrainedConfig | None) -> list[PretrainedConfig]:  # noqa: ARG003
-        """The models beside the target whose KV it keeps in the engine's slots."""
+        """The models, beside the target, whose KV it keeps in the engine's slots."""
         return []
 
     @classmethod
@@ -152,23 +153,23 @@ class Drafter(ABC):
         config: EngineConfig,
         dtype: torch.dtype,
     ) -> MemoryPlan:
-        """The memory that it takes beside the target's."""
-        # Two columns: no step of a draft asks for the logits of more, unless the drafter overrides this.
+        """The memory that it takes in addition to the target's."""
+        # Two columns: no step of a draft computes logits of more, unless a drafter overrides this.
         return sum((model_memory(m, config, dtype, columns=2) for m in cls.models(draft)), start=MemoryPlan())
 
     @classmethod
     def lengths_with(cls, draft: PretrainedConfig | None) -> tuple[int, ...]:  # noqa: ARG003
-        """The K that are worth a trial with this draft."""
+        """The values of K that are worth a trial with this draft."""
         return cls.lengths
 
     @classmethod
     def variants(cls, target: PretrainedConfig, config: EngineConfig) -> list[dict[str, Any]]:  # noqa: ARG003
-        """Its own settings, by name, that are worth a trial."""
+        """Values of its own settings, by name, that are worth a trial."""
         return [{}]
 
     @classmethod
     def label(cls, config: EngineConfig) -> str:
-        """Its name, with those of its own settings that the config has."""
+        """Its name, with its own settings if the config has them."""
         return config.drafter
 
     @classmethod
@@ -177,27 +178,27 @@ class Drafter(ABC):
         return cls()
 
     def admit(self, slot: int, tokens: list[int]) -> None:
-        """A sequence has come into a slot, with its prompt and, after a preemption, its committed tokens. The list
-        grows later: copy what is to be kept."""
+        """Put a sequence into a slot, with its prompt and, after a preemption, its committed tokens. The list grows
+        later, so copy it to keep it."""
 
     def prefill(self, batch: Batch) -> None:
-        """Take in tokens of a prompt, or tokens that replace what was proposed. Cached tokens are not fed again."""
+        """Take in tokens of a prompt, or tokens that replace a draft. Cached tokens are not fed again."""
 
     @abstractmethod
     def propose(self, group: Group, limits: list[int]) -> Draft:
         """Draft at most limits[r] tokens after row r's pending token."""
 
     def committed(self, tokens: dict[int, list[int]]) -> None:
-        """The tokens just committed, by slot, of sequences that go on."""
+        """Take in the tokens that a round has committed, by slot, of sequences that continue."""
 
     def end(self, slot: int) -> None:
-        """The sequence in a slot has ended."""
+        """Drop the state of a slot whose sequence has ended."""
 
     def learn(self, prompt: Sequence[int], completion: list[int]) -> None:
-        """A sequence has ended, in this engine, in another one or in an earlier run."""
+        """Learn from a finished sequence of this engine, of another engine or of an earlier run."""
 
     def catch_up(self) -> None:
-        """Learn at once what waits to be learned in later rounds."""
+        """Learn now what would be learned in later rounds."""
 
     def forget(self) -> None:
-        """Forget what was learned of sequences that have ended."""
+        """Forget everything learned from finished sequences."""

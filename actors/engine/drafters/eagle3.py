@@ -1,4 +1,4 @@
-"""EAGLE-3 (arXiv:2503.01840): a head of one layer that goes on from hidden states of the target. Chains, no trees."""
+"""EAGLE-3 (arXiv:2503.01840): a head of one layer over hidden states of the target. Drafts are chains, not trees."""
 
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -18,7 +18,7 @@ from exspec.actors.engine.kv.batch import Batch
 class Eagle3(HeadDrafter):
     """Where the target has no feature yet, the head's own hidden state at the position before replaces it.
 
-    The last position of a prefix that prompts share depends on the token after it: the last prompt fed decides it.
+    The head's KV at the last position of a shared prefix depends on the token after it: the last prompt fed decides.
     """
 
     asks: ClassVar[str] = "a head of EAGLE-3"
@@ -26,12 +26,12 @@ class Eagle3(HeadDrafter):
     remembers: ClassVar[tuple[int, ...]] = (1,)
 
     @classmethod
-    def reads(cls, found: dict[str, Any]) -> bool:
-        return is_head(found)
+    def reads(cls, values: dict[str, Any]) -> bool:
+        return is_head(values)
 
     @classmethod
-    def read(cls, found: dict[str, Any]) -> Eagle3Config:
-        return read_config(found)
+    def read(cls, values: dict[str, Any]) -> Eagle3Config:
+        return read_config(values)
 
     @classmethod
     def load(cls, folder: Path, dtype: torch.dtype, device: str | torch.device, allow_pickle: bool) -> Eagle3Head:
@@ -45,22 +45,22 @@ class Eagle3(HeadDrafter):
 
     @classmethod
     def refusal(cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig) -> str | None:
-        if why := super().refusal(target, draft, config):
-            return why
+        if reason := super().refusal(target, draft, config):
+            return reason
         assert isinstance(draft, Eagle3Config)
         text = target.get_text_config()
         if not draft.embeds and draft.hidden_size != text.hidden_size:
-            return f"the head has no embedding, and its width of {draft.hidden_size} is not the target's"
+            return f"the head has no embedding, and its width of {draft.hidden_size} differs from the target's"
         if outside := [n for n in cls.aux_layers_of(target, draft) if not 0 < n < text.num_hidden_layers]:
             return f"the head asks for the input of layer {outside[0]}; the target has {text.num_hidden_layers} layers"
         return None
 
     @classmethod
     def build(cls, context: DrafterContext) -> Self:
-        made = super().build(context)
-        if made.head.model.embed_tokens is None:
-            made.head.model.embed_tokens = context.target.get_input_embeddings()
-        return made
+        drafter = super().build(context)
+        if drafter.head.model.embed_tokens is None:
+            drafter.head.model.embed_tokens = context.target.get_input_embeddings()
+        return drafter
 
     def _first(self, rows: DraftRows) -> Step:
         batch = rows.batch(rows.pending[:, None], -1)

@@ -1,11 +1,11 @@
-"""The head of EAGLE-3 (arXiv:2503.01840): one decoder layer over features of the target, and the formats it comes in.
+"""The head of EAGLE-3 (arXiv:2503.01840): one decoder layer over features of the target, and its file formats.
 
-For a token and the feature of the token before it, both [R, Q, D]:
+For a token's embedding and the feature of the token before it, both [R, Q, D]:
 
     e, h = norm(embedding), norm(feature)      residual = h if norm_before_residual else feature
     a = residual + attention([e, h])           y = a + mlp(norm(a))
 
-The logits are the head's over norm(y), and y is the feature of the next token where the target has none yet.
+The logits are lm_head(norm(y)). y replaces the feature that the next token needs, where the target has none yet.
 """
 
 import json
@@ -21,17 +21,18 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 from exspec.actors.engine.drafters.head import checked, filled, read_tensors
 
 NAME = "eagle3"
-AUTHORS, OURS = "midlayer.", "layers.0."  # what the tensors of the layer are called; speculators' are as ours
-IGNORED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")  # tells what d2t tells; the target's own
-UNSUPPORTED = ("fc_norm", "norm_before_fc", "norm_output")  # of later formats, which change the forward
+AUTHORS, OURS = "midlayer.", "layers.0."  # prefixes of the layer's tensors; speculators uses ours
+IGNORED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")  # the inverse of d2t; copies of the target's
+UNSUPPORTED = ("fc_norm", "norm_before_fc", "norm_output")  # settings of later formats that change the forward
 
 
 class Eagle3Config(LlamaConfig):
-    """aux_layers: layers of the target whose inputs are the features, counted from 0. draft_vocab_size: tokens that it
-    can propose. target_hidden_size: width of a feature of one layer. embeds: whether it has an embedding of its own."""
+    """aux_layers: the target's layers whose inputs are the features, counted from 0. draft_vocab_size: how many tokens
+    the head can propose. target_hidden_size: width of the feature of one layer. embeds: whether the head has its own
+    embedding."""
 
     model_type = NAME
-    head_for = NAME  # the drafter
+    head_for = NAME  # the drafter that uses it
 
     def __init__(
         self,
@@ -49,27 +50,28 @@ class Eagle3Config(LlamaConfig):
         self.norm_before_residual, self.embeds = norm_before_residual, embeds
 
 
-def read_config(found: dict[str, Any], tensors: set[str] | None = None) -> Eagle3Config:
-    """The config of a head, of its config.json as the authors or speculators write it, and the names of its tensors:
-    without them it has an embedding of its own where it cannot do without.
+def read_config(values: dict[str, Any], tensors: set[str] | None = None) -> Eagle3Config:
+    """The config of a head from the values of its config.json, in the authors' format or that of speculators.
 
-    Raises ValueError naming what is not supported.
+    tensors: the names of the head's tensors. Without them, the head is assumed to have its own embedding only if its
+    width differs from the target's. Raises ValueError naming what is not supported.
     """
-    llama = dict(found.get("transformer_layer_config") or found)
-    aux_layers = found.get("eagle_aux_hidden_state_layer_ids")
-    aux_layers = aux_layers or (found.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    if later := [key for key in UNSUPPORTED if found.get(key)]:
-        raise ValueError(f"{later[0]}: {found[later[0]]} is not supported; expected a head without it")
+    nested = "transformer_layer_config" in values  # the format of speculators
+    llama = dict(values.get("transformer_layer_config") or values)
+    aux_layers = values.get("eagle_aux_hidden_state_layer_ids")
+    aux_layers = aux_layers or (values.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    if later := [key for key in UNSUPPORTED if values.get(key)]:
+        raise ValueError(f"{later[0]}: {values[later[0]]} is not supported; expected a head without it")
     layers = llama.get("num_hidden_layers", 1)
-    kind = llama.get("model_type", "llama" if "transformer_layer_config" not in found else "qwen3")
-    # The authors' have one layer, whatever number was left in what they were made of.
-    if kind != "llama" or (layers != 1 and "transformer_layer_config" in found):
+    kind = llama.get("model_type", "qwen3" if nested else "llama")
+    # A head in the authors' format has one layer, even if its config still has the number of another model.
+    if kind != "llama" or (layers != 1 and nested):
         raise ValueError(f"a head of {layers} layers of {kind} is not supported; expected one layer of llama")
     own = ("model_type", "architectures", "num_hidden_layers", "tie_word_embeddings", "eagle_config", "auto_map")
     heads = ("draft_vocab_size", "target_hidden_size", "norm_before_residual")
     settings = {key: value for key, value in llama.items() if key not in (*own, *heads)}
-    settings |= {key: found[key] for key in heads if found.get(key) is not None}
-    embeds = found.get("target_hidden_size") not in (None, llama.get("hidden_size"))
+    settings |= {key: values[key] for key in heads if values.get(key) is not None}
+    embeds = values.get("target_hidden_size") not in (None, llama.get("hidden_size"))
     if tensors is not None:
         embeds = "embed_tokens.weight" in tensors
     return checked(Eagle3Config, Eagle3Head, {"aux_layers": aux_layers, "embeds": embeds, **settings})
@@ -77,16 +79,16 @@ def read_config(found: dict[str, Any], tensors: set[str] | None = None) -> Eagle
 
 def norm(config: Eagle3Config) -> nn.Module:
     """One of the head's norms."""
-    made: nn.Module = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-    return made
+    layer: nn.Module = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+    return layer
 
 
 class Eagle3Layer(nn.Module):
-    """A decoder layer whose attention sees the embedding beside the feature."""
+    """A decoder layer whose attention takes the embedding and the feature side by side."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
-        self.before = config.norm_before_residual
+        self.norm_before_residual = config.norm_before_residual
         self.self_attn = LlamaAttention(config, 0)
         for name in ("q_proj", "k_proj", "v_proj"):
             old = getattr(self.self_attn, name)
@@ -98,15 +100,15 @@ class Eagle3Layer(nn.Module):
     def forward(self, feature: Tensor, embedding: Tensor, **attention: Any) -> Tensor:
         """feature, embedding, result: [R, Q, D]."""
         normed = self.hidden_norm(feature)
-        residual = normed if self.before else feature
+        residual = normed if self.norm_before_residual else feature
         mixed, _ = self.self_attn(torch.cat([self.input_layernorm(embedding), normed], dim=-1), **attention)
         hidden = residual + mixed
         return hidden + self.mlp(self.post_attention_layernorm(hidden))  # type: ignore[no-any-return]
 
 
 class Eagle3Head(PreTrainedModel):
-    """As a causal language model whose forward takes features [R, Q, D] too. Its logits are over the target's
-    vocabulary: what it cannot propose has the least."""
+    """A causal language model whose forward also takes features [R, Q, D]. Its logits cover the target's vocabulary:
+    tokens that the head cannot propose have the lowest logit."""
 
     config: Eagle3Config
     d2t: Tensor
@@ -145,7 +147,7 @@ class Eagle3Head(PreTrainedModel):
         logits_to_keep: int = 0,
         **_: Any,
     ) -> CausalLMOutput:
-        """features: of the tokens before input_ids [R, Q], through `fc` where they are the target's."""
+        """features: of the tokens before input_ids [R, Q]; features of the target have already gone through `fc`."""
         embedding = self.embed_tokens(input_ids)
         hidden = self.layers[0](
             features,
@@ -157,7 +159,7 @@ class Eagle3Head(PreTrainedModel):
         return CausalLMOutput(logits=self.widened(self.lm_head(self.norm(hidden[:, -logits_to_keep:]))))
 
     def widened(self, logits: Tensor) -> Tensor:
-        """Logits [..., V] of those of the tokens that can be proposed [..., V']."""
+        """Logits [..., V] over the target's vocabulary, from logits [..., V'] over the tokens that can be proposed."""
         size, own = self.config.vocab_size, logits.shape[-1]
         if own == size:
             return logits
@@ -169,28 +171,28 @@ AutoConfig.register(NAME, Eagle3Config)
 AutoModelForCausalLM.register(Eagle3Config, Eagle3Head)
 
 
-def is_head(found: dict[str, Any]) -> bool:
-    """Whether a config.json is that of a head of EAGLE-3, in one of the formats that it is published in."""
-    named = [str(name).lower() for name in found.get("architectures") or []]
-    told = found.get("speculators_model_type") == NAME or any(NAME in name for name in named)
-    return told or "draft_vocab_size" in found  # of the authors' own, some name the architecture Llama
+def is_head(values: dict[str, Any]) -> bool:
+    """Whether the values of a config.json describe a head of EAGLE-3, in one of its published formats."""
+    architectures = [str(name).lower() for name in values.get("architectures") or []]
+    named = values.get("speculators_model_type") == NAME or any(NAME in name for name in architectures)
+    return named or "draft_vocab_size" in values  # some heads of the authors name the architecture Llama
 
 
 def load_head(
     folder: Path, dtype: torch.dtype, device: str | torch.device = "cpu", *, allow_pickle: bool = False
 ) -> Eagle3Head:
-    """The head in a folder: config.json beside model.safetensors or, if that is allowed, pytorch_model.bin.
+    """Load the head of a folder with config.json and model.safetensors, or pytorch_model.bin if pickle is allowed.
 
-    Raises ValueError naming the file, and the tensor that is missing, not known or of another shape.
+    Raises ValueError naming the file, and the tensor that is missing, unknown or of another shape.
     """
     tensors = read_tensors(folder, allow_pickle)
     config = read_config(json.loads((folder / "config.json").read_text()), set(tensors))
     head = Eagle3Head(config)
-    found = {name.replace(AUTHORS, OURS): tensor for name, tensor in tensors.items() if name not in IGNORED}
+    weights = {name.replace(AUTHORS, OURS): tensor for name, tensor in tensors.items() if name not in IGNORED}
     if config.draft_vocab_size == config.vocab_size:
-        found.setdefault("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
-    filled(head, found, folder, "a head of EAGLE-3", dtype, device)
-    proposed = found["d2t"] + torch.arange(len(found["d2t"]))
+        weights.setdefault("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+    filled(head, weights, folder, "a head of EAGLE-3", dtype, device)
+    proposed = weights["d2t"] + torch.arange(len(weights["d2t"]))
     if not ((proposed >= 0) & (proposed < config.vocab_size)).all():
-        raise ValueError(f"{folder}: d2t leads out of the vocabulary of {config.vocab_size} tokens")
+        raise ValueError(f"{folder}: d2t has tokens outside the vocabulary of {config.vocab_size} tokens")
     return head

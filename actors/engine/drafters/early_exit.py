@@ -25,11 +25,11 @@ AHEAD = 2  # default of `exit_tokens`
 
 
 class EarlyExit(Drafter):
-    """Drafts `ahead` tokens at depth d, checks them at depth i, keeps those that agree and depth i's own next one, and
-    so on until there are enough. What is kept at depth i is proposed.
+    """Drafts `ahead` tokens at depth d and checks them at depth i. It keeps the tokens that agree and depth i's own
+    next token, and repeats this until there are enough. The kept tokens are proposed.
 
-    The hidden states that leave depth d are remembered: the check goes on from there, and no layer computes a token
-    twice. The target verifies with all its layers, in its own shape.
+    The hidden states after depth d are remembered: the check continues there, and no layer computes a token twice. The
+    target verifies with all its layers, in its own shape.
 
     depths: d and i, in layers.
     """
@@ -41,7 +41,7 @@ class EarlyExit(Drafter):
     def refusal(cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig) -> str | None:  # noqa: ARG003
         layers = target.get_text_config().num_hidden_layers
         if config.method == "eqspec":
-            return "method eqspec moves the KV that it would share with the target"
+            return "method eqspec moves the KV that early exit would share with the target"
         d, i = depths(target, config)
         if 0 < d < i < layers:
             return None
@@ -55,24 +55,24 @@ class EarlyExit(Drafter):
 
     @classmethod
     def variants(cls, target: PretrainedConfig, config: EngineConfig) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
+        variants: list[dict[str, Any]] = []
         for part, ahead in ((1, AHEAD), (1, AHEAD + 1), (2, AHEAD)):
             d, i = depths(target, config, part)
-            made: dict[str, Any] = {"exit_depth": d, "check_depth": i, "exit_tokens": config.exit_tokens or ahead}
-            if made not in found and cls.refusal(target, None, replace(config, **made)) is None:
-                found.append(made)
-        return found
+            variant: dict[str, Any] = {"exit_depth": d, "check_depth": i, "exit_tokens": config.exit_tokens or ahead}
+            if variant not in variants and cls.refusal(target, None, replace(config, **variant)) is None:
+                variants.append(variant)
+        return variants
 
     @classmethod
     def label(cls, config: EngineConfig) -> str:
-        asked = (config.exit_depth, config.check_depth, config.exit_tokens)
-        return config.drafter if None in asked else f"{config.drafter} {'/'.join(map(str, asked))}"
+        settings = (config.exit_depth, config.check_depth, config.exit_tokens)
+        return config.drafter if None in settings else f"{config.drafter} {'/'.join(map(str, settings))}"
 
     @classmethod
     def memory(
         cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig, dtype: torch.dtype
     ) -> MemoryPlan:
-        width = target.get_text_config().hidden_size  # the states that leave depth d
+        width = target.get_text_config().hidden_size  # of the states after depth d
         return super().memory(target, draft, config, dtype) + states_memory(config, width, dtype)
 
     @classmethod
@@ -86,8 +86,8 @@ class EarlyExit(Drafter):
         self.ahead = context.config.exit_tokens or AHEAD
         self.confidence = confidence(context.config)
         target.remember(self.depths[:1])
-        self.nobody = len(target.pages.table) - 1
-        self.ends_early = not context.recorder.records  # asking whether any row goes on waits for the device
+        self.no_slot = len(target.pages.table) - 1  # the slot of dead rows
+        self.ends_early = not context.recorder.records  # asking whether any row continues waits for the device
         self._loop = context.recorder.wrap(self._draft)
 
     def propose(self, group: Group, limits: list[int]) -> Draft:
@@ -96,8 +96,8 @@ class EarlyExit(Drafter):
         return Draft(tokens, lengths, counts={"early_drafted": drafted, "early_accepted": accepted})
 
     def _draft(self, rows: DraftRows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Tokens [R, most] and lengths [R] <= limits [R]; and [R] each, how many tokens were drafted at depth d, and
-        how many of them agreed with depth i."""
+        """Tokens [R, most] and lengths [R] <= limits [R]; and [R] each, how many tokens were drafted at depth d and how
+        many of them agreed with depth i."""
         d, i = self.depths
         ahead = max(min(self.ahead, rows.most), 1)
         columns = torch.arange(ahead + 1, device=rows.slots.device)
@@ -106,16 +106,17 @@ class EarlyExit(Drafter):
         last, chance = rows.pending, torch.ones_like(rows.pending, dtype=torch.float32)
         live = rows.limits > 0
 
-        def choose(logits: Tensor, place: int, behind: Tensor) -> Tensor:
-            """A token for each of logits [R, Q, V], whose first column is `place` in this turn, after tokens [R, N]."""
-            places = lengths[:, None] + place + torch.arange(logits.shape[1], device=rows.slots.device)
-            logits = rows.allowed(logits, places)
+        def choose(logits: Tensor, offset: int, before: Tensor) -> Tensor:
+            """A token for each column of logits [R, Q, V], the first of them `offset` tokens into this turn. before:
+            [R, N], the tokens of this turn before the last column."""
+            drafted_before = lengths[:, None] + offset + torch.arange(logits.shape[1], device=rows.slots.device)
+            logits = rows.allowed(logits, drafted_before)
             if rows.sampler.uses & Uses.PENALISED:
-                behind = torch.cat([_last_tokens(kept, lengths, rows.most, logits.shape[-1]), behind], dim=1)
-            return rows.sampler.propose(logits, rows.starts[:, None] + 1 + places, behind)
+                before = torch.cat([_last_tokens(kept, lengths, rows.most, logits.shape[-1]), before], dim=1)
+            return rows.sampler.propose(logits, rows.starts[:, None] + 1 + drafted_before, before)
 
         for _ in range(-(-rows.most // ahead)):
-            here = rows._replace(slots=torch.where(live, rows.slots, self.nobody))
+            here = rows._replace(slots=torch.where(live, rows.slots, self.no_slot))
             fed = last[:, None]
             for n in range(ahead):
                 logits = self.target.forward(here.batch(fed[:, -1:], lengths + n), last=d)
@@ -140,7 +141,7 @@ class EarlyExit(Drafter):
     def _confident(
         self, stands: Tensor, chance: Tensor, live: Tensor, logits: Tensor, choices: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The chances [R] and live rows [R] after the checked columns; takes out of `stands` [R, Q], in place, the
+        """The chances [R] and live rows [R] after the checked columns. Removes from `stands` [R, Q], in place, the
         columns that confidence cuts off."""
         for q in range(choices.shape[1]):
             so_far, sure = self.confidence.survives(chance, logits[:, q : q + 1], choices[:, q : q + 1])
@@ -151,7 +152,7 @@ class EarlyExit(Drafter):
 
 
 def depths(target: PretrainedConfig, config: EngineConfig, part: int = 1) -> tuple[int, int]:
-    """d and i as the config has them; default: `part` eighths and `part` quarters of the layers."""
+    """d and i of the config; default: `part` eighths and `part` quarters of the layers."""
     layers = target.get_text_config().num_hidden_layers
     d = config.exit_depth or max(min(part * layers // 8, (config.check_depth or layers) - 1), 1)
     return d, config.check_depth or max(part * layers // 4, d + 1)
@@ -159,5 +160,5 @@ def depths(target: PretrainedConfig, config: EngineConfig, part: int = 1) -> tup
 
 def _last_tokens(kept: Tensor, lengths: Tensor, count: int, nothing: int) -> Tensor:
     """The last `count` of the first lengths[r] tokens of each row, padded on the left with `nothing`."""
-    places = lengths[:, None] + torch.arange(-count, 0, device=kept.device)
-    return kept.gather(1, places.clamp(min=0)).masked_fill(places < 0, nothing)
+    indices = lengths[:, None] + torch.arange(-count, 0, device=kept.device)
+    return kept.gather(1, indices.clamp(min=0)).masked_fill(indices < 0, nothing)

@@ -7,7 +7,7 @@ from exspec.actors.engine.settings import setting
 
 @dataclass(frozen=True)
 class EarlyExitSettings:
-    """Where it leaves the target, and how often."""
+    """At which layers early exit drafts and checks, and how many tokens."""
 
     exit_depth: int | None = setting(
         None, "Layers after which early_exit drafts. Default: an eighth, or what is measured.", "any if exact", ge=1

@@ -1,4 +1,4 @@
-"""What drafters with a head have in common: a small network for one target, which reads the target's hidden states."""
+"""The common base of drafters with a head: a small network for one target that reads the target's hidden states."""
 
 from abc import abstractmethod
 from pathlib import Path
@@ -26,13 +26,13 @@ C = TypeVar("C", bound=PretrainedConfig)
 
 
 class HeadDrafter(DraftModel):
-    """A head has KV of its own. At a token's position it is fed the token's features, which are the target's hidden
-    states there, and, where it wants one, the token after it: token j at position j - 1.
+    """A head has its own KV. At each position it is fed the features, which are the target's hidden states there, and,
+    if it uses one, the token after the position: token j at position j - 1.
 
-    Features lie in pages, as KV does. What a round has chosen is fed as soon as its features are known.
+    Features lie in pages, as KV does. The tokens that a round chooses are fed as soon as their features are known.
 
-    asks: what the draft has to be, in words. configures: the class of its config. remembers: layers of the head whose
-    hidden states the next step needs. aux_layers: layers of the target whose output the features are.
+    asks: the kind of draft that it needs, in words. configures: the class of the head's config. remembers: layers of
+    the head whose hidden states the next step needs. aux_layers: layers of the target whose output the features are.
     """
 
     follows: ClassVar[bool] = True
@@ -45,13 +45,13 @@ class HeadDrafter(DraftModel):
 
     @classmethod
     @abstractmethod
-    def read(cls, found: dict[str, Any]) -> PretrainedConfig:
-        """The config of a head, of its config.json alone. Raises ValueError naming what is not supported."""
+    def read(cls, values: dict[str, Any]) -> PretrainedConfig:
+        """The config of a head from the values of its config.json. Raises ValueError naming what is not supported."""
 
     @classmethod
     @abstractmethod
     def load(cls, folder: Path, dtype: torch.dtype, device: str | torch.device, allow_pickle: bool) -> PreTrainedModel:
-        """The head in a folder. Raises ValueError naming what is wrong with it."""
+        """Load the head of a folder. Raises ValueError naming what is wrong with it."""
 
     @classmethod
     @abstractmethod
@@ -63,13 +63,13 @@ class HeadDrafter(DraftModel):
         if not isinstance(draft, cls.configures):
             return f"it needs {cls.asks} as its draft"
         if config.method == "eqspec":
-            return "method eqspec moves the KV beside which its features lie"
+            return "method eqspec moves the KV, but not the features of the head"
         text = target.get_text_config()
         if (draft.vocab_size, draft.target_hidden_size) == (text.vocab_size, text.hidden_size):
             return None
         return (
             f"the head is for a vocabulary of {draft.vocab_size} and hidden states of {draft.target_hidden_size}, "
-            f"and the target has {text.vocab_size} and {text.hidden_size}"
+            f"but the target has {text.vocab_size} and {text.hidden_size}"
         )
 
     @classmethod
@@ -93,14 +93,14 @@ class HeadDrafter(DraftModel):
         head, target = context.cached(context.draft), context.verifier
         assert isinstance(head, PagedModel)
         assert isinstance(target, PagedModel)
-        made = cls(context, head)
-        made.head, made.target = head, target
-        made.aux_layers = cls.aux_layers_of(context.target.config, context.draft.config)
-        head.last_position = target.last_position  # a head's own config has that of its training
+        drafter = cls(context, head)
+        drafter.head, drafter.target = head, target
+        drafter.aux_layers = cls.aux_layers_of(context.target.config, context.draft.config)
+        head.last_position = target.last_position  # the head's own config has the limit of its training
         if cls.remembers:
             head.remember(cls.remembers)
-        target.remember(made.aux_layers)
-        return made
+        target.remember(drafter.aux_layers)
+        return drafter
 
     def _fill(self, batch: Batch) -> None:
         batch = batch.shifted(-1)
@@ -112,7 +112,7 @@ class HeadDrafter(DraftModel):
 
 
 def checked(configures: type[C], makes: type[PreTrainedModel], values: dict[str, Any]) -> C:
-    """A head's config of these values, with which a head can be made. Raises ValueError saying why not."""
+    """A head's config with these values. Raises ValueError if no head can be made with it."""
     try:
         config = configures(**values)
         with torch.device("meta"):
@@ -120,12 +120,12 @@ def checked(configures: type[C], makes: type[PreTrainedModel], values: dict[str,
     except StrictDataclassError as error:
         raise ValueError(f"config.json: {' '.join(str(error).split())}") from error
     except (ArithmeticError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"config.json: no head can be made of it ({type(error).__name__}: {error})") from error
+        raise ValueError(f"config.json: no head can be made with it ({type(error).__name__}: {error})") from error
     return config
 
 
 def read_tensors(folder: Path, allow_pickle: bool) -> dict[str, Tensor]:
-    """The tensors in a folder: of model.safetensors or, if that is allowed, of pytorch_model.bin.
+    """The tensors of a folder's model.safetensors, or of its pytorch_model.bin if pickle is allowed.
 
     Raises ValueError naming the file.
     """
@@ -134,36 +134,36 @@ def read_tensors(folder: Path, allow_pickle: bool) -> dict[str, Tensor]:
         try:
             return load_file(safe)
         except SafetensorError as error:
-            raise ValueError(f"{safe}: no safetensors file ({error})") from error
+            raise ValueError(f"{safe}: not a safetensors file ({error})") from error
     if not pickled.exists():
         raise ValueError(f"{folder}: no weights; expected {safe.name} or {pickled.name}")
     if not allow_pickle:
-        raise ValueError(f"{folder}: its weights are no safetensors; expected {safe.name}, or allow_pickle: true")
+        raise ValueError(f"{folder}: the weights are not safetensors; expected {safe.name}, or allow_pickle: true")
     try:
-        found = torch.load(pickled, map_location="cpu", weights_only=True)
+        tensors = torch.load(pickled, map_location="cpu", weights_only=True)
     except (EOFError, RuntimeError, UnpicklingError) as error:
-        raise ValueError(f"{pickled}: no file of tensors ({' '.join(str(error).split()[:12])})") from error
-    if not (isinstance(found, dict) and all(isinstance(t, Tensor) for t in found.values())):
-        raise ValueError(f"{pickled}: no file of tensors; expected tensors by name")
-    return found
+        raise ValueError(f"{pickled}: not a file of tensors ({' '.join(str(error).split()[:12])})") from error
+    if not (isinstance(tensors, dict) and all(isinstance(t, Tensor) for t in tensors.values())):
+        raise ValueError(f"{pickled}: not a file of tensors; expected tensors by name")
+    return tensors
 
 
 def filled(
     head: M, tensors: dict[str, Tensor], folder: Path, asks: str, dtype: torch.dtype, device: str | torch.device
 ) -> M:
-    """The head with these tensors. Raises ValueError naming the one that is missing, not known or of another shape."""
+    """Load tensors into the head. Raises ValueError naming a tensor that is missing, unknown or of another shape."""
     expected = head.state_dict()
     for name, tensor in expected.items():
         if name not in tensors:
             raise ValueError(f"{folder}: no tensor {name}; expected one of {list(tensor.shape)}")
         if tensors[name].shape != tensor.shape:
             raise ValueError(
-                f"{folder}: {name} is {list(tensors[name].shape)}, and its config.json asks for {list(tensor.shape)}"
+                f"{folder}: {name} is {list(tensors[name].shape)}, but its config.json asks for {list(tensor.shape)}"
             )
     if unknown := sorted(set(tensors) - set(expected)):
         raise ValueError(f"{folder}: {asks} has no tensor {unknown[0]}")
     head.load_state_dict(tensors)
     placed: Any = head
     placed.to(device=device, dtype=dtype).eval()
-    placed.rotary_emb = LlamaRotaryEmbedding(placed.config).to(device)  # its factors are no weights, and stay float32
+    placed.rotary_emb = LlamaRotaryEmbedding(placed.config).to(device)  # its factors are not weights, and stay float32
     return head

@@ -1,4 +1,4 @@
-"""A draft model: a smaller one of the same vocabulary."""
+"""A draft model: a smaller model with the same vocabulary."""
 
 from typing import Any, Self
 
@@ -13,18 +13,18 @@ from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.kv.cached_model import CachedModel, context_length
 from exspec.actors.engine.scheduling.group import Group
 
-Step = tuple[Tensor, Any]  # logits [R, 1, V] of the next token, and the state that the next step begins with
+Step = tuple[Tensor, Any]  # logits [R, 1, V] of the next token, and the state for the next step
 
 
 class DraftModel(Drafter):
-    """Keeps KV of its own between rounds.
+    """A draft model keeps its own KV between rounds.
 
     The KV of a round's last drafted token is never computed. So the first step always feeds the last two tokens: after
-    a fully accepted draft the first of them fills the gap, otherwise it is written again with the same value. That step
-    runs even where nothing is to be drafted, or the gap would grow.
+    a fully accepted draft the first of them fills the gap; otherwise it is written again with the same value. That step
+    runs even if nothing is to be drafted, or the gap would grow.
 
-    A draft does not decide what is committed, so its shapes are free: it attends to as many KV columns as its group
-    needs.
+    A draft does not decide which tokens are committed, so its shapes are free: it attends to as many KV columns as the
+    group needs.
     """
 
     needs_draft = True
@@ -40,7 +40,7 @@ class DraftModel(Drafter):
             return None
         return (
             f"the draft model's context of {context} tokens is shorter than the capacity of {capacity}; lower capacity "
-            "or take a draft with a longer context"
+            "or use a draft with a longer context"
         )
 
     @classmethod
@@ -49,7 +49,7 @@ class DraftModel(Drafter):
 
     @classmethod
     def build(cls, context: DrafterContext) -> Self:
-        assert context.draft is not None, "refusal was asked"
+        assert context.draft is not None, "`refusal` excludes this"
         return cls(context, context.cached(context.draft))
 
     def __init__(self, context: DrafterContext, cached: CachedModel) -> None:
@@ -59,7 +59,7 @@ class DraftModel(Drafter):
         self.shared = min(vocabulary, targets)  # embeddings may differ by padding
         self.last_token = vocabulary - 1
         self.confidence = confidence(context.config)
-        self.ends_early = not context.recorder.records  # asking whether any row goes on waits for the device
+        self.ends_early = not context.recorder.records  # asking whether any row continues waits for the device
         self._feed, self._loop = context.recorder.wrap(self._fill), context.recorder.wrap(self._draft)
 
     def prefill(self, batch: Batch) -> None:
@@ -73,7 +73,7 @@ class DraftModel(Drafter):
         self.cached.fill(self._known(batch))
 
     def _known(self, batch: Batch) -> Batch:
-        """The batch with tokens of the draft's vocabulary alone."""
+        """The batch with all tokens within the draft's vocabulary."""
         return batch._replace(tokens=batch.tokens.clamp(max=self.last_token))
 
     def _draft(self, rows: DraftRows) -> tuple[Tensor, Tensor]:

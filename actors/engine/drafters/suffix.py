@@ -1,6 +1,6 @@
-"""Look-up: what followed the last tokens of a sequence before, in itself or in completions of others.
+"""Look-up: propose the tokens that followed the last tokens before, in the sequence itself or in other completions.
 
-SuffixDecoding (Oliaro et al. 2024, arXiv:2411.04975) and prompt look-up. No model, no KV, all of it on the host.
+SuffixDecoding (Oliaro et al. 2024, arXiv:2411.04975) and prompt look-up, on the host, without a model or KV.
 """
 
 from collections import deque
@@ -17,22 +17,22 @@ from exspec.actors.engine.drafters.drafter import Draft, Drafter, DrafterContext
 from exspec.actors.engine.kv.memory import MEBIBYTE, MemoryPlan
 from exspec.actors.engine.scheduling.group import Group
 
-CONTEXT = 8  # tokens that are looked up, at most
-STORE = 64 * MEBIBYTE  # for what was learned of completions
+CONTEXT = 8  # the most tokens that are looked up
+STORE = 64 * MEBIBYTE  # for completions and the counts of their strings
 SLICE = 256  # tokens learned at a time: the engine's thread does nothing else meanwhile
-NODE, PLACE = 260, 300  # bytes of a node of the tree, and of a token of a running sequence
-KEPT = 144  # bytes of a completion that is kept, beside four for each of its tokens
-BITS = 21  # of a token id, so that three of them are a number of 63
-GRAMS = (3, 2)  # tokens by which a sequence finds a place in itself
-LEAST = 0.1  # chance of a draft below which it is worth nothing: a longer one would only take the host's time
+NODE, TOKEN = 260, 300  # bytes of a node of the tree, and of a token of a running sequence
+KEPT = 144  # bytes of a kept completion, plus four for each of its tokens
+BITS = 21  # of a token id, so that three ids fit a number of 63 bits
+GRAMS = (3, 2)  # how many last tokens a sequence looks up in itself
+LEAST = 0.1  # a draft ends at a lower chance than this: more tokens would only take the host's time
 
 
 class Suffix(Drafter):
-    """Proposes, token by token, the likeliest of what followed the suffixes of the sequence, of CONTEXT tokens at most.
+    """Proposes, token by token, the likeliest token after the sequence's suffixes of at most CONTEXT tokens.
 
-    What followed one c of the n times that it stood in completions that have ended goes on with chance c / (n + 1).
-    Where the sequence itself has had its last m tokens before, what followed the last time goes on with m / (m + 1).
-    A draft ends where the chance of all of it falls below `worth`. A long completion is learned over several rounds.
+    A token that followed c of the n occurrences of a suffix in finished completions has the chance c / (n + 1). If the
+    sequence itself has had its last m tokens before, the token that followed them has the chance m / (m + 1). A draft
+    ends when the chance of all its tokens falls below `worth`. A long completion is learned over several rounds.
     """
 
     lengths: ClassVar[tuple[int, ...]] = (1, 2, 3, 5, 8, 12, 16)
@@ -42,7 +42,7 @@ class Suffix(Drafter):
     @classmethod
     def refusal(cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig) -> str | None:  # noqa: ARG003
         size = target.get_text_config().vocab_size
-        return f"it looks up tokens below {1 << BITS}, and the target has {size}" if size > 1 << BITS else None
+        return f"it looks up tokens below {1 << BITS}, and the target has {size} tokens" if size > 1 << BITS else None
 
     @classmethod
     def memory(
@@ -52,11 +52,11 @@ class Suffix(Drafter):
         config: EngineConfig,
         dtype: torch.dtype,  # noqa: ARG003
     ) -> MemoryPlan:
-        return MemoryPlan(host=STORE + config.slots * config.capacity * PLACE)
+        return MemoryPlan(host=STORE + config.slots * config.capacity * TOKEN)
 
     @classmethod
     def build(cls, context: DrafterContext) -> Self:
-        # The columns of a fixed width are paid for.
+        # With fixed shapes a shorter draft saves no columns.
         by_chance = not context.config.fixed_shapes or context.config.draft_length in ("explicit", "both")
         return cls(context.config.slots, context.config.threshold if by_chance else LEAST)
 
@@ -84,18 +84,18 @@ class Suffix(Drafter):
         row, tree = self.rows[slot], self.tree
         tokens, length = row.tokens, len(row.tokens)
         node, depth = tree.find(tokens[-CONTEXT:])
-        place, matched = row.find()
+        next_, matched = row.find()
         chance = 1.0
         while len(tokens) < length + most:
             token, sure = tree.guess(node)
             if matched and matched / (matched + 1) > sure:
-                token, sure = tokens[place], matched / (matched + 1)
+                token, sure = tokens[next_], matched / (matched + 1)
             chance *= sure
             if chance < self.worth:
                 break
             tokens.append(token)
             node, depth = tree.step(node, depth, token)
-            place, matched = row.step(place, matched)
+            next_, matched = row.step(next_, matched)
         draft = tokens[length:]
         del tokens[length:]
         return draft
@@ -103,7 +103,7 @@ class Suffix(Drafter):
     def committed(self, tokens: dict[int, list[int]]) -> None:
         for slot, new in tokens.items():
             self.rows[slot].extend(new)
-        self._learn(max(SLICE, 2 * sum(map(len, tokens.values()))))  # faster than completions grow
+        self._learn(max(SLICE, 2 * sum(map(len, tokens.values()))))  # more tokens than completions gain in a round
 
     def end(self, slot: int) -> None:
         self.rows[slot] = Row([])
@@ -113,7 +113,7 @@ class Suffix(Drafter):
         self._learn(SLICE)
 
     def _learn(self, most: int) -> None:
-        """Learn so many of the tokens that wait, in slices that overlap by CONTEXT."""
+        """Learn about `most` of the waiting tokens, in slices that overlap by CONTEXT."""
         while self.waiting and most > 0:
             tokens = self.waiting.popleft()
             if len(tokens) > SLICE + CONTEXT:
@@ -127,16 +127,17 @@ class Suffix(Drafter):
 
     def forget(self) -> None:
         self.tree = Tree(self.store)
-        self.waiting: deque[np.ndarray] = deque()  # what is yet to be learned
+        self.waiting: deque[np.ndarray] = deque()  # tokens still to be learned
 
 
 class Row:
-    """The tokens of a sequence, and where each few of them stood last."""
+    """The tokens of a sequence, and where each short string of them occurred last."""
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = list(tokens)
         array = np.array(tokens, dtype=np.int64)
-        self.last: list[dict[int, int]] = []  # by number of tokens: the place behind them, where something follows
+        # By size in GRAMS and by `_key`: the index of the token that followed the string's last occurrence.
+        self.last: list[dict[int, int]] = []
         for size in GRAMS:
             count = max(len(tokens) - size, 0)
             keys = np.zeros(count, dtype=np.int64)
@@ -148,44 +149,44 @@ class Row:
         tokens, before = self.tokens, len(self.tokens)
         tokens += new
         for size, last in zip(GRAMS, self.last, strict=True):
-            for place in range(max(before, size), len(tokens)):
-                last[_key(tokens, place, size)] = place
+            for end in range(max(before, size), len(tokens)):
+                last[_key(tokens, end, size)] = end
 
     def find(self) -> tuple[int, int]:
-        """The last place at which as many of the last tokens stood as GRAMS has, and how many of them, CONTEXT at most;
-        (0, 0) where there is none."""
+        """The index of the token after the last earlier occurrence of the last tokens, of one of the sizes GRAMS, and
+        how many tokens match there, at most CONTEXT; (0, 0) if there is no occurrence."""
         tokens, length = self.tokens, len(self.tokens)
         for size, last in zip(GRAMS, self.last, strict=True):
-            if length >= size and (place := last.get(_key(tokens, length, size))) is not None:
-                while size < min(CONTEXT, place) and tokens[place - size - 1] == tokens[length - size - 1]:
+            if length >= size and (end := last.get(_key(tokens, length, size))) is not None:
+                while size < min(CONTEXT, end) and tokens[end - size - 1] == tokens[length - size - 1]:
                     size += 1
-                return place, size
+                return end, size
         return 0, 0
 
-    def step(self, place: int, matched: int) -> tuple[int, int]:
-        """The same after one more token, where (place, matched) was found before it."""
-        if matched and self.tokens[place] == self.tokens[-1]:
-            return place + 1, min(matched + 1, CONTEXT)
+    def step(self, end: int, matched: int) -> tuple[int, int]:
+        """As `find`, after one more token. (end, matched): the result before that token."""
+        if matched and self.tokens[end] == self.tokens[-1]:
+            return end + 1, min(matched + 1, CONTEXT)
         return self.find()
 
 
-def _key(tokens: list[int], place: int, size: int) -> int:
-    """The `size` tokens before a place as a number."""
+def _key(tokens: list[int], end: int, size: int) -> int:
+    """The `size` tokens before index `end` as a number."""
     key = 0
-    for token in tokens[place - size : place]:
+    for token in tokens[end - size : end]:
         key = key << BITS | token
     return key
 
 
 class Tree:
-    """How often each token followed each string of CONTEXT tokens or fewer, in the latest completions.
+    """Counts how often each token followed each string of at most CONTEXT tokens, in the latest completions.
 
-    A node is a string that has occurred, of one token more at most; its children are the strings with a token more.
-    Everything is kept in one dictionary and in lists by the number of a node, which are smaller than objects.
+    A node is a string that has occurred, of at most CONTEXT + 1 tokens. Its children are the strings with one more
+    token. One dictionary and lists by node number hold everything, since they are smaller than objects.
 
-    count: by node, how often. best: the token of the child that had the highest count when it was counted last, -1:
-    unknown. top: the count of that child. link: the node of the string without its first token. store: bytes, an eighth
-    of them for the completions themselves; where more are needed the oldest are taken out.
+    count: by node, how often the string occurred. best: the token of the child that had the highest count when it was
+    last counted; -1 if unknown. top: the count of that child. link: the node of the string without its first token.
+    store: bytes, an eighth of them for the completions themselves; the oldest completions are removed when it is full.
     """
 
     def __init__(self, store: int) -> None:
@@ -198,8 +199,8 @@ class Tree:
         self.held = 0  # bytes of `kept`
 
     def learn(self, tokens: list[int]) -> None:
-        """Count a completion, with the last tokens before it; of one that might fill half of the tree by itself, its
-        last tokens."""
+        """Count a completion and the last tokens before it. Only the last tokens count of a completion that might fill
+        half of the tree by itself."""
         tokens = tokens[-max(self.nodes // (2 * (CONTEXT + 1)), 1) :]
         nodes, size = (CONTEXT + 1) * len(tokens), KEPT + 4 * len(tokens)  # at most
         while self.kept and (len(self.children) + nodes > self.nodes or self.held + size > self.room):
@@ -212,10 +213,10 @@ class Tree:
 
     def _add(self, tokens: list[int]) -> None:
         children, count, best, top, link = self.children, self.count, self.best, self.top, self.link
-        standing = [0]  # on the strings that end here, the shortest first
+        suffixes = [0]  # nodes of the strings that end here, the shortest first
         for token in tokens:
             shorter, after = 0, [0]
-            for node in standing:
+            for node in suffixes:
                 key = node << BITS | token
                 child = children.get(key)
                 if child is None:
@@ -234,15 +235,15 @@ class Tree:
                     best[node], top[node] = token, often
                 after.append(child)
                 shorter = child
-            standing = after[: CONTEXT + 1]
+            suffixes = after[: CONTEXT + 1]
 
     def _remove(self, tokens: list[int]) -> None:
-        """Take out what `_add` has put in."""
+        """Undo `_add`."""
         children, count, best, top = self.children, self.count, self.best, self.top
-        standing = [0]
+        suffixes = [0]
         for token in tokens:
             after = [0]
-            for node in standing:
+            for node in suffixes:
                 key = node << BITS | token
                 child = children[key]
                 count[child] = often = count[child] - 1
@@ -255,17 +256,17 @@ class Tree:
                     best[child], top[child] = -1, 0
                     self.unused.append(child)
                 after.append(child)
-            standing = after[: CONTEXT + 1]
+            suffixes = after[: CONTEXT + 1]
 
     def find(self, tokens: list[int]) -> tuple[int, int]:
-        """The node of the longest suffix of the tokens that has occurred, and its length; of CONTEXT tokens at most."""
+        """The node of the longest suffix that has occurred, of at most CONTEXT tokens, and its length."""
         node = depth = 0
         for token in tokens:
             node, depth = self.step(node, depth, token)
         return node, depth
 
     def step(self, node: int, depth: int, token: int) -> tuple[int, int]:
-        """The same after one more token, where (node, depth) was found before it."""
+        """As `find`, after one more token. (node, depth): the result before that token."""
         children, link = self.children, self.link
         if depth == CONTEXT:
             node, depth = link[node], depth - 1
@@ -274,33 +275,33 @@ class Tree:
         return (0, 0) if child is None else (child, depth + 1)
 
     def guess(self, node: int) -> tuple[int, float]:
-        """The likeliest token after a node or after a suffix of it, and its chance; (-1, 0) where nothing is known. Of
-        no context nothing is said."""
+        """The likeliest token after a node's string or one of its suffixes, and its chance; (-1, 0) if none is known.
+        The empty string predicts nothing."""
         count, top, link = self.count, self.top, self.link
         surest, chance = 0, 0.0
         while node:
-            sure = top[node] / (count[node] + 1)
-            if sure > chance:
-                surest, chance = node, sure
+            share = top[node] / (count[node] + 1)
+            if share > chance:
+                surest, chance = node, share
             node = link[node]
         return self.best[surest] if surest else -1, chance
 
     def check(self) -> None:
-        """Raise AssertionError where the counts are not those of the completions that are kept."""
-        found: dict[tuple[int, ...], int] = {}
+        """Raise AssertionError if the counts are not those of the kept completions."""
+        expected: dict[tuple[int, ...], int] = {}
         for kept in self.kept:
             tokens = kept.tolist()
             for end in range(1, len(tokens) + 1):
                 for start in range(max(0, end - CONTEXT - 1), end):
                     string = tuple(tokens[start:end])
-                    found[string] = found.get(string, 0) + 1
-        assert len(self.children) == len(found), f"{len(self.children)} nodes, expected {len(found)}"
-        assert len(self.count) == 1 + len(found) + len(self.unused), "nodes are lost"
-        assert self.held == sum(KEPT + 4 * len(kept) for kept in self.kept), "what is kept is miscounted"
+                    expected[string] = expected.get(string, 0) + 1
+        assert len(self.children) == len(expected), f"{len(self.children)} nodes, expected {len(expected)}"
+        assert len(self.count) == 1 + len(expected) + len(self.unused), "nodes are lost"
+        assert self.held == sum(KEPT + 4 * len(kept) for kept in self.kept), "kept bytes are miscounted"
         for node, token in enumerate(self.best):
             top = self.count[self.children[node << BITS | token]] if token >= 0 else 0
             assert self.top[node] == top, f"node {node}: its best child counts {top}, not {self.top[node]}"
-        for string, often in found.items():
+        for string, often in expected.items():
             node = 0
             for token in string:
                 node = self.children[node << BITS | token]
@@ -308,4 +309,4 @@ class Tree:
             shorter = 0
             for token in islice(string, 1, None):
                 shorter = self.children[shorter << BITS | token]
-            assert self.link[node] == shorter, f"{string} is linked to another string than its own without the first"
+            assert self.link[node] == shorter, f"{string}: the link is not the string without its first token"

@@ -1,1 +1,1 @@
-"""The keys and values of sequences: pages, attention over them, and the model that reads and writes them."""
+"""Keys and values of sequences: pages, attention over pages, and the models that read and write them."""

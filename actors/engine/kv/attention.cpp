@@ -1,9 +1,9 @@
-// Attention over pages of KV, on a CPU. attention.py compiles this file, and says what the operator takes and returns.
+// Attention over pages of KV, on a CPU. attention.py compiles this file and describes the operator.
 //
 // A tile is a few query vectors of one row that share a KV head: its query heads times a run of query columns. KV is
-// read a block of BLOCK columns at a time, with the softmax of what was read so far (Milakov, Gimelshein 2018; Dao et
-// al. 2022). Blocks begin at multiples of BLOCK, sums run in the order of columns, and a column that a query vector may
-// not attend has the weight zero. So a query vector's result follows from its position and from what it attends alone.
+// read in blocks of BLOCK columns, with an online softmax (Milakov, Gimelshein 2018; Dao et al. 2022). Blocks begin at
+// multiples of BLOCK, sums run in the order of columns, and a column outside a query vector's attention has the weight
+// zero. So a query vector's result depends only on its position and on the columns that it attends to.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -34,9 +34,9 @@ constexpr int LANES = 8;
 constexpr int LANES = 4;
 #endif
 constexpr int BLOCK = 64;        // KV columns that are read at once
-constexpr int TILE = 128;        // query vectors of a tile, where the heads that share a KV head are no more than that
-constexpr int MANY = 16;         // query vectors from which on it pays to transpose a block of keys
-constexpr int64_t ALONE = 1 << 15;  // products of two numbers below which waking other threads costs more than it saves
+constexpr int TILE = 128;        // query vectors of a tile, unless more heads share a KV head
+constexpr int MANY = 16;         // with at least this many query vectors, transposing a block of keys pays
+constexpr int64_t ALONE = 1 << 15;  // with fewer multiplications than this, waking other threads costs more than it saves
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
 typedef float Floats __attribute__((vector_size(LANES * 4)));
@@ -152,12 +152,12 @@ struct Call {
   int window;
 };
 
-// Columns first .. last - 1 of one row's queries, for one KV head. limit: the KV columns that the last of them attends.
+// Columns first .. last - 1 of one row's queries, for one KV head. limit: the KV columns that column last - 1 attends to.
 struct Task {
   int row, head, first, last, limit;
 };
 
-// A thread's memory: it grows to what was asked for and stays.
+// A thread's memory. It grows to the largest size requested and is kept.
 struct Scratch {
   std::vector<float> held;
   float* take(size_t floats) {
@@ -185,8 +185,8 @@ struct Attention {
     store(scores, sums(x));
   }
 
-  // The same sums in the same order, of keys that lie transposed [padded, BLOCK]: for the lanes FIRST .. FIRST + N - 1
-  // of PAIR query vectors and WIDE vectors of columns.
+  // The same sums in the same order, over transposed keys [padded, BLOCK]: for the lanes FIRST .. FIRST + N - 1 of PAIR
+  // query vectors and WIDE vectors of columns.
   template <int FIRST, int N>
   inline __attribute__((always_inline)) void partial(const float* queries, const float* keys,
                                                      Floats (&x)[PAIR][WIDE]) const {
@@ -260,7 +260,7 @@ struct Attention {
       mix<1, W>(weights + m * BLOCK, decay + m, columns, first, last, padded, offset, mixed + m * padded);
   }
 
-  // Turns scores [BLOCK] of columns from `begin` on into weights; returns by how much what was summed so far decays.
+  // Turns scores [BLOCK] of columns from `begin` on into weights. Returns the factor by which the sums so far decay.
   float weigh(float* scores, int begin, int attended_from, int attended_to, float& highest, Floats& total) const {
     Floats found = all(NOTHING);
     Floats x[BLOCK / LANES];
@@ -339,7 +339,7 @@ struct Attention {
       total[m] = Floats{};
     }
 
-    // A block that is used often, or whose columns are no whole vectors, is copied as floats: the numbers are the same.
+    // A block is copied as floats if it is used often or its columns are not whole vectors. The numbers stay the same.
     const bool whole = call.size == padded, stage = !whole || (!std::is_same_v<T, float> && count > 2);
     const int64_t stride = call.kv_heads * call.size;
     const int begin = call.window > 0 ? std::max(0, position - call.window + 1) : 0;
@@ -387,7 +387,7 @@ struct Attention {
   }
 };
 
-// Zeros where columns are dead; the tasks of all others, the longest first.
+// Writes zeros for dead columns. Returns the tasks of all other columns, the longest first.
 template <typename T>
 std::vector<Task> plan(const Call& call, T* output, int64_t& products) {
   std::vector<Task> tasks;

@@ -1,19 +1,19 @@
-"""Attention over pages of KV: one operator, in place where a kernel can, over gathered pages everywhere.
+"""Attention over pages of KV: an operator that reads pages in place, where there is a kernel, and one that works on
+gathered pages everywhere.
 
-Per layer, keys and values are [pages, P, H, D], and a sequence has a table of the pages that its columns lie in: column
-s in page_(s // P) at offset s % P. Page 0 is a bin. `page_table`, int32 [R, 1, 1, 2 + n], has for every row
-[start, end, page_0 ... page_(n-1)]: column q of its query stands at position p = start + q and attends to the columns
-max(0, p - window + 1) .. p, or to all from 0 on where window is 0. Columns with p < 0 or p >= end are dead: their
-output is finite and means nothing.
+Per layer, keys and values are [pages, P, H, D]. Column s of a sequence lies in its page_(s // P) at offset s % P. Page
+0 is a bin. `page_table`, int32 [R, 1, 1, 2 + n], has for every row [start, end, page_0 ... page_(n-1)]. Column q of the
+row's query has the position p = start + q and attends to the KV columns max(0, p - window + 1) .. p, or 0 .. p if
+window is 0. Columns with p < 0 or p >= end are dead: their output is finite and means nothing.
 
     exspec::attend_in_place(query, keys, values, page_table, scale, window, softcap) -> [R, Q, Hq, D]
     exspec::attend_gathered(query, keys, values, page_table, scale, window, softcap) -> [R, Q, Hq, D]
 
-query: [R, Hq, Q, D]; query head h uses KV head h // (Hq // H). softcap: scores = softcap * tanh(scores / softcap), none
-where it is 0. Scores and sums are float32.
+query: [R, Hq, Q, D]; query head h uses KV head h // (Hq // H). softcap: scores = softcap * tanh(scores / softcap), or
+none if 0. Scores and sums are float32.
 
-In place, a row's result depends in no bit on other rows, on how many there are, on n or on its pages' numbers; on a CPU
-nor on which column of the query a position stands in. Over gathered pages that holds within one shape (R, Q, n) alone.
+In place, no bit of a row's result depends on the other rows, on R, on n or on the numbers of its pages; on a CPU, the
+column q of a position does not matter either. Over gathered pages this only holds within one shape (R, Q, n).
 """
 
 import hashlib
@@ -45,9 +45,9 @@ UNSUPPORTED = ("s_aux", "position_bias")  # options of transformers that would c
 def attend_gathered(
     query: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, scale: float, window: int, softcap: float = 0.0
 ) -> Tensor:
-    """The operator on any device: every row's pages are copied side by side first.
+    """The operator on any device. It first copies each row's pages side by side.
 
-    Query heads that share a KV head are folded into the query length, so that no KV is copied for each of them.
+    Query heads that share a KV head are folded into the query length, so that KV is not copied for each of them.
     """
     rows, heads, width, size = query.shape
     fold = heads // keys.shape[2]
@@ -62,31 +62,31 @@ def attend_gathered(
 
 
 class PerForward(threading.local):
-    """What the layers of one forward share. Each forward has a page table of its own, which is never written to; it is
-    held here, so that its identity stays unique."""
+    """Values that the layers of one forward share. Each forward has its own page table, which is never overwritten. The
+    table is held here, so that its identity stays unique."""
 
     def __init__(self) -> None:
         self.page_table: Tensor | None = None
-        self.made: dict[Any, Any] = {}
+        self.values: dict[Any, Any] = {}
 
     def of(self, page_table: Tensor, make: Callable[..., T], *shape: Any) -> T:
-        """make(page_table, *shape), computed once a forward."""
+        """make(page_table, *shape), computed once per forward."""
         if page_table is not self.page_table:
-            self.page_table, self.made = page_table, {}
-        if (make, shape) not in self.made:
-            self.made[make, shape] = make(page_table, *shape)
-        return self.made[make, shape]  # type: ignore[no-any-return]
+            self.page_table, self.values = page_table, {}
+        if (make, shape) not in self.values:
+            self.values[make, shape] = make(page_table, *shape)
+        return self.values[make, shape]  # type: ignore[no-any-return]
 
 
 def _mask(page_table: Tensor, width: int, columns: int, fold: int, window: int, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores [R, 1, G * Q, S]: 0, or the lowest finite number."""
+    """The mask added to the scores, [R, 1, G * Q, S]: 0, or the lowest finite number."""
     positions = page_table[:, 0, 0, :1] + torch.arange(width, dtype=torch.int32, device=page_table.device)  # [R, Q]
     numbers = torch.arange(columns, dtype=torch.int32, device=page_table.device)
     hidden = numbers > positions[..., None]  # [R, Q, S]
     if window > 0:
         hidden |= numbers <= positions[..., None] - window
     mask = torch.zeros(hidden.shape, dtype=dtype, device=page_table.device)
-    # Not infinity: a dead column may have everything hidden from it.
+    # Not infinity: everything may be hidden from a dead column.
     return mask.masked_fill_(hidden, torch.finfo(dtype).min).repeat(1, fold, 1)[:, None]
 
 
@@ -94,7 +94,7 @@ PER_FORWARD = PerForward()  # of this thread
 
 
 def _side_by_side(store: Tensor, page_table: Tensor) -> Tensor:
-    """[R, H, n * P, D] of a store [pages, P, H, D]."""
+    """The rows' pages of a store [pages, P, H, D], as [R, H, n * P, D]."""
     table = page_table[:, 0, 0, 2:]
     pages = store.index_select(0, table.reshape(-1))
     return pages.view(len(table), -1, *store.shape[2:]).transpose(1, 2)
@@ -109,7 +109,7 @@ def _capped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, s
 def attend_varlen(
     query: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, scale: float, window: int, softcap: float = 0.0
 ) -> Tensor:
-    """The operator in place on CUDA: torch's kernel for sequences of several lengths, one split of KV for every row."""
+    """The operator in place on CUDA: torch's kernel for sequences of different lengths, one split of KV per row."""
     if softcap:
         raise TypeError("attention with softcap is not supported on CUDA")
     from torch.nn.attention.varlen import varlen_attn
@@ -138,7 +138,7 @@ def attend_varlen(
 def _ragged(page_table: Tensor, width: int, page: int) -> tuple[Tensor, Tensor, Tensor]:
     """Keys of each row [R], pages of each row [R, n], and where each row's queries begin [R + 1]."""
     start, end = page_table[:, 0, 0, 0], page_table[:, 0, 0, 1]
-    # A query is aligned with the end of its keys. Dead columns may reach past the table: page 0 is there for them.
+    # The kernel aligns a query with the end of its keys. Dead columns may reach past the table, and then use page 0.
     used = torch.where(end > 0, start + width, 0).clamp_(min=0)
     table = pad(page_table[:, 0, 0, 2:], (0, -(-width // page)))
     return (
@@ -151,7 +151,7 @@ def _ragged(page_table: Tensor, width: int, page: int) -> tuple[Tensor, Tensor, 
 def _shaped(
     query: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, scale: float, window: int, softcap: float = 0.0
 ) -> Tensor:
-    """What a trace sees: an operator's result without its values."""
+    """An operator's result without values, for traces."""
     del keys, values, page_table, scale, window, softcap
     rows, heads, width, size = query.shape
     return query.new_empty(rows, width, heads, size)
@@ -171,34 +171,34 @@ def _operators() -> torch.library.Library:
     return library
 
 
-_LIBRARY = _operators()  # operators last as long as what defined them
+_LIBRARY = _operators()  # the operators exist as long as this object
 
 
 @lru_cache
 def trial(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int, page_size: int
 ) -> str | None:
-    """Why attention in place cannot be used here, in one line; None where it can.
+    """The reason why attention in place cannot be used here, in one line; None if it can.
 
-    On a CPU the first trial of a machine compiles the kernel, which takes a C++ compiler and some seconds.
+    On a CPU, the first trial on a machine compiles the kernel, which needs a C++ compiler and some seconds.
     """
     try:
         _prepare(device)
         for width, window in ((1, 0), (6, 0), (6, page_size + 1)):
             example = _example(device, dtype, heads, kv_heads, head_size, page_size, width)
             expected = torch.ops.exspec.attend_gathered.default(*example, head_size**-0.5, window)
-            found = torch.ops.exspec.attend_in_place.default(*example, head_size**-0.5, window)
-            if problem := _difference(found, expected, example[-1]):
-                return problem
+            result = torch.ops.exspec.attend_in_place.default(*example, head_size**-0.5, window)
+            if reason := _difference(result, expected, example[-1]):
+                return reason
     except torch.OutOfMemoryError:
         raise
-    except Exception as fault:  # a compiler, a driver and a kernel fail in many ways, and each is an answer
+    except Exception as fault:  # compilers, drivers and kernels fail in many ways, and all of them are reasons
         return first_line(fault)
     return None
 
 
 def first_line(fault: Exception) -> str:
-    """What a fault says, or its name where it says nothing."""
+    """The first line of an exception's message, or its class if the message is empty."""
     return next(iter(str(fault).splitlines()), type(fault).__name__)
 
 
@@ -208,13 +208,13 @@ def _prepare(device: torch.device) -> None:
     elif device.type == "cuda":
         varlen = importlib.import_module("torch.nn.attention.varlen")
         if "block_table" not in signature(varlen.varlen_attn).parameters:
-            raise RuntimeError(f"torch {torch.__version__} has no attention over pages, which came with 2.12")
+            raise RuntimeError(f"torch {torch.__version__} has no attention over pages; expected 2.12 or later")
 
 
 def _example(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int, page_size: int, width: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A few ragged rows with random numbers: query, keys, values, page_table. One row is dead, and some columns are."""
+    """A few ragged rows of random numbers: query, keys, values, page_table. One row and some columns are dead."""
     random = torch.Generator().manual_seed(width)
     pages = 3 + width // page_size
     starts = [0, 1, page_size - 1, page_size, pages * page_size - width, pages * page_size - 1, 0, 2]
@@ -230,34 +230,35 @@ def _example(
     return query, normal(*store), normal(*store), page_table.to(device)
 
 
-def _difference(found: Tensor, expected: Tensor, page_table: Tensor) -> str | None:
-    positions = page_table[:, 0, 0, :1] + torch.arange(found.shape[1], device=page_table.device)
+def _difference(result: Tensor, expected: Tensor, page_table: Tensor) -> str | None:
+    positions = page_table[:, 0, 0, :1] + torch.arange(result.shape[1], device=page_table.device)
     live = (positions >= 0) & (positions < page_table[:, 0, 0, 1:2])
-    if not found.isfinite().all():
+    if not result.isfinite().all():
         return "attention in place gives NaN or infinity"
-    distance = (found - expected)[live].abs().max().item()
-    bound = 16 * torch.finfo(found.dtype).eps
+    distance = (result - expected)[live].abs().max().item()
+    bound = 16 * torch.finfo(result.dtype).eps
     return None if distance <= bound else f"attention in place is {distance:.1e} away from attention over copies"
 
 
 @lru_cache
 def load_kernel() -> None:
-    """Load the kernel for CPUs, compiling it where this machine has not yet.
+    """Load the kernel for CPUs. The first call on a machine compiles it.
 
-    Raises OSError without a compiler or a folder to write to, RuntimeError with the last line of what it complains of.
+    Raises OSError without a compiler or a writable folder, and RuntimeError with the last line of the compiler's
+    errors.
     """
     if torch.__version__ < "2.10":
-        raise RuntimeError(f"torch {torch.__version__} lacks the interface for kernels that came with 2.10")
+        raise RuntimeError(f"torch {torch.__version__} lacks the interface for kernels; expected 2.10 or later")
     path = cache_folder() / f"attention-{_digest()}.so"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Many processes may do this at once; each renames a whole file into place.
+        # Several processes may do this at once; each renames a complete file into place.
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            made = Path(folder) / path.name
-            done = subprocess.run([*_command(), "-o", str(made)], capture_output=True, text=True)
+            built = Path(folder) / path.name
+            done = subprocess.run([*_command(), "-o", str(built)], capture_output=True, text=True)
             if done.returncode:
                 raise RuntimeError(next(reversed(done.stderr.splitlines()), f"c++ ended with {done.returncode}"))
-            made.replace(path)
+            built.replace(path)
     torch.ops.load_library(path)
 
 
@@ -269,7 +270,7 @@ def _command() -> list[str]:
 
 
 def _digest() -> str:
-    """Of all that the compiled file depends on: CPUs of one name do not always have the same instructions."""
+    """A hash of all that the compiled file depends on. CPUs of the same name may differ in their instructions."""
     cpu = Path("/proc/cpuinfo")
     described = cpu.read_text().splitlines() if cpu.exists() else [platform.processor()]
     names = ("model name", "flags", "Features", "CPU part")
@@ -285,8 +286,8 @@ def cache_folder() -> Path:
 
 
 def paged_attention(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
-    """An operator as transformers calls attention: key and value are the stores that a cache's `update` returned
-    [pages, P, H, D], the mask is `page_table`. The result is [R, Q, Hq, D]."""
+    """Wrap an operator as transformers calls attention: key and value are the stores [pages, P, H, D] that the cache's
+    `update` returned, and the mask is `page_table`. The result is [R, Q, Hq, D]."""
 
     def forward(
         _: nn.Module,
@@ -300,7 +301,7 @@ def paged_attention(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
         softcap: float | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        """Raises TypeError for an option that would change the scores in a way that no operator here knows."""
+        """Raises TypeError for an option that would change the scores in a way that the operators do not support."""
         if unknown := [name for name in UNSUPPORTED if options.get(name) is not None]:
             raise TypeError(f"attention with {unknown[0]} is not supported")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -1,4 +1,4 @@
-"""What one forward is given."""
+"""The input of one forward."""
 
 from typing import NamedTuple
 
@@ -8,8 +8,8 @@ from torch import Tensor
 class Batch(NamedTuple):
     """The tokens of one forward: row r feeds tokens[r] to the sequence in slot slots[r], at positions starts[r] + q.
 
-    slots, starts: [R]. tokens: [R, Q]. kv_columns: a position is dead that is negative or not below this number: it
-    leaves no trace, and its logits mean nothing.
+    slots, starts: [R]. tokens: [R, Q]. kv_columns: KV columns that the forward attends to. A column is dead if its
+    position is negative or not below this number: it changes no sequence's KV, and its logits mean nothing.
     """
 
     slots: Tensor

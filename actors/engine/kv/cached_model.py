@@ -1,8 +1,8 @@
-"""A causal language model together with the KV of many sequences. This file and `forward.py` alone touch transformers'
-cache and mask interfaces.
+"""A causal language model with the KV of many sequences. Only this file and `forward.py` use transformers' cache and
+mask interfaces.
 
-Both stores have the same `forward`: it takes a `Batch`, and what was cached of a sequence from its start on is
-forgotten. So a rollback is a smaller start.
+Both models have the same `forward`: it takes a `Batch`, and overwrites what a sequence has cached from its start in the
+batch on. So a rollback is a smaller start.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,7 +25,7 @@ IN_PLACE, GATHERED = "exspec_in_place", "exspec_gathered"  # as `attention.py` r
 
 
 class CachedModel(Protocol):
-    """A model with the KV of its sequences. `bytes` is what the KV holds now."""
+    """A model with the KV of its sequences. bytes: the current size of the KV."""
 
     @property
     def bytes(self) -> int: ...
@@ -35,11 +35,11 @@ class CachedModel(Protocol):
         ...
 
     def fill(self, batch: Batch) -> None:
-        """Feed the tokens as `forward` does, for their KV alone. Rows may be successive parts of one sequence."""
+        """Feed the tokens only for their KV. Rows may be successive parts of one sequence."""
         ...
 
     def check(self, lengths: dict[int, int]) -> None:
-        """Raise AssertionError where what is cached cannot be right."""
+        """Raise AssertionError if the cached KV cannot be right."""
         ...
 
 
@@ -53,18 +53,18 @@ def kv_shape(config: PretrainedConfig) -> tuple[int, int, int]:
 
 
 def context_length(config: PretrainedConfig) -> int:
-    """Tokens that a sequence may have, prompt and completion together."""
+    """The most tokens of a sequence, prompt and completion together."""
     return int(config.get_text_config().max_position_embeddings)
 
 
 class PagedModel:
-    """KV in pages: token i of a sequence lies where `pages` says, for its whole life.
+    """KV in pages: `pages` says where token i of a sequence lies, and it never moves.
 
     Per layer, K and V are [pages + 1, P, H, D], allocated once. Dead rows and columns write to the first page, the
     bin, so that a forward has no branch for them.
 
-    attention: the name of what reads the pages, see `attention.py`. Gathered, a forward reads whole pages up to
-    `kv_columns`; in place it reads what a row has. kernels: see `EngineConfig`.
+    attention: name of the operator that reads the pages, see `attention.py`. Gathered, a forward reads whole pages up
+    to `kv_columns`; in place, it reads the KV that a row has. kernels: see `EngineConfig`.
     """
 
     def __init__(self, model: PreTrainedModel, pages: Pages, attention: str, kernels: KernelsName = "eager") -> None:
@@ -74,12 +74,12 @@ class PagedModel:
         self.gathers = attention == GATHERED
         if (head := self.model.get_output_embeddings()) is not None:
             head.register_forward_pre_hook(_contiguous)
-        # Zeros, not empty: a masked column is multiplied by zero, and zero times what memory held may be NaN.
+        # Zeros, not empty: a masked column is multiplied by zero, and uninitialised memory may hold NaN.
         self.keys = [torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(layers)]
         self.values = [torch.zeros_like(k) for k in self.keys]
-        self.states: dict[int, Tensor] = {}  # hidden states that have left so many layers: [pages + 1, P, D]
+        self.states: dict[int, Tensor] = {}  # hidden states by number of layers passed: [pages + 1, P, D]
         self.last_position = context_length(model.config) - 1
-        self.gated = False  # whether a forward may run a part of the layers
+        self.gated = False  # whether forwards can skip layers
         self._locate: Callable[..., Any] = locate
         if kernels == "compiled":
             fuse(self.model)
@@ -90,8 +90,8 @@ class PagedModel:
         return sum(t.nbytes for t in (*self.keys, *self.values, *self.states.values()))
 
     def remember(self, layers: Iterable[int]) -> None:
-        """Keep from now on the hidden states that leave each of these layers, counted from 1: a token's lie where its
-        keys and values do. A forward may end after any layer, and begin after one of these."""
+        """From now on keep the hidden states after each of these layers, counted from 1, at the same positions as keys
+        and values. A forward may then end after any layer, and begin after one of these."""
         if not self.gated:
             gate(self.model)
             self.gated = True
@@ -101,25 +101,25 @@ class PagedModel:
                 self.states[layer] = torch.zeros(size, dtype=self.keys[0].dtype, device=self.keys[0].device)
 
     def forget(self) -> None:
-        """Remember no hidden states from now on."""
+        """Stop keeping hidden states."""
         self.states.clear()
 
     @torch.inference_mode()
     def forward(self, batch: Batch, keep: int = 0, first: int = 0, last: int | None = None, **inputs: Tensor) -> Tensor:
-        """first, last: the layers that run, the latter left out; None: to the end. inputs: what the model takes beside
+        """first, last: the layers that run, without `last`; None: to the end. inputs: other inputs of the model beside
         tokens."""
         logits: Tensor = self._run(batch, first, last, fills=False, logits_to_keep=keep, **inputs).logits
         return logits
 
     @torch.inference_mode()
     def fill(self, batch: Batch, last: int | None = None, **inputs: Tensor) -> None:
-        """last, inputs: as `forward` takes them."""
+        """last, inputs: as in `forward`."""
         with suppress(Filled):
             self._run(batch, 0, last, fills=True, logits_to_keep=1, **inputs)
 
     @torch.inference_mode()
     def recall(self, layers: Iterable[int], batch: Batch) -> Tensor:
-        """The hidden states [R, Q, len(layers) * D] that were remembered at the batch's positions."""
+        """The remembered hidden states [R, Q, len(layers) * D] at the batch's positions."""
         _, _, tokens = self._located(batch, 0)
         states = [self.states[layer].flatten(0, 1)[tokens] for layer in layers]
         return torch.cat(states, dim=-1).view(*batch.tokens.shape, -1)
@@ -154,11 +154,11 @@ class PagedModel:
 def locate(
     table: Tensor, slots: Tensor, starts: Tensor, width: int, kv_columns: int, size: int, read: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The positions of a forward's columns, the pages that its rows read, and where its columns are written.
+    """The positions of a forward's columns, the pages that its rows read, and where it writes its columns.
 
     table: [W + 1, n], the pages of every slot; the last row is for dead rows. slots, starts: [R]. width: Q. size: P.
-    read: pages of a row that are read. Returns positions [R, Q], a page table [R, 1, 1, 2 + read] as `attention.py`
-    takes it, and numbers [R * Q] of tokens in the stores.
+    read: pages of a row that are read. Returns positions [R, Q], a page table [R, 1, 1, 2 + read] as in `attention.py`,
+    and indices [R * Q] of tokens in the stores.
     """
     rows = table[slots]  # [R, n]
     ends = torch.where(slots == len(table) - 1, 0, kv_columns)
@@ -171,15 +171,15 @@ def locate(
 
 
 def _contiguous(_: Any, inputs: tuple[Tensor]) -> tuple[Tensor]:
-    """The last columns alone are no matrix as they lie: torch would read the weights once for each row."""
+    """Copy a slice of the last columns: torch would otherwise read the weights once for each row."""
     return (inputs[0].contiguous(),)
 
 
 class RealignedModel:
-    """KV on transformers' own cache, right-aligned: rows of different lengths are padded on the left, and every
-    forward first drops what was rejected and pads anew (the paper's unpad-append-repad, here one gather a layer).
+    """KV in transformers' own cache, right-aligned: rows of different lengths are padded on the left. Every forward
+    first drops rejected tokens and pads again (the paper's unpad-append-repad, here one gather per layer).
 
-    A forward computes all rows of the batch; those that it was not asked for have ended and are forgotten.
+    A forward computes all rows of the cache. Rows that are not in the batch have ended, and their KV is dropped.
     """
 
     def __init__(self, model: PreTrainedModel, rows: int, packed: bool) -> None:
@@ -196,7 +196,8 @@ class RealignedModel:
     @torch.inference_mode()
     def forward(self, batch: Batch, keep: int = 0) -> Tensor:
         slots, tokens, starts, _ = batch
-        # A position before the first cannot be cached on the left: such a row's tokens come first, and its logits last.
+        # A token with a negative position cannot be cached on the left. It is moved to the end of its row, and its
+        # logits are moved back.
         early = (starts < 0)[:, None]
         tokens, starts = torch.where(early, tokens.roll(-1, 1), tokens), starts.clamp(min=0)
         self.lengths = torch.zeros_like(self.lengths).index_copy(0, slots, starts)
@@ -220,7 +221,7 @@ class RealignedModel:
         self.forward(batch)
 
     def _realign(self) -> int:
-        """Move every row's first `lengths` tokens to the right edge; returns the new width, that of the longest row."""
+        """Move every row's first `lengths` tokens to the right edge. Returns the new width: that of the longest row."""
         width = int(self.lengths.max())
         if width == 0:
             self.cache = DynamicCache()

@@ -1,4 +1,4 @@
-"""One forward over pages of KV, as the layers of a model see it: it stands in the place of transformers' cache."""
+"""One forward over pages of KV, as the model's layers see it: it replaces transformers' cache."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -7,16 +7,16 @@ import torch
 from torch import Tensor
 
 
-class Filled(Exception):  # noqa: N818 -- it is no error
-    """A forward has written all keys and values that it runs for."""
+class Filled(Exception):  # noqa: N818 -- not an error
+    """Ends a fill that has written all its keys and values."""
 
 
 class Forward:
-    """What a layer is handed as its cache during one forward.
+    """The cache that every layer receives during one forward.
 
-    keys, values: by layer, [N, P, H, D]. states: hidden states that are remembered, [N, P, D], by the number of layers
-    that they have left. write: [R * Q], the tokens of the stores that the forward writes. shape: (R, Q). first, last:
-    the layers that run, the latter left out. fills: the forward is for keys and values alone, and ends once it has
+    keys, values: by layer, [N, P, H, D]. states: remembered hidden states, [N, P, D], by the number of layers that they
+    have passed. write: [R * Q], indices of the tokens in the stores that the forward writes. shape: (R, Q). first,
+    last: the layers that run, without `last`. fills: the forward only computes keys and values, and ends once it has
     written them.
     """
 
@@ -55,23 +55,23 @@ class Forward:
         return self.fills and layer + 1 == self.last
 
     def enter(self, layer: int) -> Tensor:
-        """The hidden states [R, Q, D] with which the forward's tokens have left so many layers."""
+        """The remembered hidden states [R, Q, D] of the forward's tokens after `layer` layers."""
         return self.states[layer].flatten(0, 1)[self.write].view(*self.shape, -1)
 
     def leave(self, layer: int, hidden: Tensor) -> None:
-        """The hidden states [R, Q, D] have left so many layers. Raises Filled after the last layer of a fill."""
+        """Remember hidden states [R, Q, D] after `layer` layers. Raises Filled after the last layer of a fill."""
         if layer in self.states:
             self.states[layer].flatten(0, 1).index_put_((self.write,), hidden.flatten(0, 1))
         if self.fills and layer == self.last:
             raise Filled
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
-        """Families that count positions from here are given them."""
+        """0: some families ask, but the positions are passed to them."""
         return 0
 
 
 class Traced:
-    """What a layer sees of a forward while it is traced: the layer's own keys and values, and where to write."""
+    """Replaces the forward while a layer is traced: it has the layer's own keys and values, and where to write."""
 
     def __init__(self, keys: Tensor, values: Tensor, write: Tensor) -> None:
         self.keys, self.values, self.write = keys, values, write
@@ -81,7 +81,7 @@ class Traced:
 
 
 def forward_of(arguments: Iterable[Any]) -> Forward | None:
-    """The forward that a layer is called in: it is among the layer's arguments, as the cache."""
+    """The forward among the arguments of a layer's call, where it is the cache."""
     return next((x for x in arguments if isinstance(x, Forward)), None)
 
 

@@ -1,4 +1,4 @@
-"""What a model with its KV takes in memory, before it is made."""
+"""Estimates of the memory of a model and its KV, before they are allocated."""
 
 import json
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.kv.cached_model import kv_shape
 
 MEBIBYTE = 2**20
-LOGIT = 40  # bytes: for a sampled token they are scaled in float32, and their noise is made in 32 bits
+LOGIT = 40  # bytes of a logit while a token is sampled: its copies in float32, and its noise
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes. weights: of all models, as the engine holds them. kv: of all pages, to the byte, and for eqspec the most
-    that it can grow to. logits, activations: the most that any forward holds at once. host: what a drafter remembers,
-    on the host; as if it were on the device.
+    """Memory in bytes. weights: of all models, as the engine holds them. kv: of all pages, exactly; for eqspec the most
+    that it can grow to. logits, activations: the most that any forward holds at once. host: what a drafter remembers on
+    the host; `total` includes it.
     """
 
     weights: int = 0
@@ -33,7 +33,7 @@ class MemoryPlan:
         return self.weights + self.kv + self.logits + self.activations + self.host
 
     def __add__(self, other: "MemoryPlan") -> "MemoryPlan":
-        """Of both together, of which one computes at a time."""
+        """The memory of both together if only one of them computes at a time."""
         return MemoryPlan(
             self.weights + other.weights,
             self.kv + other.kv,
@@ -48,7 +48,7 @@ class MemoryPlan:
 
 
 def model_memory(model: PretrainedConfig, config: EngineConfig, dtype: torch.dtype, columns: int) -> MemoryPlan:
-    """Of a model with the KV of the engine's slots, whose forwards give the logits of `columns` columns a row."""
+    """The memory of a model with KV in the engine's slots. columns: per row, those whose logits a forward computes."""
     return MemoryPlan(
         weights=_weights(model.to_json_string(), config.kernels == "packed") * dtype.itemsize,
         kv=_kv(model, config) * dtype.itemsize,
@@ -58,18 +58,18 @@ def model_memory(model: PretrainedConfig, config: EngineConfig, dtype: torch.dty
 
 
 def states_memory(config: EngineConfig, width: int, dtype: torch.dtype) -> MemoryPlan:
-    """Of hidden states of so many numbers a token, remembered in the engine's pages."""
+    """The memory of hidden states of `width` numbers per token, kept in the engine's pages."""
     return MemoryPlan(kv=_columns(config) * width * dtype.itemsize)
 
 
 def _columns(config: EngineConfig) -> int:
-    """Tokens that pages hold, the bin's among them."""
+    """Tokens that all pages hold, including the bin."""
     return (config.page_count + 1) * config.page_size
 
 
 @lru_cache(maxsize=8)
 def _weights(config: str, packed: bool) -> int:
-    """Numbers in a model's weights, from its configuration as JSON."""
+    """How many numbers a model's weights have, given its configuration as JSON."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(config)))
     held = sum(t.numel() for t in model.parameters()) + sum(t.numel() for t in model.buffers())
@@ -79,17 +79,15 @@ def _weights(config: str, packed: bool) -> int:
 
 def _kv(model: PretrainedConfig, config: EngineConfig) -> int:
     layers, heads, head_size = kv_shape(model)
-    # Pages and the bin; or, for eqspec, rows that may run up to a verify width past the longest, and one layer twice
-    # while it is moved.
     columns = _columns(config)
-    if config.method == "eqspec":
+    if config.method == "eqspec":  # rows reach up to a verify width past the capacity; a layer is copied to realign it
         columns = config.batch_size * (config.capacity + config.width) * (layers + 1) // layers
     return 2 * layers * heads * columns * head_size
 
 
 def _activations(model: PretrainedConfig, config: EngineConfig) -> int:
-    """Of one layer at its widest: hidden states, the feed-forward's middle, attention's scores, and the group's KV,
-    which is gathered from its slots."""
+    """How many numbers a layer holds at most: hidden states, the intermediate states of the feed-forward, attention's
+    scores, and the rows' gathered KV."""
     text = model.get_text_config()
     _, heads, head_size = kv_shape(model)
     width = getattr(text, "intermediate_size", None) or 4 * text.hidden_size

@@ -1,4 +1,4 @@
-"""Whether a model can run a part of its layers: in some families layers hand on more than hidden states."""
+"""Tests whether a model can run a part of its layers: in some families layers pass on more than hidden states."""
 
 from weakref import WeakKeyDictionary
 
@@ -11,16 +11,16 @@ from exspec.actors.engine.kv.cached_model import GATHERED, PagedModel
 from exspec.actors.engine.kv.pages import Pages
 
 TOKENS = 6
-FOUND: WeakKeyDictionary[PreTrainedModel, dict[tuple[int, ...], str | None]] = WeakKeyDictionary()
+RESULTS: WeakKeyDictionary[PreTrainedModel, dict[tuple[int, ...], str | None]] = WeakKeyDictionary()
 
 
 def spans_trial(model: PreTrainedModel, depths: tuple[int, ...] = (1,)) -> str | None:
-    """The reason why a forward cannot end after so many layers, and another resume there; None where it can. Each
-    model is tried once."""
-    known = FOUND.setdefault(model, {})
-    if depths not in known:
-        known[depths] = _try(model, depths)
-    return known[depths]
+    """The reason why a forward cannot end after these numbers of layers and another resume there; None if it can. Each
+    model is tested once."""
+    results = RESULTS.setdefault(model, {})
+    if depths not in results:
+        results[depths] = _try(model, depths)
+    return results[depths]
 
 
 @torch.inference_mode()
@@ -34,13 +34,13 @@ def _try(model: PreTrainedModel, depths: tuple[int, ...]) -> str | None:
         batch = Batch(slots, tokens, starts, TOKENS)
         expected = cached.forward(batch)
         cached.remember(depths)
-        cached.forward(batch)  # the gates learn what the layers return
+        cached.forward(batch)  # the gates record what the layers return
         cached.fill(batch, last=depths[0])
         for first, last in zip(depths, [*depths[1:], None], strict=True):
             resumed = cached.forward(batch, first=first, last=last)
     except torch.OutOfMemoryError:
         raise
-    except Exception as fault:  # foreign layers fail in many ways
+    except Exception as fault:  # layers of unknown families fail in many ways
         return f"{type(model).__name__} cannot run a part of its layers: {first_line(fault)}"
     off = (resumed - expected).float().abs().max() / expected.float().abs().max()
     if off <= 16 * torch.finfo(resumed.dtype).eps:

@@ -1,1 +1,1 @@
-"""A model's layers as the engine runs them."""
+"""How the engine runs a model's layers."""

@@ -1,7 +1,7 @@
-"""Experts of a mixture, computed so that no token's bits depend on where its neighbours are routed.
+"""A mixture's experts, computed so that no bit of a token depends on how other tokens are routed.
 
-A product's rounding may depend on its shape, and transformers' own products have as many rows as tokens were routed to
-an expert. Here every product has as many rows as the forward's shape says.
+The rounding of a matrix product may depend on its shape, and transformers' own products have as many rows as tokens
+were routed to the expert. Here the number of rows of a product follows from the forward's shape alone.
 """
 
 from typing import Any
@@ -11,16 +11,15 @@ from torch import Tensor
 from torch.nn.functional import linear
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-NAME = "exspec_windows"  # of this way, among transformers' ways to compute experts
+NAME = "exspec_windows"  # under which transformers knows this implementation
 FEWEST = 8  # rows of a product: with fewer, reading the weights takes all the time
 
 
 def windowed_linear(x: Tensor, weight: Tensor, ends: Tensor, rows: int) -> Tensor:
-    """Each row times the weights of its expert, in products of `rows` rows.
+    """Multiply each row by the weights of its expert, in products of `rows` rows.
 
-    x: [S, I], in the order of the experts, S >= rows. weight: [E, O, I]. ends: [E], where each expert's rows end.
-    A product with fewer rows of its expert takes the rows beside them along, and what it gives for those is left.
-    Returns [S, O].
+    x: [S, I], sorted by expert, S >= rows. weight: [E, O, I]. ends: [E], where each expert's rows end. Where an expert
+    has fewer rows left, the product includes neighbouring rows, and their results are dropped. Returns [S, O].
     """
     out, start = x.new_zeros(len(x), weight.shape[1]), 0
     for expert, end in enumerate(ends.tolist()):
@@ -37,14 +36,15 @@ def _shaped(x: Tensor, weight: Tensor, ends: Tensor, rows: int) -> Tensor:
     return x.new_empty(len(x), weight.shape[1])
 
 
-_LIBRARY = torch.library.Library("exspec", "FRAGMENT")  # an operator, for a trace to hold as one
+_LIBRARY = torch.library.Library("exspec", "FRAGMENT")  # an operator, so that a trace holds it as one call
 _LIBRARY.define("windowed_linear(Tensor x, Tensor weight, Tensor ends, int rows) -> Tensor")
 _LIBRARY.impl("windowed_linear", windowed_linear, "CPU")
 _LIBRARY.impl("windowed_linear", _shaped, "Meta")
 
 
 def windowed_experts(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """What a module of experts gives for hidden states [T, H], routed to experts index [T, k] with weights [T, k]."""
+    """The output [T, H] of a module of experts for hidden states [T, H], routed to experts index [T, k] with weights
+    [T, k]."""
     tokens, chosen = index.shape
     mean = -(-tokens * chosen // self.num_experts)
     rows = min(tokens, max(FEWEST, 1 << (mean - 1).bit_length()))
@@ -59,7 +59,7 @@ def windowed_experts(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) 
 
     up = product(hidden[order // chosen], "gate_up_proj" if self.has_gate else "up_proj")
     out = product(self._apply_gate(up) if self.has_gate else self.act_fn(up), "down_proj")
-    if getattr(self, "has_post_expert_norm", False):  # transformers 5.10 has none yet
+    if getattr(self, "has_post_expert_norm", False):  # absent in transformers 5.10
         out = self.post_expert_norm(out)
     out = out * weights.flatten()[order, None]
     return out[order.argsort()].view(tokens, chosen, -1).sum(1).to(hidden.dtype)
@@ -69,11 +69,12 @@ ALL_EXPERTS_FUNCTIONS.register(NAME, windowed_experts)
 
 
 def used(model: Any) -> dict[str, str]:
-    """How a mixture's experts are computed, for the record, where `ways` decided it."""
-    way = getattr(getattr(model, "config", None), "_experts_implementation", None)
-    return {"experts": way} if way in (NAME, "batched_mm") else {}
+    """For the record: the implementation of a mixture's experts, if it is one of `implementations`."""
+    name = getattr(getattr(model, "config", None), "_experts_implementation", None)
+    return {"experts": name} if name in (NAME, "batched_mm") else {}
 
 
-def ways(device: torch.device) -> tuple[str | None, ...]:
-    """How experts may be computed on a device, the fastest first, by transformers' names; None is what it chose."""
+def implementations(device: torch.device) -> tuple[str | None, ...]:
+    """Implementations of experts on a device, the fastest first, by transformers' names; None is transformers' own
+    choice."""
     return (NAME,) if device.type == "cpu" else (None, "batched_mm")

@@ -1,4 +1,4 @@
-"""A model as the engine runs it: the caller's weights, our attention, and linear layers packed for oneDNN if asked."""
+"""The runtime copy of a model: the caller's weights, the engine's attention, and optionally packed linear layers."""
 
 import copy
 from typing import Any
@@ -9,23 +9,22 @@ from transformers import PreTrainedModel
 
 
 def runtime_copy(model: PreTrainedModel, attention: str | None, packed: bool) -> PreTrainedModel:
-    """A copy of the modules that shares the model's weights. The caller's model stays as it is, for other uses.
+    """A copy of the modules that shares the model's weights. The caller's model stays unchanged.
 
-    attention: the name of what it is to attend with; None leaves what it was loaded with.
-
-    packed: with the weights of linear layers held a second time, in the layout that oneDNN's kernels want: on one CPU
-    that is up to 3 times the speed of the plain layout for the shapes of a round, on another less than it.
+    attention: name of the attention implementation; None keeps the model's own.
+    packed: hold the weights of linear layers a second time, in oneDNN's layout. For the shapes of a round this is up to
+        3 times as fast as the plain layout on some CPUs, and slower on others.
     """
     shared: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    made = copy.deepcopy(model, shared)
+    runtime = copy.deepcopy(model, shared)
     if attention is not None:
-        made.config._attn_implementation = attention
+        runtime.config._attn_implementation = attention
     if packed:
-        for module in list(made.modules()):
+        for module in list(runtime.modules()):
             for name, child in module.named_children():
                 if type(child) is nn.Linear:
                     setattr(module, name, PackedLinear(child))
-    return made
+    return runtime
 
 
 def packs(device: torch.device) -> bool:
@@ -34,7 +33,7 @@ def packs(device: torch.device) -> bool:
 
 
 class PackedLinear(nn.Module):
-    """A linear layer for inference, its weight [out, in] in oneDNN's blocked layout."""
+    """A linear layer for inference with its weight [out, in] in oneDNN's blocked layout."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()

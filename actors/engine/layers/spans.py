@@ -1,4 +1,4 @@
-"""Forwards that run a part of a model's layers: they end early, or begin where another forward has ended."""
+"""Forwards that run only some of a model's layers: they end early, or resume where another forward has ended."""
 
 from typing import Any
 
@@ -6,16 +6,16 @@ from torch import Tensor, nn
 
 from exspec.actors.engine.kv.forward import forward_of
 
-# Items that layers of a class return, the hidden states being the first of them; 0: those alone.
+# By class of layer: the length of the tuple that it returns, hidden states first; 0 if it returns only them.
 ITEMS: dict[type[nn.Module], int] = {}
 
 
 class Gate(nn.Module):
-    """A layer that a forward skips unless it runs it. `place` is the layer's number."""
+    """A layer that a forward can skip. number: the layer's index in the model."""
 
-    def __init__(self, layer: nn.Module, place: int) -> None:
+    def __init__(self, layer: nn.Module, number: int) -> None:
         super().__init__()
-        self.layer, self.place = layer, place
+        self.layer, self.number = layer, number
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -24,22 +24,22 @@ class Gate(nn.Module):
             return getattr(super().__getattr__("layer"), name)  # some families read attributes of their layers
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        forward, place = forward_of((*args, *kwargs.values())), self.place
+        forward, number = forward_of((*args, *kwargs.values())), self.number
         if forward is None:
-            raise TypeError(f"layer {place} is not given the cache")
-        if place == forward.first and place:
-            hidden = forward.enter(place)
-        if not forward.first <= place < forward.last:
+            raise TypeError(f"layer {number} is not given the cache")
+        if number == forward.first and number:
+            hidden = forward.enter(number)
+        if not forward.first <= number < forward.last:
             items = ITEMS.get(type(self.layer), 0)
             return (hidden, *[None] * (items - 1)) if items else hidden
         out = self.layer(hidden, *args, **kwargs)
         items = ITEMS[type(self.layer)] = len(out) if isinstance(out, tuple) else 0
-        forward.leave(place + 1, out[0] if items else out)
+        forward.leave(number + 1, out[0] if items else out)
         return out
 
 
 def layers_of(model: nn.Module) -> nn.ModuleList:
-    """The layers of a model: a list of as many modules as its config tells, or the longest one."""
+    """The layers of a model: its list of `num_hidden_layers` modules, or else its longest list of modules."""
     config: Any = getattr(model, "config", None)
     count = config.get_text_config().num_hidden_layers if config is not None else 0
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
@@ -47,7 +47,7 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
 
 
 def gate(model: nn.Module) -> None:
-    """Let forwards skip layers of the model."""
+    """Make the model's layers skippable."""
     layers = layers_of(model)
-    for place, layer in enumerate(layers):
-        layers[place] = Gate(layer, place)
+    for number, layer in enumerate(layers):
+        layers[number] = Gate(layer, number)

@@ -1,1 +1,1 @@
-"""Which sequences have slots, which of them a round advances, and how prompts come in."""
+"""Which sequences have slots, which of them a round advances, and how prompts are prefilled."""

@@ -1,4 +1,4 @@
-"""Which sequences a round advances, and when new ones come in."""
+"""Which sequences a round advances, and when waiting sequences are admitted."""
 
 from collections import defaultdict
 from typing import Protocol
@@ -13,12 +13,12 @@ class Grouping(Protocol):
         ...
 
     def select(self, running: list[Sequence]) -> list[Sequence]:
-        """The sequences of the next round, at most B; not empty while any runs."""
+        """The sequences of the next round, at most B; at least one if any is running."""
         ...
 
 
 def grouping_of(config: EngineConfig) -> Grouping:
-    """How rounds of a config are grouped."""
+    """The grouping of a config's rounds."""
     if config.method == "eqspec":
         return FixedBatch()
     return LengthBuckets(config.batch_size, config.bucket, fallback=not config.exact)
@@ -37,9 +37,9 @@ class FixedBatch:
 class LengthBuckets:
     """EXSPEC: slots are refilled at once, and a round takes rows of one length bucket, the fullest bucket first.
 
-    A row left waiting for more than `patience` rounds brings its bucket to the front, so that none starves.
-    With `fallback`, a group that its bucket does not fill is filled with rows of other buckets, and is then ragged:
-    with buckets of one column this is the paper's equal-length grouping.
+    A row that has waited for more than `patience` rounds brings its bucket to the front, so that no row starves.
+    With `fallback`, rows of other buckets fill a group that is not full, which makes it ragged. With buckets of one
+    column this is the paper's equal-length grouping.
     """
 
     def __init__(self, batch_size: int, bucket: int, fallback: bool, patience: int = 16) -> None:

@@ -1,4 +1,4 @@
-"""The sequences of an engine: waiting in a queue, or running in a slot with the KV that they need."""
+"""The sequences of an engine: they wait in a queue, or run in a slot with their KV."""
 
 import time
 from collections import deque
@@ -13,9 +13,9 @@ from exspec.actors.engine.tokens.constraint import Constraint
 class Sequence:
     """A request on its way to a completion.
 
-    Invariant: tokens = prompt + committed, and `length` = len(tokens) - 1 of them are cached between rounds: all but
-    the last, the pending token. The first `prefilled` of them were fed in prefill chunks, of which the first `cached`
-    by another sequence; the others by rounds.
+    Invariant: tokens = prompt + committed. Between rounds the KV of `length` = len(tokens) - 1 tokens is cached: of all
+    but the last token, which is pending. Prefill chunks compute the first `prefilled` tokens, except the first `cached`
+    ones, which another sequence has computed. Rounds compute the others.
     """
 
     def __init__(self, request: Request, longest: int) -> None:
@@ -26,8 +26,8 @@ class Sequence:
         self.limit = min(len(self.tokens) + request.max_new_tokens, longest)  # tokens at most, prompt included
         self.slot = -1
         self.prefilled, self.cached = -1, 0
-        self.preempted = False  # once at least
-        self.waited = 0  # rounds since its last one
+        self.preempted = False  # at least once
+        self.waited = 0  # rounds since its last round
         self.accepted = self.decided = 0  # drafts that the target agreed with; drafts up to the first rejected one
         self.counters = SequenceCounters(len(self.tokens))
         self.stop = request.stop() if request.stop else None
@@ -36,12 +36,12 @@ class Sequence:
 
     @property
     def statistics(self) -> SequenceStatistics:
-        """Of the rounds so far."""
+        """The statistics of the rounds so far."""
         return self.counters.value
 
     @property
     def unwatched(self) -> bool:
-        """Whether only end tokens can end it early, and no scores are kept."""
+        """Whether only end tokens can end the sequence early, and no scores are kept."""
         return self.constraint is None and self.stop is None and not self.request.scored
 
     @property
@@ -59,9 +59,9 @@ class Sequence:
 
 
 class Pool:
-    """W slots and the sequences in them, the oldest first; the others wait in order of arrival.
+    """W slots and their sequences, the oldest first; other sequences wait in order of arrival.
 
-    store: what gives slots their KV. width: tokens that a round feeds of each of its sequences.
+    store: allocates the slots' KV. width: tokens of each sequence that a round feeds.
 
     Invariant: every slot is either free or held by exactly one running sequence.
     """
@@ -73,7 +73,7 @@ class Pool:
         self.waiting: deque[Sequence] = deque()
 
     def admit(self, room: int) -> list[Sequence]:
-        """Give slots to up to `room` waiting sequences, while there is KV for them."""
+        """Give slots to at most `room` waiting sequences, as long as there is KV for them."""
         admitted: list[Sequence] = []
         while self.waiting and self.free and len(admitted) < room:
             sequence, slot = self.waiting[0], self.free[0]
@@ -91,9 +91,9 @@ class Pool:
         return admitted
 
     def reserve(self, sequences: list[Sequence], preempt: bool = True) -> list[Sequence] | None:
-        """Reserve the KV of the sequences' next round. Where KV is short, the youngest running sequence is preempted,
-        again and again until there is room: it goes back to the head of the queue with its tokens. Returns the
-        sequences that still run; None, without `preempt`, where one would have to be preempted."""
+        """Reserve KV for the sequences' next round. While KV is short, preempt the youngest running sequence: it goes
+        back to the head of the queue with its tokens. Returns the sequences that still run. Without `preempt`, returns
+        None if one would have to be preempted."""
         chosen = set(sequences)
         for sequence in [s for s in self.running if s in chosen]:
             while sequence.slot >= 0 and not self.store.extend(sequence.slot, self._reach(sequence)):
@@ -103,7 +103,7 @@ class Pool:
         return [s for s in sequences if s.slot >= 0]
 
     def _reach(self, sequence: Sequence) -> int:
-        """Tokens that the sequence may have cached after its next round."""
+        """The most tokens that the sequence may have cached after its next round."""
         return min(sequence.length + self.width, sequence.limit)
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -118,7 +118,7 @@ class Pool:
         sequence.slot = -1
 
     def end(self, sequence: Sequence, reason: FinishReason, stopped_by: int | str | None) -> Completion:
-        """Take the sequence out and free its slot."""
+        """Remove the sequence and free its slot."""
         self._leave(sequence)
         committed = sequence.committed
         timing = SequenceStatistics(
@@ -131,7 +131,7 @@ class Pool:
         return Completion(sequence.request.id, committed, reason, stopped_by, counted, sequence.scores)
 
     def check(self) -> None:
-        """Raise AssertionError where the invariants do not hold."""
+        """Raise AssertionError if the invariants do not hold."""
         held = [s.slot for s in self.running]
         assert sorted([*self.free, *held]) == list(range(self.slots)), f"free {self.free}, held {held}"
         for s in self.running:

@@ -10,7 +10,7 @@ from exspec.actors.engine.scheduling.pool import Sequence
 
 @dataclass(frozen=True)
 class Chunk:
-    """A sequence's tokens from `start` to `end`, in a forward of `width` columns that attends to `kv_columns` of KV."""
+    """A sequence's tokens from `start` to `end`, in a forward of `width` columns with `kv_columns` KV columns."""
 
     sequence: Sequence
     start: int
@@ -27,19 +27,19 @@ class Prefill(Protocol):
     """Cuts prompts into forwards."""
 
     def plan(self, sequences: list[Sequence]) -> Iterator[list[Chunk]]:
-        """The forwards that prefill the sequences, in order; the chunks of one have the same shape.
+        """The forwards that prefill the sequences, in order; the chunks of one forward have the same shape.
 
-        It covers a prompt without its cached tokens and its last one: that is pending, and the first round feeds it.
+        They skip a prompt's cached tokens and its last token: that is the pending token, which the first round feeds.
         """
         ...
 
 
 class ChunkedPrefill:
-    """Chunks of `columns` tokens, `rows` of them together, be they of one prompt or of several: a layer writes the
+    """Chunks of `columns` tokens, `rows` of them in a forward. They may belong to one prompt, since a layer writes the
     keys and values of all rows before any row attends.
 
-    A chunk's shape follows from its position alone. So the KV does not depend on which prompts are admitted together,
-    and no prompt is padded to the length of another.
+    A chunk's shape depends only on its position. So the KV does not depend on which prompts are admitted together, and
+    no prompt is padded to the length of another.
 
     bucket: a forward attends to the KV columns up to its chunks' end, rounded up to a multiple of this.
     """
@@ -49,7 +49,7 @@ class ChunkedPrefill:
 
     def plan(self, sequences: list[Sequence]) -> Iterator[list[Chunk]]:
         chunks = [self._chunk(s, start) for s in sequences for start in range(s.cached, s.prefilled, self.columns)]
-        chunks.sort(key=_kv_columns)  # and so by their place within each prompt
+        chunks.sort(key=_kv_columns)  # which also orders the chunks of each prompt
         for _, group in groupby(chunks, key=_kv_columns):
             alike = list(group)
             for i in range(0, len(alike), self.rows):
@@ -62,7 +62,7 @@ class ChunkedPrefill:
 
 
 class WholePrefill:
-    """All prompts in one forward, padded to the longest: how a fixed batch starts."""
+    """All prompts in one forward, padded to the longest, as a fixed batch starts."""
 
     def plan(self, sequences: list[Sequence]) -> Iterator[list[Chunk]]:
         width = max((s.prefilled for s in sequences), default=0)

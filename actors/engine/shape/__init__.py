@@ -1,1 +1,1 @@
-"""The shape of decoding: what it takes in memory and in time, and choosing it by measurement."""
+"""The shape of decoding: its memory and time, and the choice of a shape by measurement."""

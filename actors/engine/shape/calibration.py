@@ -41,14 +41,14 @@ from exspec.actors.engine.shape.plan import Models
 from exspec.actors.engine.shape.prediction import best_threshold, predict
 from exspec.actors.engine.shape.sample import Feed, MakeEngine, Sample, probe
 
-TURNS, FIRST_TURNS = 5, 2  # that the time of the final is cut into, and those that all finalists take part in
+TURNS, FIRST_TURNS = 5, 2  # turns of the final, and how many of them all finalists take part in
 COMPILE_FROM = 10.0  # seconds of measuring: with less, a job does not wait for a compiler
 MARGIN = 1.02  # speculation must be this much faster than plain decoding to be taken
 
 
 @dataclass
 class Candidate:
-    """A shape, with its tokens/s as predicted by the dry run and as measured in the final; None: not run."""
+    """A shape with its tokens/s: predicted by the dry run, and measured in the final (None: not run)."""
 
     config: EngineConfig
     predicted: float
@@ -57,8 +57,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Calibration:
-    """config: the choice. candidates: all that were predicted, the best first. seconds: what it took. compiled: what
-    was compiled for it, and in how many seconds; None where nothing was."""
+    """config: the choice. candidates: all predicted shapes, the best first. seconds: the duration. compiled: the code
+    compiled for it and the seconds of compilation; None if nothing was compiled."""
 
     config: EngineConfig
     candidates: list[Candidate]
@@ -67,7 +67,7 @@ class Calibration:
     compiled: str | None = None
 
     def table(self) -> list[dict[str, Any]]:
-        """The candidates as plain values, the measured ones first. B, W and K as they are used."""
+        """The candidates as plain values, the measured ones first, with B, W and K as they are used."""
         return [
             {
                 "method": c.config.method,
@@ -95,18 +95,19 @@ def calibrate(
     budget: int | None = None,
     engine: MakeEngine = Engine,
 ) -> Calibration:
-    """The fastest config that differs from `config` in the settings named in `free` alone.
+    """The fastest config that differs from `config` only in the settings named in `free`.
 
-    requests: a sample; requests that cannot be decoded are left out. seconds: about how long to take; half of it goes
-    to the final. budget: bytes of memory that the config may plan to use. engine: makes the engines that decode.
+    requests: a sample; requests that cannot be decoded are left out. seconds: the approximate duration; half of it is
+    for the final. budget: bytes of memory that the config may use. engine: makes the engines that decode.
 
-    Raises ValueError where no request of the sample can be decoded, or no candidate fits the budget.
+    Raises ValueError if no request of the sample can be decoded, or no candidate fits the budget.
     """
     return Calibrator(Models(target, draft, budget), config, free, seconds, engine).run(requests)
 
 
 class Calibrator:
-    """One calibration. config: as it is once kernels and prefill shape are chosen. The rest is as in `calibrate`."""
+    """One calibration. config: with kernels and prefill shape, once these are chosen. Parameters: see
+    `calibrate`."""
 
     def __init__(
         self, models: Models, config: EngineConfig, free: Sequence[str], seconds: float, make: MakeEngine
@@ -121,7 +122,7 @@ class Calibrator:
             config = replace(config, method="plain", drafter=NONE)
         self.config = replace(resolve(models.target, models.draft, config), pages=config.pages)
         smallest = replace(self.config, method="plain", drafter=NONE) if "method" in free else self.config
-        models.fitted(smallest)  # raises where nothing fits
+        models.fitted(smallest)  # raises if nothing fits
 
     def run(self, requests: Sequence[Request]) -> Calibration:
         """Probe, predict and run the finalists."""
@@ -130,28 +131,28 @@ class Calibrator:
         longest = max(prompt + new for prompt, new in sample.lengths)
         self.choose_kernels_and_prefill(sample, longest)
         costs = Costs(self.models, sample.requests, longest, self.config, self.clock)
-        made = self.predict(costs, sample)
-        finalists = self.finalists(made)
-        made += [c for c in finalists if c not in made]
+        predicted = self.predict(costs, sample)
+        finalists = self.finalists(predicted)
+        predicted += [c for c in finalists if c not in predicted]
         costs.forget()
-        chosen = max(made, key=lambda c: c.predicted / (MARGIN if c.config.drafts else 1))
+        chosen = max(predicted, key=lambda c: c.predicted / (MARGIN if c.config.drafts else 1))
         if len(finalists) > 1:
             chosen = self.final(sample, finalists)
         costs.deadline = math.inf
         best = replace(chosen.config, threshold=best_threshold(chosen.config, costs, sample))
         compiled = str(fused.CODE) if fused.CODE.seconds > compiling else None
-        return Calibration(best, made, sample, time.monotonic() - began, compiled)
+        return Calibration(best, predicted, sample, time.monotonic() - began, compiled)
 
     def probe(self, requests: Sequence[Request]) -> Sample:
-        """Probe each drafter that fits; those that do not are no longer a choice."""
+        """Probe each drafter that fits. Drafters that do not fit are no longer choices."""
         engines = self._probes()
         sample = probe(engines, requests, self.seconds / 4)
         self.choices = [c for c in self.choices if label(self._probed(c)) in engines]
         return sample
 
     def _probes(self) -> dict[str, Callable[[], Engine]]:
-        """What makes the engines of the probes, by label. Drafters that learn come last, and never alone: they need
-        completions."""
+        """Functions that make the engines of the probes, by label. Drafters that learn come last and never alone, since
+        they need completions."""
         plain = replace(self.config, method="plain", drafter=NONE, draft_length="fixed", columns=None)
         shapes = [*map(self._probed, self.choices), plain]
         engines: dict[str, Callable[[], Engine]] = {}
@@ -169,7 +170,7 @@ class Calibrator:
         return probe_shape(self.models, self.config, choice, self.free)
 
     def choose_kernels_and_prefill(self, sample: Sample, longest: int) -> None:
-        """Settle what all candidates share: the fastest that do not make the batch smaller."""
+        """Choose the kernels and prefill shape of all candidates: the fastest that do not make the batch smaller."""
         trials = Trials(self.models, sample.requests, longest, self.clock)
         rows, config = self.models.rows, self.config
         if "kernels" in self.free:
@@ -183,40 +184,41 @@ class Calibrator:
         self.config = config
 
     def predict(self, costs: Costs, sample: Sample) -> list[Candidate]:
-        """Candidates that fit, the best first. B is chosen with few of the shapes, and the other shapes of that B
-        follow while there is time. Raises ValueError where none fits."""
+        """Candidates that fit, the best first. B is chosen with few of the shapes; the other shapes with that B follow
+        while there is time. Raises ValueError if none fits."""
         shapes = list(candidates(self.models, self.config, self.choices, self.free))
         kinds = {label(shape) for shape in shapes}
-        made: list[Candidate] = []
+        predicted: list[Candidate] = []
         tried: set[str] = set()
 
         def consider(shape: EngineConfig) -> None:
-            if tried == kinds and made:  # one of each kind is predicted whatever it takes
+            if tried == kinds and predicted:  # one of each kind is predicted, however long it takes
                 costs.deadline = self.start + self.seconds / 2
             tried.add(label(shape))
             with suppress(OutOfTimeError, ValueError, torch.OutOfMemoryError):  # the last two: it does not fit
                 fitted = self.models.fitted(shape)
                 if fitted.batch_size == shape.batch_size:
-                    made.append(Candidate(fitted, predict(fitted, costs, sample)))
+                    predicted.append(Candidate(fitted, predict(fitted, costs, sample)))
 
         first = coarse(shapes)
         for shape in first:
             consider(shape)
-        rows = max(made, key=lambda c: c.predicted).config.batch_size if made else None
+        rows = max(predicted, key=lambda c: c.predicted).config.batch_size if predicted else None
         for shape in shapes:
             if shape not in first and rows in (shape.batch_size, None):
                 consider(shape)
-        if not made:
-            raise ValueError("calibration: no shape of those that may be chosen fits the memory")
-        return sorted(made, key=lambda c: -c.predicted)
+        if not predicted:
+            raise ValueError("calibration: none of the possible shapes fits the memory")
+        return sorted(predicted, key=lambda c: -c.predicted)
 
-    def finalists(self, made: list[Candidate]) -> list[Candidate]:
-        """Of candidates, the best first, those that run: the best of each drafter (two of a single one) and the best
-        without drafts, each also compiled where that may be chosen; as many as fit the memory together."""
-        drafting = [c for c in made if c.config.drafts]
+    def finalists(self, predicted: list[Candidate]) -> list[Candidate]:
+        """The candidates that run in the final: the best of each drafter (two if there is only one drafter) and the
+        best without drafts, each also with compiled layers if kernels are free. As many as fit the memory together.
+        predicted: candidates, the best first."""
+        drafting = [c for c in predicted if c.config.drafts]
         chosen = sorted({c.config.drafter: c for c in reversed(drafting)}.values(), key=lambda c: -c.predicted)
         chosen += [c for c in drafting if c not in chosen][: max(2 - len(chosen), 0)]
-        chosen += [c for c in made if not c.config.drafts][:1]
+        chosen += [c for c in predicted if not c.config.drafts][:1]
         if "kernels" in self.free and self.seconds >= COMPILE_FROM:
             chosen += self._compiled(chosen)
         while len(chosen) > 1 and not self.models.fit_together([c.config for c in chosen]):
@@ -224,16 +226,16 @@ class Calibrator:
         return chosen
 
     def _compiled(self, finalists: list[Candidate]) -> list[Candidate]:
-        """The finalists with compiled layers, where those work here and were not predicted already."""
-        made = [replace(c, config=replace(c.config, kernels="compiled")) for c in finalists]
-        works = resolve(self.models.target, self.models.draft, made[0].config).kernels == "compiled"
-        return [m for m, c in zip(made, finalists, strict=True) if works and c.config.kernels != "compiled"]
+        """The finalists with compiled layers, if compilation works here, except finalists that already have them."""
+        compiled = [replace(c, config=replace(c.config, kernels="compiled")) for c in finalists]
+        works = resolve(self.models.target, self.models.draft, compiled[0].config).kernels == "compiled"
+        return [new for new, c in zip(compiled, finalists, strict=True) if works and c.config.kernels != "compiled"]
 
     def final(self, sample: Sample, finalists: list[Candidate]) -> Candidate:
-        """Run the finalists in turn, a slice of the time each, on pools that never drain; returns the fastest.
+        """Run the finalists in turn, for a slice of the time each, on pools that never drain. Returns the fastest.
 
-        All of them run twice; then the best with drafts and the best without. Those two are compared turn by turn,
-        for the machine's speed changes over time.
+        All of them run twice, and after that the best with drafts and the best without. These two are compared turn by
+        turn, since the machine's speed changes over time.
         """
         target, draft = self.models.target, self.models.draft
         engines = [self.make(target, draft if c.config.drafts else None, c.config) for c in finalists]
@@ -241,7 +243,7 @@ class Calibrator:
         end = self.start + self.seconds
         slice_ = max(0.05, (end - self.clock.now()) / (TURNS * len(feeds)))
         for feed in feeds:
-            with self.clock.stopped():  # the engine admits, and records what it records
+            with self.clock.stopped():  # the first run admits sequences and records graphs
                 feed.run(time.monotonic() + slice_ / 2)
         speeds: list[list[float]] = [[] for _ in feeds]
         for _ in range(FIRST_TURNS):

@@ -10,26 +10,26 @@ from exspec.actors.engine.drafters import NONE, available, drafter_class, label
 from exspec.actors.engine.shape.plan import Models
 
 FREE = ("method", "drafter", "batch_size", "window", "draft_tokens", "bucket", "kernels", "prefill")
-ROWS = {"cuda": (8, 16, 32, 64, 128, 256, 4, 2, 1), "cpu": (8, 16, 4, 2, 1)}  # B that are tried, the likeliest first
-# Kernels of the predictions. On a CPU only finalists are compiled: each shape takes seconds.
+ROWS = {"cuda": (8, 16, 32, 64, 128, 256, 4, 2, 1), "cpu": (8, 16, 4, 2, 1)}  # values of B to try, the likeliest first
+# Kernels of the predictions. On a CPU only finalists are compiled, since each shape takes seconds.
 PREDICTED: dict[str, tuple[KernelsName, ...]] = {"cuda": ("compiled", "eager"), "cpu": ("eager", "packed")}
 PREFILLS = {"cuda": ((1, 128), (4, 128), (16, 128)), "cpu": ((4, 32), (8, 16), (1, 128))}  # rows and columns
 BUCKETS = (128, 256, 512, 1024)
-USUAL = 5  # the K that B is chosen with
+USUAL = 5  # the K with which B is chosen
 
 DrafterChoice = dict[str, Any]  # a drafter's name and its own settings
 
 
 def device_kind(models: Models) -> str:
-    """The key of the tables above."""
+    """The device's key in the tables of this file."""
     return "cuda" if models.target.device.type == "cuda" else "cpu"
 
 
 def drafter_choices(models: Models, config: EngineConfig, free: Sequence[str]) -> list[DrafterChoice]:
-    """The drafters that may be compared, with their settings: that of the config, or all that are available, that of
-    the config first. None where plain decoding is asked for.
+    """The drafters to compare, with their settings: the config's drafter, or all available ones with the config's
+    first. Empty if the config asks for plain decoding.
 
-    Raises ValueError where drafts are asked for and no drafter is available.
+    Raises ValueError if the config asks for drafts and no drafter is available.
     """
     if not config.drafts and "method" not in free:
         return []
@@ -63,7 +63,7 @@ def probe_shape(models: Models, config: EngineConfig, choice: DrafterChoice, fre
 def candidates(
     models: Models, config: EngineConfig, choices: list[DrafterChoice], free: Sequence[str]
 ) -> Iterator[EngineConfig]:
-    """Shapes that differ from `config` in what is free, the likeliest first."""
+    """Shapes that differ from `config` in the free settings, the likeliest first."""
 
     def options(name: str, values: Sequence[Any]) -> Sequence[Any]:
         return values if name in free else (getattr(config, name),)
@@ -88,7 +88,7 @@ def candidates(
 
 
 def coarse(shapes: list[EngineConfig]) -> list[EngineConfig]:
-    """The shapes that B is chosen with: of the middle bucket and, for each drafter, of the usual K."""
+    """The shapes with which B is chosen: with the middle bucket and, for each drafter, the usual K."""
     buckets = sorted({s.bucket for s in shapes})
     middle = [s for s in shapes if s.bucket == buckets[len(buckets) // 2]]
 
@@ -100,7 +100,7 @@ def coarse(shapes: list[EngineConfig]) -> list[EngineConfig]:
 
 
 def prefill_shapes(models: Models, config: EngineConfig) -> list[EngineConfig]:
-    """The config with each of the prefill shapes that are tried on its device, and that its pages allow."""
+    """The config with each prefill shape of its device that its pages allow."""
     shapes = []
     for rows, columns in PREFILLS[device_kind(models)]:
         with suppress(ValueError):

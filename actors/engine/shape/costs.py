@@ -1,4 +1,4 @@
-"""The seconds of forwards on this device, by shape; and trials that choose a shape by them."""
+"""The seconds of forwards on this device, by shape, and trials that choose a shape by these times."""
 
 import gc
 import math
@@ -27,13 +27,13 @@ from exspec.actors.engine.tokens.sampling import Sampler
 
 
 class Clock:
-    """Seconds of measuring. The time that recording and compiling takes does not count."""
+    """Seconds of measuring, without the time of recording and compiling."""
 
     def __init__(self) -> None:
-        self.stood = 0.0
+        self.paused = 0.0
 
     def now(self) -> float:
-        return time.monotonic() - self.stood
+        return time.monotonic() - self.paused
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
@@ -41,7 +41,7 @@ class Clock:
         try:
             yield
         finally:
-            self.stood += time.monotonic() - start
+            self.paused += time.monotonic() - start
 
 
 class OutOfTimeError(Exception):
@@ -49,10 +49,11 @@ class OutOfTimeError(Exception):
 
 
 class Costs:
-    """Seconds of forwards on the device, timed when first asked for and interpolated between KV columns.
+    """Seconds of forwards on the device, timed at the first request and interpolated between numbers of KV columns.
 
-    requests: tokens are chosen with their sampling. longest: tokens of the longest sequence expected. config: what all
-    shapes have in common. deadline: by the clock; past it, a forward that was not timed yet raises OutOfTimeError.
+    requests: their sampling settings choose the tokens. longest: tokens of the longest expected sequence. config: the
+    settings that all shapes share. deadline: by the clock; after it, a forward that was not timed yet raises
+    OutOfTimeError.
     """
 
     def __init__(
@@ -70,10 +71,10 @@ class Costs:
         self.points = sorted({min(config.capacity, c) for c in (64, widest, (64 + widest) // 2, config.capacity)})
         self.known: dict[Any, float] = {}
         self.engines: dict[int, Engine] = {}
-        self.drafters: dict[str, Drafter] = {}  # beside the engine
+        self.drafters: dict[str, Drafter] = {}  # by label, for the engine
 
     def round(self, config: EngineConfig, kv_columns: int) -> float:
-        """Draft and verify of a full group."""
+        """Seconds of draft and verify for a full group."""
         verify = self._between(kv_columns, lambda a: self.verify(config.batch_size, config.width, a))
         if not config.drafts:
             return verify
@@ -81,7 +82,7 @@ class Costs:
         return verify + first + (config.draft_tokens - 1) * self.draft_step(config, kv_columns)
 
     def draft_step(self, config: EngineConfig, kv_columns: int) -> float:
-        """One more drafted token."""
+        """Seconds of one more drafted token."""
         lengths = kind(config).lengths_with(self.models.draft_config)
         if (most := min(4, max(lengths))) == 1:
             return 0.0
@@ -92,7 +93,7 @@ class Costs:
         return max(many - one, 0.0) / (most - 1)
 
     def prefill(self, config: EngineConfig, length: int) -> float:
-        """A prompt of so many tokens."""
+        """Seconds to prefill a prompt of `length` tokens."""
         chunks = -(-length // config.prefill_columns)
         return chunks * self.chunk(config) / config.prefill_rows
 
@@ -119,12 +120,12 @@ class Costs:
         return self.engines[rows]
 
     def _drafter(self, config: EngineConfig, engine: Engine) -> Drafter:
-        """The drafter of a config, beside the engine."""
+        """The drafter of a config, built for the engine."""
         name = label(config)
         if name not in self.drafters:
             self.drafters.clear()  # one at a time, like engines
             if isinstance(engine.target, PagedModel) and not engine.drafter_context.recorder.records:
-                engine.target.forget()  # a recording would go on writing there
+                engine.target.forget()  # a recording would continue to write to them
             # Drafts are timed for the KV columns that their rows need, whatever the candidate's bucket.
             shape = replace(
                 config,
@@ -145,7 +146,7 @@ class Costs:
         gc.collect()
 
     def verify(self, rows: int, width: int, kv_columns: int) -> float:
-        """One verify forward and the choice of its tokens."""
+        """Seconds of a verify forward and the choice of its tokens."""
 
         def prepare() -> Callable[[], Any]:
             engine = self._engine(rows)
@@ -160,7 +161,7 @@ class Costs:
         return self._seconds(("verify", rows, width, kv_columns), prepare)
 
     def propose(self, config: EngineConfig, count: int, kv_columns: int) -> float:
-        """A whole draft of `count` tokens, and taking in the target's choices."""
+        """Seconds to draft `count` tokens and to take in the target's choices."""
         rows = config.batch_size
 
         def prepare() -> Callable[[], Any]:
@@ -182,7 +183,7 @@ class Costs:
         return self._seconds(("propose", label(config), rows, count, kv_columns), prepare)
 
     def chunk(self, config: EngineConfig) -> float:
-        """One prefill forward, of the target and of the drafter."""
+        """Seconds of a prefill forward of target and drafter."""
 
         def prepare() -> Callable[[], Any]:
             rows, columns = self.config.prefill_rows, self.config.prefill_columns
@@ -201,13 +202,13 @@ class Costs:
         return self._seconds(("prefill", label(config)), prepare)
 
     def _group(self, engine: Engine, rows: int, length: int) -> Group:
-        """Rows of so many tokens, with the sampling of the requests."""
+        """A group whose rows have `length` tokens and the sampling of the requests."""
         sequences, capacity = [], engine.config.capacity
         for slot, request in zip(range(rows), cycle(self.requests), strict=False):
-            made = Decoded(Request(slot, [1] * length, capacity, request.sampling), length + capacity)
-            made.slot = slot
+            sequence = Decoded(Request(slot, [1] * length, capacity, request.sampling), length + capacity)
+            sequence.slot = slot
             engine.samplers.admit(slot, request.sampling, [1], [])
-            sequences.append(made)
+            sequences.append(sequence)
         return Group.of(sequences, rows, rows, capacity, capacity, engine.device, lambda _: None, engine.samplers)
 
     def _sampler(self, rows: int) -> Sampler:
@@ -235,24 +236,24 @@ def _timed(run: Callable[[], Any], device: torch.device) -> float:
 
 
 class Trials:
-    """Chooses what all shapes have in common by timing it. The parameters are those of `Costs`."""
+    """Chooses settings that all shapes share by timing them. Parameters: see `Costs`."""
 
     def __init__(self, models: Models, requests: Sequence[Request], longest: int, clock: Clock | None = None) -> None:
         self.models, self.requests, self.longest, self.clock = models, requests, longest, clock
 
     def fastest_kernels(self, config: EngineConfig, kernels: Sequence[KernelsName] = KERNELS) -> EngineConfig:
-        """The config with those of the kernels that take the fewest seconds for a round."""
+        """The config with the kernels whose round takes the fewest seconds."""
         shapes = [replace(config, kernels=name) for name in kernels]
         return self._fastest(shapes, lambda costs: costs.round(costs.config, self.longest // 2 + 1))
 
     def fastest_prefill(self, shapes: list[EngineConfig]) -> EngineConfig:
-        """The one of the shapes that prefills the prompts of the requests in the fewest seconds."""
+        """The shape that prefills the requests' prompts in the fewest seconds."""
         lengths = [len(r.prompt) for r in self.requests]
         return self._fastest(shapes, lambda costs: sum(costs.prefill(costs.config, length) for length in lengths))
 
     def _fastest(self, shapes: list[EngineConfig], seconds: Callable[[Costs], float]) -> EngineConfig:
-        """Of the shapes that work here, the one that takes the fewest seconds. Each is timed twice, the second time in
-        reverse order: the machine's speed may change meanwhile."""
+        """The fastest of the shapes that work here. Each is timed twice, the second time in reverse order, since the
+        machine's speed may change."""
         target, draft = self.models.target, self.models.draft
         working = [shape for shape in shapes if resolve(target, draft, shape).kernels == shape.kernels]
         timed: list[tuple[float, EngineConfig]] = []

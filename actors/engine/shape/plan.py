@@ -1,4 +1,4 @@
-"""The memory of an engine, planned before it is allocated; and the largest pool that fits a budget."""
+"""The memory plan of an engine before allocation, and the largest pool that fits a budget."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -30,10 +30,10 @@ def fit(
     dtype: torch.dtype,
     budget: int,
 ) -> EngineConfig:
-    """The config whose plan fits `budget` bytes, with as many pages as do; where not even a quarter of what its slots
-    could hold does, with a smaller window, and then a smaller batch.
+    """The config with as many pages as fit `budget` bytes. If less than a quarter of the pages for all its slots fits,
+    the window shrinks, and then the batch.
 
-    The capacity stays: a smaller one would refuse rows. Raises ValueError with the smallest budget that would do.
+    The capacity stays: a smaller capacity would reject rows. Raises ValueError with the smallest sufficient budget.
     """
 
     def needed(candidate: EngineConfig) -> int:
@@ -43,9 +43,9 @@ def fit(
         low, high = rows, max(rows, config.window)
         shapes = [replace(config, batch_size=rows, window=window, pages=None) for window in range(high, low - 1, -1)]
         for shape in shapes if config.method != "eqspec" else shapes[-1:]:
-            found = _fitted(shape, budget, needed)
-            if found is not None:
-                return found
+            fitted = _fitted(shape, budget, needed)
+            if fitted is not None:
+                return fitted
     smallest = needed(replace(config, batch_size=1, window=1, pages=None))
     raise ValueError(
         f"memory: {budget / MEBIBYTE:.1f} MiB are too few for one sequence of {config.capacity} tokens; expected at "
@@ -54,14 +54,14 @@ def fit(
 
 
 def _fitted(shape: EngineConfig, budget: int, needed: Callable[[EngineConfig], int]) -> EngineConfig | None:
-    """The shape with as many pages as fit, a quarter of all at least; None where those do not."""
+    """The shape with as many pages as fit, at least a quarter of all; None if a quarter does not fit."""
     if needed(shape) <= budget or shape.method == "eqspec":
         return shape if needed(shape) <= budget else None
     most = shape.page_count
     low, high = max(shape.fewest_pages, most // 4), most
     if needed(replace(shape, pages=low)) > budget:
         return None
-    while low < high:  # pages cost the same each, so the most that fit are found by halving
+    while low < high:  # bisection for the most pages that fit
         middle = (low + high + 1) // 2
         fits = needed(replace(shape, pages=middle)) <= budget
         low, high = (middle, high) if fits else (low, middle - 1)
@@ -70,7 +70,7 @@ def _fitted(shape: EngineConfig, budget: int, needed: Callable[[EngineConfig], i
 
 @dataclass(frozen=True)
 class Models:
-    """The models of an engine, and the bytes of memory that it may plan to use; None: no limit."""
+    """The models of an engine, and the memory in bytes that it may use; None: no limit."""
 
     target: PreTrainedModel
     draft: PreTrainedModel | None
@@ -81,7 +81,7 @@ class Models:
         return None if self.draft is None else self.draft.config
 
     def fitted(self, config: EngineConfig) -> EngineConfig:
-        """The config with a window and a batch that fit. Raises ValueError with the smallest budget that would do."""
+        """The config with a window and a batch that fit. Raises ValueError with the smallest sufficient budget."""
         if self.budget is None:
             return config
         return fit(self.target.config, self.draft_config, config, self.target.dtype, self.budget)
@@ -94,7 +94,7 @@ class Models:
             return 0
 
     def fit_together(self, configs: list[EngineConfig]) -> bool:
-        """Whether engines of all the configs fit at once. They share the weights, unless each packs its own."""
+        """Whether engines of all configs fit at once. They share the weights, except packed ones."""
         if self.budget is None:
             return True
         plans = [plan_memory(self.target.config, self.draft_config, c, self.target.dtype) for c in configs]
@@ -105,7 +105,7 @@ class Models:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that the device has free now; on a CPU, those that the system counts as available."""
+    """Free bytes of the device; on a CPU, the memory that the system reports as available."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     import psutil

@@ -1,4 +1,4 @@
-"""Tokens/s of a shape, predicted by a dry run of the scheduler."""
+"""The tokens/s of a shape, predicted by a dry run of the scheduler."""
 
 import random
 from itertools import cycle
@@ -17,11 +17,11 @@ ROUNDS = 100  # of a dry run
 
 
 def predict(config: EngineConfig, costs: Costs, sample: Sample) -> float:
-    """Tokens/s of a long job: the scheduler's own rounds, on sequences that are only lengths."""
+    """Tokens/s of a long job. The scheduler runs its own rounds on sequences that are only lengths."""
     rng = random.Random(0)
     pool, grouping = Pool(config.slots, Boundless(), config.width), grouping_of(config)
     source = cycle(sample.lengths)
-    # Plain decoding is not probed where a drafter was: its rounds take the bookkeeping of any probe.
+    # Plain decoding is only probed without drafters: otherwise the bookkeeping of another probe is used.
     name = label(config) if label(config) in sample.overhead else next(iter(sample.overhead))
     survival = sample.survival[name]
     seconds, tokens = 0.0, 0
@@ -53,10 +53,10 @@ def predict(config: EngineConfig, costs: Costs, sample: Sample) -> float:
 
 
 def best_threshold(config: EngineConfig, costs: Costs, sample: Sample) -> float:
-    """The chance of acceptance below which one more draft step costs more than it brings.
+    """The chance of acceptance below which another draft step costs more than it saves.
 
     A step takes D seconds for R rows; a committed token is worth the round's time T over the R * E tokens that it
-    commits. So place i of a row's draft pays while its chance is at least (D / R) / (T / (R * E)) = D * E / T.
+    commits. So the i-th token of a row's draft pays while its chance is at least (D / R) / (T / (R * E)) = D * E / T.
     """
     if not config.drafts:
         return config.threshold
@@ -66,7 +66,7 @@ def best_threshold(config: EngineConfig, costs: Costs, sample: Sample) -> float:
 
 
 def round_kv_columns(config: EngineConfig, lengths: list[int]) -> int:
-    """KV columns that a row attends to in a round of rows of these lengths."""
+    """KV columns that a row attends to in a round whose rows have these lengths."""
     if config.attention == "in_place":
         return min(round(mean(lengths)) + config.drafted, config.capacity)
     return config.round_shape(len(lengths), max(lengths))[1]

@@ -1,4 +1,4 @@
-"""A sample of a job's requests, decoded for a short while to measure drafters and engines."""
+"""A sample of a job's requests, decoded for a short time to measure drafters and engines."""
 
 import gc
 import random
@@ -22,12 +22,12 @@ LEAST = 8  # rounds of a probe, however long they take
 
 @dataclass
 class Sample:
-    """What the probes measured.
+    """The results of the probes.
 
-    requests: those of the sample that can be decoded; the probes had the first `taken`. lengths: tokens of prompt and
-    completion by request. survival: by label of the drafter, the share of all rounds that committed the first i + 1
-    tokens of a draft; rounds without drafts count too. overhead: by label of the drafter, seconds of bookkeeping for a
-    row of a round. completed: prompts and completions.
+    requests: the sample's requests that can be decoded; the probes used the first `taken`. lengths: tokens of prompt
+    and completion, by request. survival: by label of the drafter, the share of all rounds that committed the first
+    i + 1 tokens of a draft; rounds without drafts count too. overhead: by label of the drafter, seconds of bookkeeping
+    per row of a round. completed: prompts and completions.
     """
 
     requests: list[Request]
@@ -38,15 +38,15 @@ class Sample:
     taken: int = 0
 
     def gain(self, config: EngineConfig) -> float:
-        """Tokens that a row's round commits."""
+        """The mean number of tokens that a row commits in a round."""
         return 1 + sum(self.survival[label(config)][: config.drafted])
 
 
 def probe(engines: dict[str, Callable[[], Engine]], requests: Sequence[Request], seconds: float) -> Sample:
-    """Decode requests with each of the engines, by drafter, for so many seconds together at most.
+    """Decode requests with each engine, for at most `seconds` in total. engines: makes an engine, by label of drafter.
 
-    Each engine has requests of its own if there are enough, and some are left over for the final: a drafter that learns
-    gets what was completed before, and must not know what comes. Raises ValueError where no request can be decoded.
+    If there are enough requests, each engine has its own and some are left over for the final: a drafter that learns
+    receives the completions so far, and must not know later ones. Raises ValueError if no request can be decoded.
     """
     sample = Sample([])
     for name, make in engines.items():
@@ -90,7 +90,7 @@ def _usable(engine: Engine, requests: Sequence[Request]) -> list[Request]:
 
 
 def _record(sample: Sample, name: str, engine: Engine) -> None:
-    """Add what an engine's run has measured."""
+    """Add the results of an engine's run."""
     done, running = engine.take(), engine.pool.running
     total = sum([*(c.statistics for c in done), *(s.statistics for s in running)], start=SequenceStatistics())
     survival = [accepted / total.rounds for accepted in total.accepted_by_position]
@@ -106,7 +106,7 @@ def _record(sample: Sample, name: str, engine: Engine) -> None:
 
 
 def _extrapolated(survival: list[float], longest: int) -> tuple[float, ...]:
-    """Survival up to the longest K that is tried, by the last ratio that was measured."""
+    """Survival up to the longest K to try, extrapolated by the last measured ratio."""
     while survival and len(survival) < longest:
         last = survival[-1] / survival[-2] if len(survival) > 1 and survival[-2] else survival[-1]
         survival.append(survival[-1] * min(last, 1.0))
@@ -114,9 +114,10 @@ def _extrapolated(survival: list[float], longest: int) -> tuple[float, ...]:
 
 
 class Feed:
-    """An engine that always has requests waiting. Its first ones end at random times, as in the middle of a long job.
+    """An engine that always has waiting requests. The first ones end at random times, as in the middle of a long job.
 
-    Its drafter knows what the probes have completed, gets other requests, and does not learn from them: they repeat.
+    Its drafter has learned the probes' completions. It receives other requests and does not learn from them, since they
+    repeat.
     """
 
     def __init__(self, engine: Engine, sample: Sample) -> None:

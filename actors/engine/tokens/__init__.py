@@ -1,1 +1,1 @@
-"""Choosing tokens: sampling by shared noise, and the constraints on what may come."""
+"""How tokens are chosen: sampling with shared noise, and constraints on the next token."""

@@ -1,8 +1,8 @@
 """Constraints: which tokens a sequence may take next.
 
-A constraint is a place in some automaton, moved by tokens. Its masks apply at every position that a round verifies, so
-what is committed is what plain decoding under the same constraint gives, whatever was drafted. Where one token alone
-is allowed it is forced: as a draft it is free, for the target cannot disagree.
+A constraint is a state of some automaton, and tokens advance it. Its masks apply at every position that a round
+verifies. So the committed tokens are those of plain decoding under the same constraint, whatever was drafted. A token
+is forced if it is the only one allowed. A forced token is free as a draft, since the target cannot disagree.
 """
 
 from collections.abc import Callable, Iterable, Sequence, Set
@@ -14,13 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-BITS = 32  # tokens of a mask's word: token t is allowed where bit t % 32 of word t // 32 is set
-FEW = 256  # tokens up to which a place is kept as a list of them
+BITS = 32  # tokens in one word of a mask: token t is allowed if bit t % 32 of word t // 32 is set
+FEW = 256  # a mask that allows at most this many tokens is kept as a list of tokens
 Words = NDArray[np.int32]
 
 
 class Few(NamedTuple):
-    """A mask that allows few tokens: those, in order, and its words that are not zero, by number."""
+    """A mask that allows few tokens: the tokens, in order, and the mask's nonzero words, by index."""
 
     tokens: list[int]
     words: dict[int, int]
@@ -36,35 +36,37 @@ class Few(NamedTuple):
 
     @property
     def only(self) -> int | None:
-        """The token that is allowed, if it is one alone."""
+        """The allowed token if there is exactly one, else None."""
         return self.tokens[0] if len(self.tokens) == 1 else None
 
 
 class Constraint(Protocol):
-    """Stands behind the tokens it was advanced by. What is allowed there follows from those tokens alone."""
+    """What is allowed next depends only on the tokens that the constraint was advanced by."""
 
     def allowed(self) -> Tensor:
-        """The mask here: int32 [words], words past its end are zero. At least one token is allowed before an end."""
+        """The mask of the next token: int32 [words]; words past its end are zero. It allows at least one token, until
+        an end token has come."""
         ...
 
     def kept(self) -> Few | Words | None:
-        """The mask here where it is at hand; None where `compute` has to be asked for it.
+        """The mask of the next token if it is available; None if `compute` has to make it.
 
-        One object stands for one mask, so that nobody has to write it again where it has been written already.
+        The same object always means the same mask, so that callers need not write it to the same place twice.
         """
         ...
 
     @classmethod
-    def compute(cls, places: Sequence[tuple[Self, int]], masks: Words) -> None:
-        """Write the masks of places that are not kept, each constraint's over the row of masks [N, words] given."""
-        raise TypeError(f"{cls.__name__} keeps its masks, none of {len(places)} is to be written to {masks.shape}")
+    def compute(cls, rows: Sequence[tuple[Self, int]], masks: Words) -> None:
+        """Write masks that are not kept. rows: constraints, each with the row of `masks` [N, words] that its mask
+        overwrites."""
+        raise TypeError(f"{cls.__name__} keeps its masks; none of {len(rows)} has to be written to {masks.shape}")
 
     def accepts(self, token: int) -> bool:
-        """Whether a token is allowed here."""
+        """Whether a token is allowed next."""
         ...
 
     def advance(self, token: int) -> None:
-        """Move on by an allowed token."""
+        """Advance by an allowed token."""
         ...
 
     def rollback(self, count: int) -> None:
@@ -76,7 +78,7 @@ MakeConstraint = Callable[[], Constraint]
 
 
 class Node:
-    """A place in an automaton of tokens: where each allowed one leads."""
+    """A state of an automaton. children: the next state, by allowed token."""
 
     def __init__(self) -> None:
         self.children: dict[int, Node] = {}
@@ -91,64 +93,66 @@ class Node:
 
 
 class Automaton(Constraint):
-    """A constraint given by its places; the way back is kept."""
+    """A constraint given by its states. path: the states so far, the current one last."""
 
     def __init__(self, start: Node) -> None:
-        self.way = [start]
+        self.path = [start]
 
     def allowed(self) -> Tensor:
-        return self.way[-1].mask
+        return self.path[-1].mask
 
     def kept(self) -> Few | Words:
-        return self.way[-1].kept
+        return self.path[-1].kept
 
     def accepts(self, token: int) -> bool:
-        return token in self.way[-1].children
+        return token in self.path[-1].children
 
     def advance(self, token: int) -> None:
-        self.way.append(self.way[-1].children[token])
+        self.path.append(self.path[-1].children[token])
 
     def rollback(self, count: int) -> None:
-        del self.way[len(self.way) - count :]
+        del self.path[len(self.path) - count :]
 
 
 class Barred(Constraint):
-    """Any token but some: end tokens before the least length, and those that would complete a barred sequence.
+    """Allows all tokens except end tokens before the least length, and tokens that would complete a bad word.
 
-    vocabulary: of V tokens. ends: tokens that end a sequence. least: tokens that come before.
+    vocabulary: V. ends: tokens that end a sequence. least: tokens that must come before an end. words: bad words, as
+    sequences of tokens.
     """
 
     def __init__(self, vocabulary: int, ends: Set[int], least: int, words: Iterable[tuple[int, ...]]) -> None:
         self.vocabulary, self.ends, self.least, self.words = vocabulary, frozenset(ends), least, tuple(words)
-        self.way: list[int] = []
+        self.tokens: list[int] = []
         self._masks: dict[frozenset[int], Words] = {}
 
     def allowed(self) -> Tensor:
         return torch.from_numpy(self.kept())
 
     def kept(self) -> Words:
-        now = self._barred()
-        if now not in self._masks:
-            self._masks[now] = mask_without(now, self.vocabulary)
-        return self._masks[now]
+        barred = self._barred()
+        if barred not in self._masks:
+            self._masks[barred] = mask_without(barred, self.vocabulary)
+        return self._masks[barred]
 
     def accepts(self, token: int) -> bool:
         return token not in self._barred()
 
     def advance(self, token: int) -> None:
-        self.way.append(token)
+        self.tokens.append(token)
 
     def rollback(self, count: int) -> None:
-        del self.way[len(self.way) - count :]
+        del self.tokens[len(self.tokens) - count :]
 
     def _barred(self) -> frozenset[int]:
-        """The tokens that may not come here."""
-        barred = {word[-1] for word in self.words if self.way[len(self.way) - len(word) + 1 :] == list(word[:-1])}
-        return frozenset(barred | self.ends if len(self.way) < self.least else barred)
+        """The tokens that are not allowed next."""
+        tokens, count = self.tokens, len(self.tokens)
+        barred = {word[-1] for word in self.words if tokens[count - len(word) + 1 :] == list(word[:-1])}
+        return frozenset(barred | self.ends if count < self.least else barred)
 
 
 def chain(tokens: Sequence[int], end: Node) -> Node:
-    """Places that allow these tokens, one after the other, and lead to `end`."""
+    """States that allow these tokens one after the other, and lead to `end`."""
     for token in reversed(tokens):
         node = Node()
         node.children[token] = end
@@ -157,10 +161,10 @@ def chain(tokens: Sequence[int], end: Node) -> Node:
 
 
 def choice(options: Iterable[Sequence[int]], end: Node) -> Node:
-    """A trie: places that allow any of the options, and go on as `end` does after each.
+    """A trie: states that allow any of the options and continue as `end` does after each.
 
-    An option may begin with another one: where that ends, the longer one's next token is allowed beside `end`'s.
-    Raises ValueError where those are the same token, for then nobody could tell which option was meant.
+    An option may begin with a shorter one. Where the shorter one ends, the longer one's next token is allowed as well
+    as `end`'s tokens. Raises ValueError if one token is both, since the option would be ambiguous.
     """
     root, ends = Node(), []
     for option in options:
@@ -176,7 +180,7 @@ def choice(options: Iterable[Sequence[int]], end: Node) -> Node:
 
 
 def mask_of(tokens: Iterable[int]) -> Tensor:
-    """A mask that allows these tokens alone."""
+    """A mask that allows only these tokens."""
     words = Few.of(tokens).words
     mask = torch.zeros(max(words, default=-1) + 1, dtype=torch.int32)
     mask.numpy()[list(words)] = list(words.values())
@@ -184,7 +188,7 @@ def mask_of(tokens: Iterable[int]) -> Tensor:
 
 
 def mask_without(tokens: Iterable[int], vocabulary: int) -> Words:
-    """A mask that allows all of a vocabulary but these tokens."""
+    """A mask that allows all of a vocabulary except these tokens."""
     mask = np.full(-(-vocabulary // BITS), -1, dtype=np.int32)
     for word, bits in Few.of({*tokens, *range(vocabulary, BITS * len(mask))}).words.items():
         mask[word] &= ~bits
@@ -202,17 +206,17 @@ def tokens_in(mask: Words) -> list[int]:
 
 
 def forced(constraint: Constraint, most: int) -> list[int]:
-    """The tokens that must come next, each the only one allowed, `most` at most. Leaves the constraint as it was."""
-    found: list[int] = []
-    while len(found) < most and (token := only(constraint)) is not None:
+    """The tokens that must come next, at most `most`: each is the only one allowed. The constraint stays unchanged."""
+    tokens: list[int] = []
+    while len(tokens) < most and (token := only(constraint)) is not None:
         constraint.advance(token)
-        found.append(token)
-    constraint.rollback(len(found))
-    return found
+        tokens.append(token)
+    constraint.rollback(len(tokens))
+    return tokens
 
 
 def only(constraint: Constraint) -> int | None:
-    """The token that must come next, if there is no other."""
+    """The forced next token; None if several tokens are allowed."""
     return kept.only if isinstance(kept := constraint.kept(), Few) else None
 
 

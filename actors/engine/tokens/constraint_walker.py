@@ -1,4 +1,4 @@
-"""The constraints of a round's rows, walked along their drafts."""
+"""The constraint walker: it advances the constraints of a round's rows along the drafts."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -11,26 +11,27 @@ from torch.nn.functional import pad
 from exspec.actors.engine.scheduling.pool import Sequence
 from exspec.actors.engine.tokens.constraint import BITS, Constraint, Few, Words, only, tokens_in, unpacked
 
-Candidates = dict[tuple[int, int], list[int]]
+Candidates = dict[tuple[int, int], list[int]]  # tokens by row and position in the round
 
 
 class Masks:
-    """The masks of a round's places, on the host and on the device: int32 [places, rows, words].
+    """The masks of a round's positions, on the host and on the device: int32 [positions, rows, words].
 
-    They stay from round to round, so that only what has changed is written and sent. A row allows everything until a
-    mask is written to it, and again after `free`.
+    They stay from round to round, so that only changes are written and sent. A row allows everything until a mask is
+    written to it, and again after `free`.
     """
 
-    def __init__(self, places: int, rows: int, vocabulary: int, device: torch.device) -> None:
+    def __init__(self, positions: int, rows: int, vocabulary: int, device: torch.device) -> None:
         words = -(-vocabulary // BITS)
-        self.host = torch.full((places, rows, words), -1, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self.device = self.host.to(device)  # the same memory, where that is the host's
+        self.host = torch.full((positions, rows, words), -1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.device = self.host.to(device)  # on a CPU the same memory as `host`
         self.array: Words = self.host.numpy()
-        self.written: list[list[Few | Words | None]] = [[None] * rows for _ in range(places)]  # None: something else
+        # By position and row: the mask that was written, if it is one that its constraint keeps.
+        self.written: list[list[Few | Words | None]] = [[None] * rows for _ in range(positions)]
         self.taken: set[int] = set()  # rows that do not allow everything
 
     def free(self, rows: Iterable[int]) -> None:
-        """Let rows allow everything again."""
+        """Make rows allow everything again."""
         for row in self.taken.intersection(rows):
             self.array[:, row] = -1
             for written in self.written:
@@ -38,27 +39,27 @@ class Masks:
             self.device[:, row] = -1
             self.taken.remove(row)
 
-    def write(self, place: int, constraints: dict[int, Constraint]) -> None:
-        """Write the masks of a place by row, and send them to the device."""
-        written, masks, changed = self.written[place], self.array[place], False
-        asked: defaultdict[type[Constraint], list[tuple[Constraint, int]]] = defaultdict(list)
+    def write(self, position: int, constraints: dict[int, Constraint]) -> None:
+        """Write the constraints' masks to their rows at one position, and send them to the device."""
+        written, masks, changed = self.written[position], self.array[position], False
+        missing: defaultdict[type[Constraint], list[tuple[Constraint, int]]] = defaultdict(list)
         for row, constraint in constraints.items():
             kept = constraint.kept()
             if kept is None:
-                asked[type(constraint)].append((constraint, row))
+                missing[type(constraint)].append((constraint, row))
             elif kept is not written[row]:
                 _put(masks[row], kept, written[row])
                 changed = True
             written[row] = kept
-        for kind, its in asked.items():
-            kind.compute(its, masks)
+        for kind, rows in missing.items():
+            kind.compute(rows, masks)
         self.taken.update(constraints)
-        if (changed or asked) and self.device is not self.host:
-            self.device[place].copy_(self.host[place], non_blocking=True)
+        if (changed or missing) and self.device is not self.host:
+            self.device[position].copy_(self.host[position], non_blocking=True)
 
 
 def _put(row: Words, mask: Few | Words, before: Few | Words | None) -> None:
-    """Write a mask over a row that holds another one; None: nobody knows which."""
+    """Overwrite a row with a mask. before: the mask that the row holds, or None if unknown."""
     if isinstance(mask, Few) and isinstance(before, Few):
         for word in before.words:
             row[word] = 0
@@ -73,11 +74,11 @@ def _put(row: Words, mask: Few | Words, before: Few | Words | None) -> None:
 
 
 class ConstraintWalker:
-    """Walks the constraints of a round's rows along their drafts: once to see what stands, once to write the masks.
+    """Advances the constraints of a round's rows along the drafts: once to correct the drafts, once to write the masks.
 
-    sequences: of the rows; None is a dead one. A row without a constraint is allowed everything; what a constrained one
-    is allowed past its draft means nothing. masks: of the places that are verified. first: of one place, for those who
-    draft. ends: whether a token ends a sequence.
+    sequences: of the rows; None is a dead row. masks: for the verified positions. A row without a constraint is allowed
+    everything; a mask past a row's draft means nothing. first: masks of one position, for the drafter. ends: whether a
+    token ends a sequence.
     """
 
     def __init__(
@@ -88,14 +89,14 @@ class ConstraintWalker:
             row: (s, s.constraint) for row, s in enumerate(sequences) if s is not None and s.constraint is not None
         }
         masks.free(row for row in range(self.rows) if row not in self.constrained)
-        self.walked: dict[int, list[int]] = {}  # tokens that a row's constraint was moved by
-        self.alone: dict[int, list[bool]] = {}  # of every place of that walk: whether one token alone was allowed
-        self.proposed = [0] * self.rows  # drafts that were walked along, or that a walk left out
+        self.walked: dict[int, list[int]] = {}  # by row: the tokens that its constraint was advanced by
+        self.no_choice: dict[int, list[bool]] = {}  # by row and position: whether only one token was allowed
+        self.proposed = [0] * self.rows  # by row: tokens of the draft or of its correction, whichever is longer
 
     def ahead(self, most: int) -> tuple[Tensor, Tensor]:
-        """What is known before anything is drafted: the tokens [R, most] that must come first, -1 behind them; and
-        masks, int32 [R, words], of what may come then. A mask that is not at hand allows everything: the device would
-        wait while it is made."""
+        """What is known before the draft: the tokens [R, most] that must come first, padded with -1, and the masks,
+        int32 [R, words], of the token after them. A mask that is not available allows everything: computing it would
+        keep the device waiting."""
         must, known = np.full((self.rows, most), -1), {}
         counts = dict.fromkeys(self.constrained, 0)
         for row, (sequence, constraint) in self.constrained.items():
@@ -113,8 +114,8 @@ class ConstraintWalker:
         return torch.from_numpy(must).to(device.device, non_blocking=True), device[0, : self.rows]
 
     def walk(self, drafts: list[list[int]], most: list[int]) -> list[list[int]]:
-        """What there is to verify of each row's draft, `most[r]` tokens at most: it, up to the first token that may not
-        come, and those that must come in their places. Leaves the constraints behind that."""
+        """The tokens of each row to verify, at most `most[r]`: its draft up to the first token that is not allowed,
+        with forced tokens in their positions. The constraints stay advanced by these tokens."""
         walked = [
             self._walk(row, draft, most[row]) if row in self.constrained else draft for row, draft in enumerate(drafts)
         ]
@@ -124,11 +125,11 @@ class ConstraintWalker:
     def _walk(self, row: int, draft: list[int], most: int) -> list[int]:
         sequence, constraint = self.constrained[row]
         tokens: list[int] = []
-        moved: list[int] = []
-        alone, left = [], iter(draft)
+        advanced: list[int] = []
+        no_choice, left = [], iter(draft)
         while True:
             token = must = only(constraint)
-            alone.append(must is not None)
+            no_choice.append(must is not None)
             if len(tokens) == most:
                 break
             proposed = next(left, None)
@@ -137,70 +138,71 @@ class ConstraintWalker:
             if token is None:
                 break
             if token != proposed:
-                left = iter(())  # what was drafted follows another token
+                left = iter(())  # the rest of the draft follows another token
             tokens.append(token)
             if self.ends(sequence, token):
                 break
             constraint.advance(token)
-            moved.append(token)
-        self.walked[row], self.alone[row] = moved, alone
+            advanced.append(token)
+        self.walked[row], self.no_choice[row] = advanced, no_choice
         return tokens
 
-    def along(self, width: int) -> Tensor:
-        """The masks of `width` places, on the device: int32 [R, width, words]."""
+    def write_masks(self, width: int) -> Tensor:
+        """The masks of `width` positions, on the device: int32 [R, width, words]."""
         self.rewind()
-        for place in range(width):
-            here = {row: self.constrained[row][1] for row, tokens in self.walked.items() if len(tokens) >= place}
-            self.masks.write(place, here)
+        for position in range(width):
+            here = {row: self.constrained[row][1] for row, tokens in self.walked.items() if len(tokens) >= position}
+            self.masks.write(position, here)
             for row, constraint in here.items():
-                if place < len(self.walked[row]):
-                    constraint.advance(self.walked[row][place])
+                if position < len(self.walked[row]):
+                    constraint.advance(self.walked[row][position])
         return self.masks.device[:width, : self.rows].transpose(0, 1)
 
     def rewind(self) -> None:
-        """Put every constraint back to the round's start."""
+        """Roll every constraint back to the round's start."""
         for row, tokens in self.walked.items():
             self.constrained[row][1].rollback(len(tokens))
 
     def candidates(self, width: int) -> Candidates:
-        """The tokens that scored rows may choose from, by row and place, where there is a choice."""
-        found: Candidates = {}
+        """The tokens that scored rows may choose from, at the positions where there is a choice."""
+        candidates: Candidates = {}
         for row, (sequence, _) in self.constrained.items():
             if most := sequence.request.scored:
-                for place in range(min(len(self.walked[row]) + 1, width)):
-                    tokens = self._tokens(place, row, most)
+                for position in range(min(len(self.walked[row]) + 1, width)):
+                    tokens = self._tokens(position, row, most)
                     if 1 < len(tokens) <= most:
-                        found[row, place] = tokens
-        return found
+                        candidates[row, position] = tokens
+        return candidates
 
     def forced(self, row: int, tokens: int) -> int:
-        """How many of the first tokens of a row's round had no alternative."""
-        return sum(self.alone[row][:tokens])
+        """How many of a row's first `tokens` positions of the round allowed only one token."""
+        return sum(self.no_choice[row][:tokens])
 
-    def _tokens(self, place: int, row: int, most: int) -> list[int]:
-        """The tokens that a row may choose from, or none where they are too many."""
-        written, mask = self.masks.written[place][row], self.masks.array[place, row]
+    def _tokens(self, position: int, row: int, most: int) -> list[int]:
+        """The tokens that a row may choose from, or none if there are more than `most`."""
+        written, mask = self.masks.written[position][row], self.masks.array[position, row]
         if isinstance(written, Few):
             return written.tokens
-        # A text has thousands everywhere, and is told by its first words.
+        # Inside a text thousands of tokens are allowed, which the first words of the mask already show.
         return [] if np.count_nonzero(mask[: 2 * most]) > most or np.count_nonzero(mask) > most else tokens_in(mask)
 
 
 def candidate_ids(candidates: Candidates, rows: int, width: int, device: torch.device) -> Tensor:
-    """Candidates as [R, width, M], filled up with -1; M is a power of two, so that shapes are few."""
+    """Candidates as [R, width, M], padded with -1; M is a power of two, so that there are few shapes."""
     most = 1 << (max(map(len, candidates.values())) - 1).bit_length()
     ids = torch.full((rows, width, most), -1)
-    for (row, place), tokens in candidates.items():
-        ids[row, place, : len(tokens)] = torch.tensor(tokens)
+    for (row, position), tokens in candidates.items():
+        ids[row, position, : len(tokens)] = torch.tensor(tokens)
     return ids.to(device, non_blocking=True)
 
 
-def narrowed(logits: Tensor, places: Tensor, must: Tensor, masks: Tensor) -> Tensor:
-    """Logits [R, Q, V] of a draft's places [R, Q] with what is known ahead of it: see `ConstraintWalker.ahead`."""
+def narrowed(logits: Tensor, drafted: Tensor, must: Tensor, masks: Tensor) -> Tensor:
+    """Logits [R, Q, V] of a draft, with the tokens excluded that `must` and `masks` of `ConstraintWalker.ahead` forbid.
+    drafted: [R, Q], how many tokens of the draft come before each column."""
     vocabulary, most = logits.shape[-1], must.shape[1]
-    here = pad(must, (0, 1), value=-1).gather(1, places.clamp(max=most))[..., None]  # [R, Q, 1]
+    here = pad(must, (0, 1), value=-1).gather(1, drafted.clamp(max=most))[..., None]  # [R, Q, 1]
     other = torch.arange(vocabulary, device=logits.device) != here
-    first = ((must >= 0).sum(dim=1, keepdim=True) == places)[..., None]
+    first = ((must >= 0).sum(dim=1, keepdim=True) == drafted)[..., None]
     barred = torch.where(here >= 0, other, first & ~unpacked(masks[:, None], vocabulary))
-    lacking = barred.all(dim=-1, keepdim=True)  # this vocabulary may be the smaller one
+    lacking = barred.all(dim=-1, keepdim=True)  # a draft's smaller vocabulary may lack the allowed tokens
     return logits.masked_fill(barred & ~lacking, -torch.inf)

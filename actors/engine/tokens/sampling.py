@@ -2,11 +2,11 @@
 
 For a sequence's seed s, position t and token v there is one Gumbel noise g(s, t, v), computed from a counter-based
 hash. The token at t is argmax over v of (logits[v] / temperature + g(s, t, v)), which is a sample from the softmax
-(Gumbel-max trick). Target and draft use the same noise, so a draft that has the target's distribution proposes the
-target's own token, and what is committed is what plain sampling with that seed gives, whatever was drafted
+(Gumbel-max trick). Target and draft use the same noise: a draft with the target's distribution proposes the target's
+own token, and the committed tokens are those of plain sampling with the same seed, whatever was drafted
 (drafter-invariant coupling: Daliri, Musco, Suresh 2024, arXiv:2408.07978).
 
-Over [R, Q, V] there are elementwise operations in 32 bits and reductions alone: no sort, no int64, no double.
+Tensors of [R, Q, V] only take part in elementwise operations of 32 bits and in reductions: no sort, int64 or double.
 """
 
 import math
@@ -22,17 +22,17 @@ from torch.nn.functional import pad
 from exspec.actors.engine.request import Sampling
 from exspec.actors.engine.tokens.constraint import unpacked
 
-TINY = 1e-30  # a smaller top_p would be 0 in float32 and keep no token at all
-FEW = 256  # of the largest logits, so many at most are picked out; a larger top_k is searched for
-SHORT = 4  # chunks of fewer tokens save nothing
+TINY = 1e-30  # lower bound of top_p: much below, it would be 0 in float32 and keep no token
+FEW = 256  # top_k up to this takes the largest logits; for a larger top_k the threshold is searched
+SHORT = 4  # chunks of fewer tokens than this save nothing
 STEPS = 8  # of a search that need not be exact
-NEGLIGIBLE = 7.0  # V tokens whose logits are so much and log V below the largest come to e^-7 of its probability
-PADDED = 2**15  # the vocabulary of rows that tell none is a multiple of this: few shapes
+NEGLIGIBLE = 7.0  # V tokens with logits this much plus log V below the largest have together e^-7 of its probability
+PADDED = 2**15  # a vocabulary that is not given is rounded up to a multiple of this, so that there are few shapes
 
 _MASK32, _SIGN32 = 2**32 - 1, 2**31
 _FACTORS = 0x7FEB352D, 0x846CA68B - 2**32
 _SALTS = 0, 0x9E3779B9 - 2**32
-_BELOW_ONE = 1 - 2**-24  # the largest float32 that is
+_BELOW_ONE = 1 - 2**-24  # the largest float32 below 1
 Gather = Callable[[Tensor], Tensor]
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 
@@ -43,14 +43,14 @@ def _int32(x: Tensor) -> Tensor:
 
 
 def _fold(x: Tensor, bits: int) -> Tensor:
-    """x ^ (x >> bits) of int32 numbers as if they had no sign, in place: the copies of the sign are masked away."""
+    """x ^ (x >> bits) of int32 numbers as if unsigned, in place: the mask removes the copies of the sign bit."""
     return x.bitwise_xor_((x >> bits).bitwise_and_((1 << 32 - bits) - 1))
 
 
 def _mix(x: Tensor, key: Tensor | None = None) -> Tensor:
-    """A bijective hash of int32 numbers, in place: lowbias32 of C. Wellons' hash prospector, whose products wrap.
+    """A bijective hash of int32 numbers, in place: lowbias32 of C. Wellons' hash prospector. Its products wrap around.
 
-    key: added between its two halves.
+    key: added between the two halves of the hash.
     """
     x = _fold(x, 16).mul_(_FACTORS[0])
     if key is not None:
@@ -61,13 +61,13 @@ def _mix(x: Tensor, key: Tensor | None = None) -> Tensor:
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
     """g(s, t, v) as float32 [R, Q, V], from 64-bit seeds [R] and positions [R, Q].
 
-    -log(-log(1 - u)) for u = (n + 1/2) / 2^32 with a hash n of 32 bits. The largest noise, which decides, comes of the
-    smallest u, and those float32 tells apart to the last bit.
+    -log(-log(1 - u)) for u = (n + 1/2) / 2^32 with a hash n of 32 bits. The largest noise decides, and
+    comes from the smallest u, where float32 distinguishes every value of n.
     """
     low, high = _int32(seeds)[:, None], _int32(seeds >> 32)[:, None]
-    # Two keys of 32 bits each: rows share their noise where both are equal.
+    # Two keys of 32 bits each: rows share noise only if both keys are equal.
     first, second = (_mix(_mix(_mix(low ^ salt) ^ high) ^ positions.to(torch.int32)) for salt in _SALTS)  # [R, Q]
-    # Tokens are hashed by themselves first: rows whose keys differ in one bit would else have the same set of noise.
+    # Tokens are hashed first: otherwise rows whose keys differ in one bit would have the same set of noise.
     tokens = _mix(torch.arange(vocabulary, dtype=torch.int32, device=seeds.device))
     bits = _mix(tokens ^ first[..., None], second[..., None])
     uniform = bits.float().mul_(2.0**-32).add_(2.0**-33)  # from -1/2 to 1/2, small where n is small
@@ -76,7 +76,7 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
 
 
 class Uses:
-    """What a row's parameters ask for, as bits of a number."""
+    """The features that a row's sampling parameters use, as bits of a number."""
 
     SAMPLED = 1
     REPETITION = 2
@@ -91,24 +91,25 @@ class Uses:
 
 
 def _uses(row: Sampling) -> int:
-    asked = Uses.REPETITION * (row.repetition_penalty != 1)
-    asked |= Uses.COUNTED * bool(row.presence_penalty or row.frequency_penalty)
+    uses = Uses.REPETITION * (row.repetition_penalty != 1)
+    uses |= Uses.COUNTED * bool(row.presence_penalty or row.frequency_penalty)
     if row.temperature > 0:
-        asked |= Uses.SAMPLED | Uses.MIN_P * (row.min_p > 0) | Uses.SMALL_K * (0 < row.top_k <= FEW)
-        asked |= Uses.LARGE_K * (row.top_k > FEW) | Uses.TOP_P * (row.top_p < 1)
-        asked |= Uses.WIDE_P * (row.top_p < 1 and not 0 < row.top_k <= FEW)
-    return asked
+        uses |= Uses.SAMPLED | Uses.MIN_P * (row.min_p > 0) | Uses.SMALL_K * (0 < row.top_k <= FEW)
+        uses |= Uses.LARGE_K * (row.top_k > FEW) | Uses.TOP_P * (row.top_p < 1)
+        uses |= Uses.WIDE_P * (row.top_p < 1 and not 0 < row.top_k <= FEW)
+    return uses
 
 
 class Sampler:
     """Chooses tokens for the rows of one group.
 
-    rows: the sampling parameters of each row. seen: the tokens of each row so far, which penalties need. prompts: how
-    many of them are the prompt's; all of them unless given. Where rows stay for many rounds, `SamplerState` makes
-    their samplers at less cost.
+    rows: the sampling parameters of each row. seen: the tokens of each row so far, for penalties. prompts: how many of
+    these tokens belong to the prompt; default: all. For rows that stay for many rounds, `SamplerState` makes samplers
+    at less cost.
 
-    uses: what any of the rows asks for. numbers: float32 [R, 7]; integers: int64 [R, 2]. held: int32 [R, V], where any
-    row is penalised: twice the times that a token is in the completion, and 1 where it is in the prompt.
+    uses: the features that any of the rows uses. numbers: float32 [R, 7] and integers: int64 [R, 2], see `_parameters`.
+    held: int32 [R, V], present if any row has a penalty: twice the count of a token in the completion, plus 1 if it is
+    in the prompt.
     """
 
     uses: int
@@ -132,14 +133,14 @@ class Sampler:
 
     @property
     def state(self) -> dict[str, Any]:
-        """All that it is: its tensors, and what decides what it does with them."""
+        """All attributes: tensors, and the plain values that decide how they are used."""
         return vars(self)
 
     @classmethod
     def of_state(cls, state: dict[str, Any]) -> "Sampler":
-        made = cls.__new__(cls)
-        vars(made).update(state)
-        return made
+        sampler = cls.__new__(cls)
+        vars(sampler).update(state)
+        return sampler
 
     @property
     def greedy(self) -> bool:
@@ -156,16 +157,16 @@ class Sampler:
     def choose(self, logits: Tensor, positions: Tensor, drafts: Tensor, masks: Tensor | None = None) -> Tensor:
         """The token [R, Q] that follows each column of logits [R, Q, V].
 
-        positions: [R, Q], the place in the sequence of the token chosen. drafts: [R, N], tokens of this round that
-        lie before the last column, the last one directly before it; penalties count them as seen.
-        masks: int32 [R, Q, words], the tokens that may be chosen; None: all.
+        positions: [R, Q], of the chosen tokens in their sequences. drafts: [R, N], the tokens of this round before the
+        last column's token; penalties count them as seen. masks: int32 [R, Q, words], the tokens that may be chosen;
+        None: all.
         """
         return self._chosen(logits, positions, drafts, masks, exact=True)
 
     def propose(self, logits: Tensor, positions: Tensor, drafts: Tensor, masks: Tensor | None = None) -> Tensor:
-        """What `choose` gives but for a few of the tokens that top-k and top-p just leave or just drop.
+        """As `choose`, except that a few tokens at the threshold of top-k and top-p may be kept or dropped wrongly.
 
-        For drafts, which decide nothing: it takes half the passes over the logits, or fewer.
+        For drafts, which decide nothing: it takes at most half the passes over the logits.
         """
         return self._chosen(logits, positions, drafts, masks, exact=False)
 
@@ -184,7 +185,7 @@ class Sampler:
         if self.uses & Uses.FILTERED:
             scores.masked_fill_(logits < self._threshold(logits, scaled, exact), -torch.inf)
         if self.uses & Uses.MIN_P:
-            # p < min_p times the largest p, in logits. Greedy rows have their largest, and it is enough.
+            # p < min_p times the largest p, as logits. A greedy row may keep any set that has its largest logit.
             floor = scaled.amax(dim=-1, keepdim=True) + self._number(3).log()
             scores.masked_fill_(scaled < floor, -torch.inf)
         return scores.argmax(dim=-1)
@@ -201,21 +202,21 @@ class Sampler:
         return logits
 
     def _held(self, drafts: Tensor, shape: torch.Size) -> Tensor:
-        """`held` at each column, with the drafts before it: int32 [R, Q, V]."""
+        """`held` at each column, with the drafts before the column counted: int32 [R, Q, V]."""
         _, width, vocabulary = shape
         held = pad(self.held, (0, vocabulary - self.held.shape[1]))[:, None].repeat(1, width, 1)
         count = drafts.shape[1]
-        columns, places = (torch.arange(n, device=drafts.device) for n in (width, count))
-        before = places <= columns[:, None] + (count - width)  # [Q, N]
-        # A smaller vocabulary may lack a token.
+        columns, numbers = (torch.arange(n, device=drafts.device) for n in (width, count))
+        before = numbers <= columns[:, None] + (count - width)  # [Q, N]
+        # A draft's smaller vocabulary may lack a token.
         added = before & (drafts < vocabulary)[:, None]  # [R, Q, N]
         return held.scatter_add_(2, drafts.clamp(max=vocabulary - 1)[:, None].expand_as(added), 2 * added.int())
 
     def _threshold(self, logits: Tensor, scaled: Tensor, exact: bool = True) -> Tensor:
-        """The smallest logit [R, Q, 1] that top-k, and then top-p over what is left, leave: of logits [R, Q, V].
+        """The smallest of the logits [R, Q, V] that remains after top-k and then top-p: [R, Q, 1].
 
-        As transformers' logits processors do it, but that ties with the smallest stay. In rows without top-k and top-p
-        it is -inf. exact: to the bit, or nearly.
+        As in transformers' logits processors, except that all ties with the smallest logit stay. -inf in rows without
+        top-k and top-p. exact: to the bit, or nearly.
         """
         high = logits.amax(dim=-1, keepdim=True)
         lowest = torch.full_like(high, -torch.inf)
@@ -224,7 +225,8 @@ class Sampler:
         def search(holds: Callable[[Tensor], Tensor], low: Tensor) -> Tensor:
             return _search(holds, low, high) if exact else _approach(holds, low.maximum(high - reach), high)
 
-        # Each row goes one way, whatever its neighbours ask for: two ways of adding up might part in the last bit.
+        # A row's own parameters choose its computation, whatever the other rows use: two orders of adding up might
+        # differ in the last bit.
         top_k, top_p = self.integers[:, 1, None, None].expand_as(high), self._number(2)
         few = (top_k > 0) & (top_k <= FEW)
         kth = nucleus = lowest
@@ -244,23 +246,23 @@ class Sampler:
         return torch.where(top_p < 1, nucleus, kth)
 
     def _nucleus(self, top: Tensor, ties: Tensor, kth: Tensor) -> Tensor:
-        """The smallest logit [R, Q, 1] that top-p leaves of the `kth` [R, Q, 1] and those before it.
+        """The smallest logit [R, Q, 1] that top-p leaves of the k-th largest logit [R, Q, 1] and the larger ones.
 
-        top: [R, Q, N], the largest logits in order, all above the k-th among them. ties: [R, Q, 1], how many are equal
-        to the k-th.
+        top: [R, Q, N], the largest logits in order, with all that are above the k-th. ties: [R, Q, 1], how many logits
+        are equal to the k-th.
         """
         weights, weight = (((x.float() - top[..., :1].float()) / self.temperature).exp() for x in (top, kth))
         total = torch.where(top > kth, weights, 0).sum(dim=-1, keepdim=True) + ties * weight
-        # A token stays while the likelier ones before it have not reached p; the first always stays.
+        # A token stays while the likelier tokens have not reached p; the first always stays.
         kept = weights.cumsum(dim=-1) - weights < self._number(2) * total
         return top.masked_fill(~kept, torch.inf).amin(dim=-1, keepdim=True).maximum(kth)
 
 
 class SamplerState:
-    """What choosing tokens needs to know of the sequences in `slots` slots, on the device from admission to the end.
+    """The sampling parameters and token counts of the sequences in `slots` slots, kept on the device.
 
-    One more slot, number `slots`, is nobody's: dead rows point to it. Tokens are counted for penalised sequences alone:
-    int32 [slots + 1, V], allocated when the first one comes. wrap: of the engine's recorder, for work of the device.
+    No sequence has the additional slot number `slots`: dead rows point to it. Tokens are counted only for sequences
+    with a penalty: int32 [slots + 1, V], allocated when the first such sequence comes. wrap: `Recorder.wrap`.
     """
 
     def __init__(
@@ -281,7 +283,7 @@ class SamplerState:
         self._held_by = wrap(self._gather)
 
     def admit(self, slot: int, sampling: Sampling, prompt: Sequence[int], tokens: Sequence[int] = ()) -> None:
-        """A sequence takes the slot, with a prompt and the tokens that its completion has already."""
+        """Put a sequence into a slot, with its prompt and the tokens that its completion already has."""
         if sampling != self._rows[slot]:
             self._rows[slot], self._uses[slot] = sampling, _uses(sampling)
             self._changed.add(slot)
@@ -294,16 +296,15 @@ class SamplerState:
             self.committed({slot: tokens})
 
     def committed(self, tokens: Mapping[int, Sequence[int]]) -> None:
-        """Tokens that completions have had since, by slot: those of a round in one call."""
+        """Count newly committed tokens, by slot: all tokens of a round in one call."""
         counted = {slot: row for slot, row in tokens.items() if self._uses[slot] & Uses.PENALISED}
-        places = [slot * self.vocabulary + token for slot, row in counted.items() for token in row]
-        if places and self._held is not None:
-            index = self._on_device(places)
+        indices = [slot * self.vocabulary + token for slot, row in counted.items() for token in row]
+        if indices and self._held is not None:
+            index = self._on_device(indices)
             self._held.view(-1).scatter_add_(0, index, torch.full_like(index, 2, dtype=torch.int32))
 
     def rows(self, numbers: Tensor, slots: Iterable[int]) -> Sampler:
-        """The sampler of a round whose rows have the slots `numbers` [R], on the device; `slots` are those of its
-        living rows."""
+        """The sampler of a round. numbers: the rows' slots [R], on the device. slots: the slots of the live rows."""
         self._refresh()
         slots = list(slots)
         uses = reduce(or_, {self._uses[slot] for slot in slots}, 0)
@@ -319,7 +320,7 @@ class SamplerState:
         return self._held[numbers]
 
     def _refresh(self) -> None:
-        """Bring the parameters of the sequences admitted since the last round to the device."""
+        """Copy the parameters of newly admitted sequences to the device."""
         if self._changed:
             index = self._on_device(list(self._changed))
             values = zip(*(_parameters(self._rows[slot]) for slot in self._changed), strict=True)
@@ -332,8 +333,11 @@ class SamplerState:
 
 
 def _parameters(row: Sampling) -> tuple[list[float], list[int]]:
-    """`numbers` and `integers` of a row. A greedy one is left whole."""
-    seed = (row.seed + 2**63) % 2**64 - 2**63  # Python's seeds may fill 64 unsigned bits; int64 wraps.
+    """The `numbers` (temperature, noise factor, top_p, min_p, three penalties) and `integers` (seed, top_k) of a row.
+
+    A greedy row has neither noise nor filters.
+    """
+    seed = (row.seed + 2**63) % 2**64 - 2**63  # a seed may fill 64 unsigned bits; int64 wraps around
     penalties = [row.repetition_penalty, row.presence_penalty, row.frequency_penalty]
     if row.temperature == 0:
         return [1.0, 0.0, 1.0, 0.0, *penalties], [seed, 0]
@@ -345,9 +349,9 @@ def _count(mask: Tensor) -> Tensor:
 
 
 def _top(logits: Tensor, count: int) -> Tensor:
-    """The `count` largest of logits [R, Q, V] from the largest down: [R, Q, count], or [R, Q, V] where V is less.
+    """The `count` largest of logits [R, Q, V] in descending order: [R, Q, count], or [R, Q, V] if V is smaller.
 
-    They lie in the `count` chunks with the largest maxima, so one pass over all finds those chunks.
+    They lie in the `count` chunks with the largest maxima, which one pass over the logits finds.
     """
     vocabulary = logits.shape[-1]
     size = math.isqrt(vocabulary // count)
@@ -355,14 +359,14 @@ def _top(logits: Tensor, count: int) -> Tensor:
         return logits.topk(min(count, vocabulary)).values
     whole = logits[..., : vocabulary // size * size].unflatten(-1, (-1, size))  # [R, Q, chunks, size]
     best = whole.amax(dim=-1).topk(count).indices
-    found = whole.gather(2, best[..., None].expand(-1, -1, -1, size)).flatten(2)
-    return torch.cat([found, logits[..., vocabulary // size * size :]], dim=-1).topk(count).values
+    picked = whole.gather(2, best[..., None].expand(-1, -1, -1, size)).flatten(2)
+    return torch.cat([picked, logits[..., vocabulary // size * size :]], dim=-1).topk(count).values
 
 
 def _search(holds: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
-    """The largest floats, from `low` to `high`, at which `holds`: as it does at low and, once it fails, does no more.
+    """The largest floats from `low` to `high` at which `holds`. It holds at low, and fails from some point on.
 
-    Bisects the floats themselves, of which there are 2^16 or 2^32: a fixed number of steps, and the result is exact.
+    Bisects the 2^16 or 2^32 floats themselves: a fixed number of steps, and an exact result.
     """
     inside, outside = _ordered(low), _ordered(high) + 1
     for _ in range(8 * low.itemsize):
@@ -373,7 +377,7 @@ def _search(holds: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Ten
 
 
 def _approach(holds: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
-    """What `_search` finds, or less by a 2^STEPS-th of the way between low and high."""
+    """The result of `_search`, or less by up to (high - low) / 2^STEPS."""
     for _ in range(STEPS):
         middle = (low + high) / 2
         held = holds(middle)
@@ -382,13 +386,13 @@ def _approach(holds: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> T
 
 
 def _ordered(values: Tensor) -> Tensor:
-    """Floats as int64 of the same order; both zeros are 0."""
+    """Floats as int64 in the same order; both zeros become 0."""
     kind = _INTEGERS[values.itemsize]
     bits = values.view(kind).long()
     return torch.where(bits < 0, torch.iinfo(kind).min - bits, bits)
 
 
 def _float(ordered: Tensor, dtype: torch.dtype) -> Tensor:
-    """The floats that `_ordered` makes these of."""
+    """The inverse of `_ordered`."""
     kind = _INTEGERS[dtype.itemsize]
     return torch.where(ordered < 0, torch.iinfo(kind).min - ordered, ordered).to(kind).view(dtype)

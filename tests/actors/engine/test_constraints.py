@@ -67,7 +67,7 @@ def oracle(target: Any, prompt: Sequence[int], constraint: Automaton, sampling: 
         if sampling.temperature > 0:
             noise = gumbel_noise(torch.tensor([sampling.seed]), torch.tensor([[len(tokens)]]), len(logits))[0, 0]
             logits = logits / sampling.temperature + noise
-        allowed = list(constraint.way[-1].children)
+        allowed = list(constraint.path[-1].children)
         tokens.append(max(allowed, key=lambda t: float(logits[t])))
         if tokens[-1] in tiny.ENDS:
             break
@@ -143,7 +143,7 @@ def test_scores_are_the_probabilities_among_what_is_allowed() -> None:
         prompt = next(request.prompt for request in asked if request.id == completion.id)
         walk = labels()
         for place, token in enumerate(completion.tokens):
-            allowed = sorted(walk.way[-1].children)
+            allowed = sorted(walk.path[-1].children)
             scores = completion.scores[place]
             assert sorted(scores) == (allowed if len(allowed) > 1 else [])
             if scores:
@@ -202,7 +202,7 @@ def test_budget_and_stop() -> None:
     for completion in engine.run():
         assert len(completion.tokens) <= int(completion.id)  # type: ignore[call-overload]
         assert (completion.finish_reason == "length") == (completion.tokens[-1] != END)
-    with pytest.raises(RequestError, match="stop and constraint"):
+    with pytest.raises(RequestError, match="constraint excludes stop"):
         engine.submit(Request("x", [1], 5, constraint=labels, stop=lambda: lambda _: None))
 
 

@@ -143,19 +143,19 @@ def _swaying(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_swaying")
-def test_where_neighbours_change_bits_the_next_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts, "ways", lambda _: ("swaying", "batched_mm"))
+def test_where_other_rows_change_bits_the_next_implementation_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts, "implementations", lambda _: ("swaying", "batched_mm"))
     model = mixture(torch.bfloat16)
-    assert not choose_experts(model)
+    assert choose_experts(model)
     assert model.config._experts_implementation == "batched_mm"
 
 
 @pytest.mark.usefixtures("_swaying")
 def test_where_no_way_keeps_the_bits_half_precision_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts, "ways", lambda _: ("swaying",))
+    monkeypatch.setattr(experts, "implementations", lambda _: ("swaying",))
     for dtype in HALF:
         name = str(dtype).removeprefix("torch.")
-        message = f"^folder: in {name} the logits of mixtral depend on the tokens beside them; expected float32"
+        message = f"^folder: in {name} the logits of a row of mixtral depend on the other rows of the batch; "
         with pytest.raises(ModelError, match=message):
             check_forward(mixture(dtype), "folder")
     check_forward(mixture(torch.float32), "folder")
@@ -163,12 +163,12 @@ def test_where_no_way_keeps_the_bits_half_precision_is_refused_by_name(monkeypat
 
 
 def test_a_model_on_a_cpu_takes_the_windows_and_one_on_a_gpu_what_transformers_chose() -> None:
-    assert experts.ways(torch.device("cpu")) == (experts.NAME,)
-    assert experts.ways(torch.device("cuda"))[0] is None
+    assert experts.implementations(torch.device("cpu")) == (experts.NAME,)
+    assert experts.implementations(torch.device("cuda"))[0] is None
     for dtype in (torch.float32, *HALF):
         model = mixture(dtype)
         check_forward(model, "mixture")
         assert model.config._experts_implementation == experts.NAME
         assert experts.used(model) == {"experts": experts.NAME}, "it is recorded with every part"
-        assert not exactness._swayed(model)
+        assert not exactness._depends_on_other_rows(model)
     assert experts.used(tiny.model()) == {}

@@ -133,7 +133,7 @@ def test_what_prompts_have_in_common_is_computed_once() -> None:
         ({"attention": "paged"}, "attention: expected one of auto, in_place, gathered, not 'paged'"),
         ({"kernels": "fast"}, "kernels: expected one of eager, packed, compiled, not 'fast'"),
         ({"page": 6}, r"prefill_columns: expected a multiple of page \(6\), not 8"),
-        ({"pages": 11}, "pages: expected at least 12, which hold one sequence of 96 tokens, not 11"),
+        ({"pages": 11}, "pages: expected at least 12, enough for one sequence of 96 tokens, not 11"),
     ],
 )
 def test_settings_that_cannot_be(changes: dict[str, Any], words: str) -> None:

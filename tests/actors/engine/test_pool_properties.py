@@ -158,9 +158,9 @@ def test_check_finds_a_broken_pool_and_a_broken_store() -> None:
         "limit": lambda e: setattr(e.pool.running[0], "limit", 1),
         "NaN": lambda e: e.target.keys[0][3].fill_(float("nan")),
         "pages for": lambda e: e.pool.running[0].tokens.extend([1] * 9),
-        "given twice": lambda e: e.pool.store.free.append(e.pool.store.own[0][0]),
+        "allocated twice": lambda e: e.pool.store.free.append(e.pool.store.own[0][0]),
         "pages lost": lambda e: e.pool.store.free.pop(),
-        "the table names": lambda e: e.pool.store.table[1].fill_(1),
+        "table has": lambda e: e.pool.store.table[1].fill_(1),
         "users": lambda e: setattr(next(iter(e.pool.store.root.children.values())), "users", 9),
     }
     for words, damage in breakages.items():

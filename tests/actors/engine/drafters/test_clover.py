@@ -124,7 +124,7 @@ def _add(tensors: dict[str, Tensor]) -> None:
     ("damage", "told"),
     [
         (_drop, r"head: no tensor v_proj.weight; expected one of \[32, 32\]"),
-        (_shrink, r"head: mlps.0.weight is \[8, 32\], and its config.json asks for \[32, 32\]"),
+        (_shrink, r"head: mlps.0.weight is \[8, 32\], but its config.json asks for \[32, 32\]"),
         (_add, "head: a head of Clover has no tensor o_proj.weight"),
     ],
 )
@@ -142,12 +142,12 @@ def test_a_damaged_head_is_refused_by_name(
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"heads": 0}, "heads is 0; expected the number of tokens that it can draft"),
+        ({"heads": 0}, "heads is 0; expected the number of tokens that the head can draft"),
         ({"heads": "three"}, "heads is 'three'; expected the number"),
         ({"hidden_size": "wide"}, "config.json: .*hidden_size"),
         ({"num_attention_heads": 5}, "config.json: .*attention heads"),
         ({"num_attention_heads": 0, "head_dim": None}, "config.json: .*"),
-        ({"hidden_act": "swish2"}, "config.json: no head can be made of it .*swish2"),
+        ({"hidden_act": "swish2"}, "config.json: no head can be made with it .*swish2"),
         ({"rope_parameters": "x"}, "config.json: .*"),
         ({"heads": True}, "heads is True; expected the number"),
     ],
@@ -166,9 +166,9 @@ def test_a_head_of_another_target_is_refused() -> None:
     assert Clover.refusal(target.config, None, config) == "it needs a head of Clover as its draft"
     assert refusal(tiny.head(target).config) == "it needs a head of Clover as its draft"
     told = refusal(CloverConfig(vocab_size=61, hidden_size=64))
-    assert told == ("the head is for a vocabulary of 61 and hidden states of 64, and the target has 61 and 32")
+    assert told == ("the head is for a vocabulary of 61 and hidden states of 64, but the target has 61 and 32")
     assert refusal(tiny.clover(target).config, method="eqspec") == (
-        "method eqspec moves the KV beside which its features lie"
+        "method eqspec moves the KV, but not the features of the head"
     )
     assert available(target.config, tiny.clover(target).config, config) == ["clover", "suffix", "early_exit"]
 

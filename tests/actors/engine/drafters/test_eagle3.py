@@ -200,9 +200,9 @@ def _lead_out(tensors: dict[str, Tensor]) -> None:
     ("spoil", "told"),
     [
         (_drop, r"no tensor layers.0.hidden_norm.weight; expected one of \[32\]"),
-        (_shrink, r"fc.weight is \[32, 32\], and its config.json asks for \[32, 96\]"),
+        (_shrink, r"fc.weight is \[32, 32\], but its config.json asks for \[32, 96\]"),
         (_add, "a head of EAGLE-3 has no tensor fc_norm.0.weight"),
-        (_lead_out, "d2t leads out of the vocabulary of 61 tokens"),
+        (_lead_out, "d2t has tokens outside the vocabulary of 61 tokens"),
     ],
 )
 def test_what_is_wrong_with_a_head_is_named(
@@ -220,7 +220,7 @@ def test_weights_that_are_no_safetensors_need_a_permission(tmp_path: Path) -> No
     head = tiny.head(tiny.deep(5))
     folder = as_published(head, tmp_path / "head", "authors", pickled=True)
     with pytest.raises(
-        ModelError, match=r"its weights are no safetensors; expected model\.safetensors, or allow_pickle"
+        ModelError, match=r"the weights are not safetensors; expected model\.safetensors, or allow_pickle"
     ):
         load_head(str(folder), torch.float32)
     found = load_head(str(folder), torch.float32, allow_pickle=True)
@@ -249,10 +249,10 @@ def test_files_that_are_damaged_are_named(tmp_path: Path) -> None:
         folder = as_published(tiny.head(tiny.deep(5)), tmp_path / str(number), "authors", pickled=pickled)
         weights = folder / ("pytorch_model.bin" if pickled else "model.safetensors")
         weights.write_bytes(weights.read_bytes()[:100])
-        with pytest.raises(ModelError, match=f"{weights.name}: no "):
+        with pytest.raises(ModelError, match=f"{weights.name}: not a "):
             load_head(str(folder), torch.float32, allow_pickle=True)
     torch.save({"state_dict": {}}, weights)
-    with pytest.raises(ModelError, match=r"pytorch_model.bin: no file of tensors; expected tensors by name"):
+    with pytest.raises(ModelError, match=r"pytorch_model.bin: not a file of tensors; expected tensors by name"):
         load_head(str(folder), torch.float32, allow_pickle=True)
 
 
@@ -278,9 +278,9 @@ def test_a_head_of_another_target_is_refused() -> None:
     assert refusal(tiny.model().config) == "it needs a head of EAGLE-3 as its draft"
     told = refusal(Eagle3Config(vocab_size=99, hidden_size=32))
     assert told is not None
-    assert "is for a vocabulary of 99 and hidden states of 32, and the target has 61 and 32" in told
+    assert "is for a vocabulary of 99 and hidden states of 32, but the target has 61 and 32" in told
     told = refusal(Eagle3Config(vocab_size=61, hidden_size=64, target_hidden_size=32))
-    assert told == "the head has no embedding, and its width of 64 is not the target's"
+    assert told == "the head has no embedding, and its width of 64 differs from the target's"
     told = refusal(Eagle3Config(aux_layers=[1, 2, 5], vocab_size=61, hidden_size=32))
     assert told == "the head asks for the input of layer 5; the target has 5 layers"
 

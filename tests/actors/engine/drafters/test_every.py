@@ -212,5 +212,5 @@ def test_a_drafter_that_lacks_what_it_needs_is_refused_by_name() -> None:
         Engine(tiny.model(), None, EngineConfig())
     with pytest.raises(ValueError, match=f"drafter: expected one of {', '.join(DRAFTERS)}, not 'medusa'"):
         EngineConfig(drafter="medusa")
-    with pytest.raises(ValueError, match="method exspec needs a drafter; without one use method plain"):
+    with pytest.raises(ValueError, match="method exspec needs a drafter; use method plain to decode without one"):
         EngineConfig(drafter="none")

@@ -6,7 +6,7 @@ import tracemalloc
 import pytest
 
 from exspec.actors.engine import Engine, EngineConfig, Request
-from exspec.actors.engine.drafters.suffix import CONTEXT, NODE, PLACE, SLICE, STORE, Row, Suffix, Tree
+from exspec.actors.engine.drafters.suffix import CONTEXT, NODE, SLICE, STORE, TOKEN, Row, Suffix, Tree
 from tests import tiny
 
 
@@ -184,7 +184,7 @@ def test_memory_stays_within_what_the_plan_counts() -> None:
     rows = tracemalloc.get_traced_memory()[0] - before - long
     tracemalloc.stop()
     assert 0.4 * store < learned <= store, f"{learned / len(drafter.tree.children):.0f} bytes a node, not {NODE}"
-    assert rows <= 8 * 4096 * PLACE, f"{rows / 8 / 4096:.0f} bytes a token, not {PLACE}"
+    assert rows <= 8 * 4096 * TOKEN, f"{rows / 8 / 4096:.0f} bytes a token, not {TOKEN}"
 
 
 def test_the_second_time_it_knows() -> None:
