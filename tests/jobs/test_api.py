@@ -69,7 +69,7 @@ def test_a_dataset_of_which_some_rows_were_never_written_is_no_input(pair: dict[
     # The block that failed may have been the first to be written; here another one was.
     if not list(tmp_path.glob("input/*.parquet")):
         table().slice(0, 7).to_pandas().to_parquet(tmp_path / "input" / "0.parquet")
-    with pytest.raises(JobError, match="not all rows of a dataset were written there; give another folder") as error:
+    with pytest.raises(JobError, match="does not hold all rows of a dataset; choose another folder") as error:
         generate(whole, str(tmp_path), max_new_tokens=6, **pair, **SHAPE)
     assert "exspec run" not in str(error.value)
     assert not (tmp_path / "output").exists()
@@ -90,16 +90,16 @@ def test_a_dataset_that_was_written_whole_resumes(pair: dict[str, str], tmp_path
     assert {row["key"]: row["completion"] for row in made.take_all()} == dict(enumerate(expected(pair)))
     assert [path.stat().st_mtime_ns for path in kept] == times, "what was there did not run again"
     for other in (table().slice(1), table().drop_columns("key")):
-        with pytest.raises(JobError, match="holds other rows; give another folder"):
+        with pytest.raises(JobError, match="holds other rows; choose another folder"):
             generate(ray.data.from_arrow(other), str(tmp_path), **settings)
-    with pytest.raises(JobError, match="holds other files; give another folder"):
+    with pytest.raises(JobError, match="holds other files; choose another folder"):
         generate(table(), str(tmp_path), **settings)
 
 
 def test_a_folder_that_holds_other_rows_is_refused(pair: dict[str, str], tmp_path: Path) -> None:
     first = generate(table(), str(tmp_path), max_new_tokens=6, **pair, **SHAPE)
     assert generate(table(), str(tmp_path), max_new_tokens=6, **pair, **SHAPE).equals(first), "nothing ran again"
-    with pytest.raises(JobError, match="input holds other rows; give another folder"):
+    with pytest.raises(JobError, match="input holds other rows; choose another folder"):
         generate(table().slice(1), str(tmp_path), max_new_tokens=6, **pair, **SHAPE)
 
 

@@ -59,7 +59,7 @@ def test_a_second_command_leaves_and_one_after_a_kill_goes_on(tmp_path: Path) ->
     assert "96 of 96 rows" in end(waiting, 0)
     assert "nothing to do: all 96 rows" in end(after, 0), "the one that it waited for has done them"
     assert kept <= {path.name for path in (tmp_path / "out").glob("part-*")}, "what was done stays"
-    assert "24 files are 1 now" in end(start(tmp_path, "compact", "out"), 0)
+    assert "1 files instead of 24" in end(start(tmp_path, "compact", "out"), 0)
     assert "nothing to do: all 96 rows" in end(start(tmp_path, *run), 0)
     rows = pq.read_table(tmp_path / "out").to_pylist()
     assert len({(row["shard"], row["row"]) for row in rows}) == len(rows) == 96
