@@ -6,17 +6,13 @@ bfloat16 may differ by rounding, and the audit tells by how little.
 """
 
 import json
-import random
-from collections import Counter
-from collections.abc import Iterable, Iterator, Set
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from exspec.actors.answers.answers import AnswerError, Answers
@@ -26,45 +22,26 @@ from exspec.actors.engine import (
     EngineConfig,
     Request,
     RequestError,
-    Room,
     Sampling,
     SequenceStatistics,
 )
 from exspec.actors.engine.engine import model_end_ids
-from exspec.actors.engine.kv.cached_model import context_length
 from exspec.actors.engine.kv.memory import MEBIBYTE
 from exspec.actors.engine.shape.plan import fit
 from exspec.actors.engine.tokens.constraint import tokens_of
-from exspec.actors.generator import KILLER
+from exspec.actors.exactness import transformers_generate
 from exspec.actors.models import Pair, forget_sampling
 from exspec.actors.stop_strings import StopStrings, completion_text
+from exspec.jobs.finished import Row, check_map, choose, read_rows
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.input.plan import Chunk, decode_schema
-from exspec.pipeline.input.prompts import Prompts
-from exspec.pipeline.input.requests import mapped, requests
-from exspec.pipeline.input.rows import RowError
 from exspec.pipeline.input.shards import vanished
-from exspec.pipeline.job.settings import Dtype, Job
-from exspec.pipeline.output.contents import read_range
-from exspec.pipeline.output.owner import AUDIT, Output, read_output, settings
+from exspec.pipeline.job.settings import Dtype
+from exspec.pipeline.output.owner import AUDIT, read_output, settings
 from exspec.pipeline.output.report import rewrite
 from exspec.pipeline.progress import Progress
 from exspec.pipeline.secrets import anonymous
 from exspec.pipeline.shape import known_shape, memory_budget, pair_of
 from exspec.pipeline.storage import Folder
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row of the sample: what the job wrote, with the values it read out of the text, and what it was asked."""
-
-    shard: str
-    number: int
-    id: str
-    completion: str | None
-    tokens: int | None
-    values: dict[str, Any]
-    request: Request | None
 
 
 @dataclass(frozen=True)
@@ -145,22 +122,6 @@ def audit(
     return int(found[0].equal < found[0].rows)
 
 
-def check_map(job: Job, output: str) -> None:
-    """Raises JobError where rows of the job are made by code of its own that may not run here."""
-    if job.map and not job.trust_remote_code:
-        raise JobError(f"{output}: the job ran code of its own, map {job.map.name}; --trust-remote-code runs it here")
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Rows of a finished chunk, by their numbers in it, and where they lie: in a file, from row `start` on."""
-
-    chunk: Chunk
-    file: str
-    start: int
-    numbers: list[int]
-
-
 def _fitted(shape: EngineConfig, pair: Pair, budget: int) -> EngineConfig:
     """The job's shape with the pages that this machine has memory for. Raises JobError where it holds no such batch."""
     try:
@@ -172,61 +133,6 @@ def _fitted(shape: EngineConfig, pair: Pair, budget: int) -> EngineConfig:
             f"memory: {budget / MEBIBYTE:.0f} MiB are too few for the batch of {shape.batch_size} that the job ran in"
         )
     return found
-
-
-def choose(
-    output: Output, count: int, share: float | None, seed: int, gone: Set[str] = frozenset()
-) -> Iterator[Sample]:
-    """Rows of finished chunks: of every shard its share of `count`, or `share` of its rows, but one at least.
-
-    gone: shards that cannot be read any more.
-    """
-    rows: Counter[str] = Counter()
-    for chunk, _, _ in output.state.chunks():
-        rows[chunk.shard.name] += chunk.rows * (chunk.shard.name not in gone)
-    if not (total := rows.total()):
-        raise JobError(f"{output.folder.url}: holds no finished rows whose shard is there")
-    part = share if share is not None else min(1.0, count / total)
-    for name, found in groupby(output.state.chunks(), key=lambda held: held[0].shard.name):
-        if rows[name]:
-            taken = random.Random(f"{seed} {name}").sample(range(rows[name]), max(1, round(part * rows[name])))
-            yield from _samples(found, sorted(taken))
-
-
-def _samples(chunks: Iterable[tuple[Chunk, str, int]], taken: list[int]) -> Iterator[Sample]:
-    """The taken ones of the rows of some chunks, counted through all of them."""
-    first = 0
-    for chunk, file, start in chunks:
-        numbers = [n - first for n in taken if first <= n < first + chunk.rows]
-        first += chunk.rows
-        if numbers:
-            yield Sample(chunk, file, start, numbers)
-
-
-def read_rows(job: Job, output: Output, pair: Pair, samples: Iterable[Sample]) -> Iterator[Row]:
-    """What the job wrote in the rows of samples, and what it was asked."""
-    schema = decode_schema(output.state.plan.schema)
-    room = Room(context_length(pair.target.config), output.state.description["shape"]["capacity"])
-    prompts = Prompts(job, pair.tokenizer, mapped(job, schema)).within(room)
-    columns = ["id", "completion", "completion_tokens", "error", *job.value_columns]
-    for sample in samples:
-        chunk, place = sample.chunk, output.place(sample.file)
-        found = read_range(output.folder, place, sample.start, chunk.rows, columns)
-        stored = [row for table in found for row in table.to_pylist()]
-        for asked in requests(chunk, job, prompts, schema, sample.numbers):
-            out = stored[asked.number - chunk.first]
-            if out["error"] == KILLER:
-                continue  # it would end this process too
-            values = {name: out[name] for name in job.value_columns}
-            yield Row(
-                chunk.shard.name,
-                asked.number,
-                out["id"],
-                out["completion"],
-                out["completion_tokens"],
-                values,
-                None if isinstance(asked.request, RowError) else asked.request,
-            )
 
 
 def decode(target: PreTrainedModel, config: EngineConfig, rows: list[Row]) -> dict[tuple[str, int], Completion]:
@@ -298,7 +204,6 @@ def _is_greedy(request: Request) -> bool:
 
 def _generate(model: PreTrainedModel, request: Request) -> Completion:
     """transformers' completion of one prompt, ended as the engine ends it."""
-    ids = torch.tensor([list(request.prompt)], device=model.device)
     ends = model_end_ids(model) | request.end_ids
     constraint = request.constraint
 
@@ -309,15 +214,13 @@ def _generate(model: PreTrainedModel, request: Request) -> Completion:
             walk.advance(token)
         return tokens_of(walk.allowed())
 
-    output = model.generate(  # type: ignore[operator]
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        generation_config=GenerationConfig(
-            do_sample=False, max_new_tokens=request.max_new_tokens, eos_token_id=sorted(ends) or None, pad_token_id=0
-        ),
+    (tokens,) = transformers_generate(
+        model,
+        [request.prompt],
+        request.max_new_tokens,
+        ends,
         prefix_allowed_tokens_fn=allowed if constraint else None,
     )
-    tokens: list[int] = output[0, len(request.prompt) :].tolist()
     check = request.stop() if request.stop else None
     for place in range(len(tokens)):
         stopped = check(tokens[place]) if check else None
