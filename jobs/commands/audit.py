@@ -6,11 +6,8 @@ rounding, and the audit reports by how much.
 """
 
 import json
-import random
-from collections import Counter
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Set
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -19,20 +16,14 @@ from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
 from exspec.actors.answers.answers import AnswerError, Answers
-from exspec.actors.engine import Completion, EngineConfig, Request, Room
-from exspec.actors.engine.kv.cached_model import context_length
-from exspec.actors.generator import KILLER
+from exspec.actors.engine import Completion, EngineConfig
 from exspec.actors.models import Pair, forget_sampling
 from exspec.actors.stop_strings import StopStrings, completion_text
 from exspec.jobs.commands.reference import decode, fitted, generated, is_greedy, margin
+from exspec.jobs.finished import FinishedRow, check_map, choose, read_rows
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.input.plan import Chunk, decode_schema
-from exspec.pipeline.input.prompts import Prompts
-from exspec.pipeline.input.requests import mapped, requests
-from exspec.pipeline.input.rows import RowError
 from exspec.pipeline.input.shards import vanished
 from exspec.pipeline.job.settings import Dtype, Job
-from exspec.pipeline.output.contents import read_range
 from exspec.pipeline.output.owner import AUDIT, Output, read_output, settings
 from exspec.pipeline.output.report import rewrite
 from exspec.pipeline.progress import Progress
@@ -41,23 +32,6 @@ from exspec.pipeline.shape import known_shape, memory_budget, pair_of
 from exspec.pipeline.storage import Folder
 
 SHOWN = 3  # differences that are printed per comparison
-
-
-@dataclass(frozen=True)
-class StoredRow:
-    """A row as the job wrote it, with the values read from its completion. request: None for an error row."""
-
-    shard: str
-    number: int
-    id: str
-    completion: str | None
-    tokens: int | None
-    values: dict[str, Any]
-    request: Request | None
-
-    @property
-    def key(self) -> tuple[str, int]:
-        return self.shard, self.number
 
 
 @dataclass(frozen=True)
@@ -81,16 +55,6 @@ class Comparison:
     rows: int
     equal: int
     differences: list[Difference]
-
-
-@dataclass(frozen=True)
-class ChunkSample:
-    """Rows of a finished chunk, by number. file, start: where the chunk's rows begin in the output."""
-
-    chunk: Chunk
-    file: str
-    start: int
-    numbers: list[int]
 
 
 def audit(
@@ -133,12 +97,6 @@ def audit(
     return int(comparisons[0].equal < comparisons[0].rows)
 
 
-def check_map(job: Job, output: str) -> None:
-    """Raise JobError if the job's rows are made by its own code and this command may not run that code."""
-    if job.map and not job.trust_remote_code:
-        raise JobError(f"{output}: the job ran its own code, map {job.map.name}; pass --trust-remote-code to run it")
-
-
 def _missing_shards(done: Output) -> Set[str]:
     """Names of planned shards that are no longer in the input. Prints a note on them and on rows that are not done."""
     state = done.state
@@ -153,68 +111,14 @@ def _missing_shards(done: Output) -> Set[str]:
     return missing
 
 
-def choose(
-    output: Output, count: int, share: float | None, seed: int, missing: Set[str] = frozenset()
-) -> Iterator[ChunkSample]:
-    """Draw rows of finished chunks: `share` of every shard's rows, or `count` rows in all, but at least one per shard.
-
-    missing: shards to skip.
-    """
-    rows: Counter[str] = Counter()
-    for chunk, _, _ in output.state.chunks():
-        rows[chunk.shard.name] += chunk.rows * (chunk.shard.name not in missing)
-    if not (total := rows.total()):
-        raise JobError(f"{output.folder.url}: no finished row belongs to a shard that is still in the input")
-    part = share if share is not None else min(1.0, count / total)
-    for name, chunks in groupby(output.state.chunks(), key=lambda held: held[0].shard.name):
-        if rows[name]:
-            drawn = random.Random(f"{seed} {name}").sample(range(rows[name]), max(1, round(part * rows[name])))
-            yield from _by_chunk(chunks, sorted(drawn))
-
-
-def _by_chunk(chunks: Iterable[tuple[Chunk, str, int]], drawn: list[int]) -> Iterator[ChunkSample]:
-    """The drawn rows of a shard by chunk. Their numbers count through all chunks of the shard."""
-    first = 0
-    for chunk, file, start in chunks:
-        numbers = [n - first for n in drawn if first <= n < first + chunk.rows]
-        first += chunk.rows
-        if numbers:
-            yield ChunkSample(chunk, file, start, numbers)
-
-
-def read_rows(job: Job, output: Output, pair: Pair, samples: Iterable[ChunkSample]) -> Iterator[StoredRow]:
-    """The sampled rows as the job wrote them, with their requests."""
-    schema = decode_schema(output.state.plan.schema)
-    room = Room(context_length(pair.target.config), output.state.description["shape"]["capacity"])
-    prompts = Prompts(job, pair.tokenizer, mapped(job, schema)).within(room)
-    columns = ["id", "completion", "completion_tokens", "error", *job.value_columns]
-    for sample in samples:
-        chunk = sample.chunk
-        tables = read_range(output.folder, output.place(sample.file), sample.start, chunk.rows, columns)
-        stored = [row for table in tables for row in table.to_pylist()]
-        for asked in requests(chunk, job, prompts, schema, sample.numbers):
-            row = stored[asked.number - chunk.first]
-            if row["error"] == KILLER:
-                continue  # it would crash this process too
-            yield StoredRow(
-                chunk.shard.name,
-                asked.number,
-                row["id"],
-                row["completion"],
-                row["completion_tokens"],
-                {name: row[name] for name in job.value_columns},
-                None if isinstance(asked.request, RowError) else asked.request,
-            )
-
-
-def _against_plain(rows: list[StoredRow], job: Job, done: Output, pair: Pair, device: str) -> Comparison:
+def _against_plain(rows: list[FinishedRow], job: Job, done: Output, pair: Pair, device: str) -> Comparison:
     shape = EngineConfig(**known_shape(done.state.description["shape"])).plain()
     config = fitted(shape, pair, memory_budget(job, torch.device(device)))
     expected = decode(pair.target, config, [row.request for row in rows if row.request is not None])
     return _compare("plain decoding in the job's shape", rows, expected, pair, job.answers(pair.tokenizer))
 
 
-def _against_generate(rows: list[StoredRow], job: Job, pair: Pair, device: str) -> Comparison:
+def _against_generate(rows: list[FinishedRow], job: Job, pair: Pair, device: str) -> Comparison:
     model = pair_of(job.model_copy(update={"dtype": Dtype.float32}), device, draft=False).target
     forget_sampling(model)
     expected = {row.key: generated(model, row.request) for row in rows if row.request is not None}
@@ -223,14 +127,14 @@ def _against_generate(rows: list[StoredRow], job: Job, pair: Pair, device: str) 
 
 
 def _compare(
-    against: str, rows: list[StoredRow], expected: dict[tuple[str, int], Completion], pair: Pair, answers: Answers
+    against: str, rows: list[FinishedRow], expected: dict[tuple[str, int], Completion], pair: Pair, answers: Answers
 ) -> Comparison:
     found = [_difference(row, expected.get(row.key), pair, answers) for row in rows]
     differences = [difference for difference in found if difference is not None]
     return Comparison(against, len(rows), len(rows) - len(differences), differences)
 
 
-def _difference(row: StoredRow, expected: Completion | None, pair: Pair, answers: Answers) -> Difference | None:
+def _difference(row: FinishedRow, expected: Completion | None, pair: Pair, answers: Answers) -> Difference | None:
     """How a row differs from its reference, if it does. A row without a reference must be an error row."""
     text, values = None, row.values
     if expected is not None:
@@ -252,7 +156,7 @@ def _difference(row: StoredRow, expected: Completion | None, pair: Pair, answers
     return Difference(row.shard, row.number, row.id, stored, read, 0, None)
 
 
-def _first_difference(pair: Pair, row: StoredRow, expected: Completion, text: str) -> tuple[int, float | None]:
+def _first_difference(pair: Pair, row: FinishedRow, expected: Completion, text: str) -> tuple[int, float | None]:
     """Index of the reference's first token whose text is not in the stored completion, and its margin."""
     assert row.request is not None
     stored, token = row.completion or "", 0

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from exspec.actors.engine import (
     Completion,
@@ -18,6 +18,7 @@ from exspec.actors.engine.engine import model_end_ids
 from exspec.actors.engine.kv.memory import MEBIBYTE
 from exspec.actors.engine.shape.plan import fit
 from exspec.actors.engine.tokens.constraint import tokens_of
+from exspec.actors.exactness import transformers_generate
 from exspec.actors.models import Pair
 from exspec.pipeline.errors import JobError
 
@@ -56,21 +57,15 @@ def is_greedy(request: Request) -> bool:
 
 def generated(model: PreTrainedModel, request: Request) -> Completion:
     """The completion that transformers generates for one prompt, ended where the engine would end it."""
-    prompt = torch.tensor([list(request.prompt)], device=model.device)
     ends = model_end_ids(model) | request.end_ids
 
     def allowed(_: int, ids: torch.Tensor) -> list[int]:
         return _allowed(request, ids[len(request.prompt) :].tolist())
 
-    output = model.generate(  # type: ignore[operator]
-        input_ids=prompt,
-        attention_mask=torch.ones_like(prompt),
-        generation_config=GenerationConfig(
-            do_sample=False, max_new_tokens=request.max_new_tokens, eos_token_id=sorted(ends) or None, pad_token_id=0
-        ),
-        prefix_allowed_tokens_fn=allowed if request.constraint else None,
+    constraint = allowed if request.constraint else None
+    (tokens,) = transformers_generate(
+        model, [request.prompt], request.max_new_tokens, ends, prefix_allowed_tokens_fn=constraint
     )
-    tokens: list[int] = output[0, len(request.prompt) :].tolist()
     check = request.stop() if request.stop else None
     for i, token in enumerate(tokens):
         stopped = check(token) if check else None
