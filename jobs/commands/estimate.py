@@ -43,7 +43,7 @@ class Estimate:
         lines = [
             f"estimate from {self.decoded} rows decoded here, {self.shape}: {self.speed:.0f} tokens/s per actor",
             f"{self.rows} rows: about {self.prompts:,.0f} prompt tokens and {self.tokens:,.0f} completion tokens",
-            f"{duration(self.seconds)} with {self.actors} such actors",
+            f"{duration(self.seconds)} with {self.actors} such actor{'s' * (self.actors != 1)}",
         ]
         if price is not None:
             cost = self.seconds / 3600 * self.actors * self.gpus * price

@@ -1,4 +1,4 @@
-"""One source of settings: what the engine declares is in job files, in flags, on the bench and on the pages."""
+"""A setting is declared once, in the engine, and is then in job files, options, the bench and the pages."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ def flags(command: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_setting_of_the_engine_is_everywhere(name: str) -> None:
+def test_a_setting_of_the_engine_is_in_every_place(name: str) -> None:
     known = SETTINGS[name]
     assert Job.model_fields[name].description == known.help
     assert {name} <= flags("run") & flags("label") & flags("tune")
@@ -36,14 +36,14 @@ def test_a_setting_of_the_engine_is_everywhere(name: str) -> None:
 
 @dataclass(frozen=True)
 class Extended(EngineConfig):
-    """What an engine with three more settings declares."""
+    """The config of an engine with three more settings."""
 
     beams: int | None = setting(None, "Beams of a row.", "any", ge=2)
-    order: Literal["first", "last"] = setting("first", "Who comes first.")
+    order: Literal["first", "last"] = setting("first", "Which comes first.")
     share: float = setting(0.5, "Share of the beams.", measured=True, gt=0, lt=1)
 
 
-def test_one_field_is_all_that_a_new_setting_takes() -> None:
+def test_a_new_setting_takes_one_field() -> None:
     known = settings_of(Extended)
     assert set(known) == {*SETTINGS, "beams", "order", "share"}
     made = create_model("Made", **{name: _engines(known[name]) for name in ("beams", "order", "share")})  # type: ignore[call-overload]
@@ -72,7 +72,7 @@ def test_one_field_is_all_that_a_new_setting_takes() -> None:
         (SETTINGS["method"], "magic", "method: expected one of plain, eqspec, exspec, not 'magic'"),
     ],
 )
-def test_a_value_out_of_range_is_named(known: Setting, value: Any, message: str) -> None:
+def test_a_value_out_of_range_is_refused_by_name(known: Setting, value: Any, message: str) -> None:
     known.check(known.default)
     with pytest.raises(ValueError, match=f"^{message}"):
         known.check(value)
