@@ -38,9 +38,7 @@ def _pod(template: Manifest) -> list[str]:
             "RuntimeDefault seccomp": security.get("seccompProfile") == {"type": "RuntimeDefault"},
             "no namespace of the host": not any(spec.get(key) for key in HOST),
             "volumes that the restricted profile allows": all(set(v) - {"name"} <= VOLUMES for v in spec["volumes"]),
-            "a size limit for every emptyDir": all(
-                "sizeLimit" in v["emptyDir"] for v in spec["volumes"] if "emptyDir" in v
-            ),
+            "a size limit per emptyDir": all("sizeLimit" in v["emptyDir"] for v in spec["volumes"] if "emptyDir" in v),
             "tolerations on GPU workers, and only there": bool(accelerated) == gpu
             and (gpu or not spec.get("tolerations")),
             "a ServiceAccount and a priority class": spec.get("serviceAccountName") and spec.get("priorityClassName"),
@@ -64,7 +62,7 @@ def _container(container: Manifest) -> list[str]:
             "no seccomp of its own": "seccompProfile" not in security,
             "CPU and memory requested": {"cpu", "memory"} <= set(requests),
             "CPU and memory limited": {"cpu", "memory"} <= set(limits),
-            "requested memory equal to its limit": requests.get("memory") == limits.get("memory"),
+            "a memory request like its limit": requests.get("memory") == limits.get("memory"),
             "requests within limits": all(
                 quantity(requests[k]) <= quantity(limits[k]) for k in requests if k in limits
             ),

@@ -55,9 +55,7 @@ def test_the_last_stage_builds_nothing_and_does_not_run_as_root() -> None:
     assert "COPY --from=build /opt/exspec /opt/exspec" in final
     assert not re.search(r"\bpip\b|\bgcc\b|-venv|-dev\b", final)
     assert re.search(r"^USER 10001:10001$", final, re.MULTILINE)
-    assert final.index("USER 10001") < final.index("exspec --help"), (
-        "the check of the entry point runs as the final user"
-    )
+    assert final.index("USER 10001") < final.index("exspec --help"), "the final user runs the check"
 
 
 @needs_renderer

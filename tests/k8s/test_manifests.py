@@ -1,6 +1,5 @@
 """The API server, the operators and the policy accept every overlay, and every pair that the README allows."""
 
-import copy
 import itertools
 import os
 import re
@@ -62,15 +61,6 @@ def test_every_overlay_is_accepted(name: str) -> None:
     assert checks.problems(objects) == []
 
 
-@needs_renderer
-def test_the_schemas_of_kuberay_find_an_unknown_field() -> None:
-    if not schemas.CRDS.is_dir():
-        pytest.skip(f"no KubeRay CRDs in {schemas.CRDS} (EXSPEC_K8S_CRDS): RayJobs were checked by rules and as pods")
-    (item,) = of_kind(overlay("base"), "RayJob")
-    item["spec"]["nonsense"] = 1
-    assert any("nonsense" in text for text in schemas.problems(item))
-
-
 def own_job(pair: tuple[str, ...]) -> str:
     """A user's job file for two overlays, with their device and their number of workers."""
     job = yaml.safe_load((folder_of("cpu" if "cpu" in pair else "base") / "job.yaml").read_text())
@@ -120,11 +110,11 @@ TYPOS = [
 @pytest.mark.parametrize(("kind", "path", "value"), TYPOS, ids=[path for _, path, _ in TYPOS])
 def test_a_typo_is_found(kind: str, path: str, value: Any) -> None:
     if path.startswith("spec.") and kind == "RayJob" and ".spec." not in path and not schemas.CRDS.is_dir():
-        pytest.skip("the field is KubeRay's, whose CRDs are not installed")
+        pytest.skip(f"no KubeRay CRDs in {schemas.CRDS} (EXSPEC_K8S_CRDS)")
     item = of_kind(overlay("base"), kind)[0]
     assert schemas.problems(item) == []
     change(item, path, value)
-    assert schemas.problems(item) != []
+    assert any(path.rpartition(".")[2] in text for text in schemas.problems(item))
 
 
 BROKEN = [
@@ -199,11 +189,9 @@ def test_only_googles_identity_opens_the_metadata_server() -> None:
     opened = {item["metadata"]["name"]: item["spec"] for item in of_kind(combine(("gcp-identity",)), "NetworkPolicy")}
     spec = opened["metadata-server"]
     assert spec["podSelector"] == opened["storage-and-hub"]["podSelector"]
-    opened_ports = {
-        (rule["to"][0]["ipBlock"]["cidr"], port["port"]) for rule in spec["egress"] for port in rule["ports"]
-    }
+    found = {(rule["to"][0]["ipBlock"]["cidr"], port["port"]) for rule in spec["egress"] for port in rule["ports"]}
     ports = {"169.254.169.252/32": (987, 988), "169.254.169.254/32": (80, 8080, 53)}
-    assert opened_ports == {(address, port) for address, open_ones in ports.items() for port in open_ones}
+    assert found == {(address, port) for address, numbers in ports.items() for port in numbers}
 
 
 @needs_renderer
@@ -242,13 +230,6 @@ def test_spot_workers_and_a_head_on_demand() -> None:
     }
     assert wanted
     assert wanted <= refused
-
-
-def test_validation_does_not_change_the_object() -> None:
-    item = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "x"}, "data": {"a": "b"}}
-    before = copy.deepcopy(item)
-    assert schemas.problems(item) == []
-    assert item == before
 
 
 @needs_renderer

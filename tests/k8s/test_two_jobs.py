@@ -13,7 +13,7 @@ FOLLOWED = {
     "ServiceAccount",
     "Role",
     "CronJob",
-}  # kinds that other objects refer to; rules.py checks a PriorityClass
+}  # other objects refer to them by name
 SECRETS = {"exspec-ray-token", "exspec-hub", "exspec-s3"}
 RAY = {  # labels that the operator gives a pod
     "head": {"ray.io/is-ray-node": "yes", "ray.io/node-type": "head"},
@@ -86,9 +86,10 @@ def test_every_selector_selects_only_pods_of_its_job(jobs: dict[str, list[Manife
             for selector in (found for item in of_kind(objects, kind) for found in selectors(item)):
                 assert any(selector.items() <= labels.items() for labels in [*own.values(), *night]), selector
                 assert not any(selector.items() <= labels.items() for labels in foreign.values()), selector
-                if kind == "PodMonitor":
-                    scraped = {role for role, labels in own.items() if selector.items() <= labels.items()}
-                    assert scraped == {*own} - {"submitter"}
+        for item in of_kind(objects, "PodMonitor"):
+            (selector,) = selectors(item)
+            scraped = {role for role, labels in own.items() if selector.items() <= labels.items()}
+            assert scraped == {*own} - {"submitter"}
 
 
 @needs_renderer
