@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import os
 import re
 import shutil
@@ -175,15 +176,13 @@ def environment(objects: list[Manifest], container: Manifest, secrets: dict[str,
 
 
 def combinations() -> dict[tuple[str, str], bool]:
-    """The table in k8s/README.md of pairs of overlays, and whether they go together."""
+    """Which two overlays go together: all but those that k8s/README.md lists."""
     text = (K8S / "README.md").read_text()
-    lines = re.search(r"^\| with \|.*?(?=\n\n)", text, re.MULTILINE | re.DOTALL)
-    assert lines, "k8s/README.md has no table that begins with `| with |`"
-    header, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines[0].splitlines())
-    table = {}
-    for first, *cells in rows:
-        for second, cell in zip(header[1:], cells, strict=True):
-            if cell:
-                assert cell.startswith(("yes", "no")), cell
-                table[first, second] = cell.startswith("yes")
+    found = re.search(r"^The overlays \(([^)]*)\)", text, re.MULTILINE)
+    assert found, "k8s/README.md has no line that begins with `The overlays (`"
+    names = re.findall(r"`([\w-]+)`", found[1])
+    refused = set(map(frozenset, re.findall(r"^- `([\w-]+)` and `([\w-]+)`: ", text, re.MULTILINE)))
+    assert refused, "k8s/README.md lists no two overlays that do not go together"
+    table = {pair: frozenset(pair) not in refused for pair in itertools.combinations(names, 2)}
+    assert refused == {frozenset(pair) for pair, together in table.items() if not together}, "an unknown overlay"
     return table

@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import shlex
 import textwrap
 from math import floor, log10
@@ -16,6 +17,7 @@ from transformers import AutoConfig
 from exspec.actors.engine import EngineConfig
 from exspec.actors.engine.shape.calibration import PREFILLS, ROWS
 from exspec.actors.engine.shape.plan import fit, plan_memory
+from exspec.jobs.benchmarks import synthetic
 from exspec.jobs.benchmarks.synthetic import SHAPES
 from exspec.jobs.cli import app
 from exspec.pipeline.shape import LONGEST, SHARE
@@ -26,6 +28,7 @@ PAGES = [K8S / "README.md", *sorted((K8S / "docs").glob("*.md"))]
 FILE = re.compile(r"^( +)# (\S+\.yaml)\n((?:\1.*\n)+)", re.MULTILINE)
 TEXTS = {page: page.read_text().replace("REGISTRY", "registry.example.com") for page in PAGES}
 FILES = {(page, name): textwrap.dedent(body) for page in PAGES for _, name, body in FILE.findall(TEXTS[page])}
+FILES |= {(K8S / "docs" / "models.md", "fill.yaml"): (K8S / "docs" / "fill.yaml").read_text()}
 FOLDERS = [(page, Path(name).parent) for page, name in FILES if Path(name).name == "kustomization.yaml"]
 OBJECTS = [(page, name) for page, name in FILES if "/" not in name]
 
@@ -90,7 +93,7 @@ def test_an_object_of_a_page_is_valid(page: Path, name: str) -> None:
 
 
 COMMAND = re.compile(
-    r"(?:^|(?<!-n)[ \"])exspec ((?:submit|run|plan|label|status|logs|cancel|messages|audit|synthetic)\b[^#|&;)]*)"
+    r"(?:^|(?<!-n)[ \"])exspec ((?:submit|run|plan|label|status|logs|cancel|messages|audit)\b[^#|&;)]*)"
 )
 
 
@@ -122,7 +125,15 @@ def test_commands_on_the_pages_have_their_options() -> None:
             elif word.startswith("--") and word != "--":
                 assert word.partition("=")[0] in allowed, f"{page.name}: {line}: {command} has no {word}"
         seen.add(command)
-    assert {"run", "plan", "label", "synthetic"} <= seen
+    assert {"run", "plan", "label"} <= seen
+
+
+def test_the_benchmark_knows_the_pairs_on_the_pages() -> None:
+    found = re.findall(r"python -m exspec\.jobs\.benchmarks\.synthetic (.*)$", "\n".join(TEXTS.values()), re.MULTILINE)
+    assert found
+    for line in found:
+        plan, _ = synthetic.parse(shlex.split(line))
+        assert set(plan.pair.split(":")) <= set(SHAPES)
 
 
 def test_python_on_the_pages_parses() -> None:
@@ -131,7 +142,7 @@ def test_python_on_the_pages_parses() -> None:
         for text in TEXTS.values()
         for body in re.findall(r"^    # \w+\.py\n((?:    .*\n|\n)+)", text, re.MULTILINE)
     ]
-    assert len(found) == 2
+    assert len(found) == 1
     for body in found:
         compile(textwrap.dedent(body), "page", "exec")
 
@@ -154,17 +165,6 @@ def test_paths_on_the_pages_exist() -> None:
     for page, text in TEXTS.items():
         for path in re.findall(r"\bk8s/[\w./-]*\w", text):
             assert (ROOT / path).exists(), f"{page.name}: {path}"
-
-
-@needs_renderer
-def test_the_first_run_lists_the_objects(tmp_path: Path) -> None:
-    listed = re.findall(r"^    ([a-z]+)(?:\.([a-z.0-9-]+))?/(\S+) (?:created|unchanged)$",
-                      TEXTS[K8S / "docs" / "first-run.md"], re.MULTILINE)  # fmt: skip
-    made = [
-        (item["kind"].lower(), item["apiVersion"].rpartition("/")[0], item["metadata"]["name"])
-        for item in rendered(K8S / "README.md", Path("mine"), tmp_path)
-    ]
-    assert listed == made
 
 
 def test_the_first_run_shows_the_columns_of_the_crd() -> None:
@@ -223,7 +223,7 @@ def test_the_memory_on_the_page_is_what_the_engine_plans() -> None:
     assert abs(small.weights - 2 * parameters) < 1e5  # buffers
     assert f"{2 * parameters / 2**30:.1f} GiB" in SIZING
     page = EngineConfig.page * 2**18
-    assert f"| {EngineConfig.page} tokens: {page >> 20} MiB |" in SIZING
+    assert f"A page is {EngineConfig.page} tokens: {page >> 20} MiB." in SIZING
     assert (small.kv - page, LONGEST * 2**18) == (24 * 2**30, 2**30)
     assert [round((p.logits + p.activations) / 2**30 * 2) / 2 for p in (small, big)] == [0.5, 3.5]
     assert f"One row of {LONGEST} tokens takes a GPU with 20 GiB free" in SIZING
@@ -234,10 +234,7 @@ def test_the_memory_on_the_page_is_what_the_engine_plans() -> None:
 
 
 def test_the_rows_per_hour_follow_from_the_formula() -> None:
-    code = re.search(r"^    # rows\.py\n((?:    .*\n|\n)+)", SIZING, re.MULTILINE)
-    assert code
-    made: dict[str, Any] = {}
-    exec(textwrap.dedent(code[1]), made)
+    made = runpy.run_path(str(K8S / "docs" / "rows_per_hour.py"))
     batches = set()
     for cells in table("GPU | free GiB"):
         batch, thousands = (int(number) for number in cells[-1].split(","))
