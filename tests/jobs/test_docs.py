@@ -67,6 +67,7 @@ def test_a_page_is_written_to_its_end(name: str) -> None:
     text = (docs.FOLDER / f"{name}.md").read_text(encoding="utf-8")
     assert docs.UNWRITTEN not in text
     assert [h for h in docs.HEADINGS if h not in text] == []
+    assert any(mark in text for mark in docs.EXIT_CODES)
     assert lines(docs.FOLDER / f"{name}.md"), "no example"
 
 
@@ -77,11 +78,11 @@ def test_a_page_has_the_examples_of_the_help(name: str) -> None:
 
 
 def test_every_setting_is_on_the_page_of_settings_and_on_no_other() -> None:
-    told = (docs.FOLDER / docs.SETTINGS).read_text(encoding="utf-8")
+    page = (docs.FOLDER / docs.SETTINGS).read_text(encoding="utf-8")
     for command in COMMANDS.values():
         for p in command.params:
             if p.name in docs.settings(command):
-                assert f"\n| `{p.opts[0]}` " in told
+                assert f"\n- `{p.opts[0]}` " in page
     for name in COMMANDS:
         generated = (docs.FOLDER / f"{name}.md").read_text(encoding="utf-8").partition(docs.BEGIN)[2]
         assert "`--draft-revision`" not in generated
