@@ -45,9 +45,7 @@ TEMPLATE = f"""\
 
 ## When it goes wrong
 
-| message | what to do |
-|---|---|
-| `{UNWRITTEN}` | {UNWRITTEN} |
+- `{UNWRITTEN}`: {UNWRITTEN}
 
 {BEGIN}
 {END}
@@ -78,10 +76,10 @@ def reference(name: str, command: Any) -> str:
     arguments = [p for p in shown if p.param_type_name == "argument"]
     options = [p for p in shown if p.param_type_name == "option"]
     names = [f"{_argument(p)}{'...' if p.nargs == -1 else ''}" for p in arguments]
-    codes = commands()["run"].help.rpartition("\n\n")[2]
-    text = (
-        command.help if name == "run" else command.help.replace(codes, "Exit codes: those of [run](run.md#reference).")
-    )
+    text = command.help
+    if name != "run":
+        codes = commands()["run"].help.rpartition("\n\n")[2]
+        text = text.replace(codes, "Exit codes: those of [run](run.md#reference).")
     lines = ["## Reference", "", f"    exspec {' '.join([name, *names, '[OPTIONS]'])}", "", text]
     if arguments:
         lines += ["", *(f"- `{_argument(p)}`: {_line(p.help)}" for p in arguments)]
