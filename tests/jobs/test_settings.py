@@ -30,7 +30,7 @@ def test_a_setting_of_the_engine_is_in_every_place(name: str) -> None:
     known = SETTINGS[name]
     assert Job.model_fields[name].description == known.help
     assert {name} <= flags("run") & flags("label") & flags("tune")
-    assert f"| `--{name.replace('_', '-')}`" in (docs.FOLDER / docs.SETTINGS).read_text(encoding="utf-8")
+    assert f"\n- `--{name.replace('_', '-')}`" in (docs.FOLDER / docs.SETTINGS).read_text(encoding="utf-8")
     assert (name in flags("bench")) == (name not in ("method", "capacity"))
 
 

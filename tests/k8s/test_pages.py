@@ -15,7 +15,7 @@ import yaml
 from transformers import AutoConfig
 
 from exspec.actors.engine import EngineConfig
-from exspec.actors.engine.shape.calibration import PREFILLS, ROWS
+from exspec.actors.engine.shape.candidates import PREFILLS, ROWS
 from exspec.actors.engine.shape.plan import fit, plan_memory
 from exspec.jobs.benchmarks import synthetic
 from exspec.jobs.benchmarks.synthetic import SHAPES

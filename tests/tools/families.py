@@ -4,10 +4,11 @@ Of each it builds a tiny one with random weights, loads it as a job would, and w
 engine's tokens with those of `generate`, one prompt at a time.
 """
 
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ NEEDS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of a family. result: works, refused, differs, or could not be built small. narrow: in bfloat16."""
+    """The result for a family: works, refused, differs, or could not be built small. narrow: why not in bfloat16."""
 
     family: str
     result: str
@@ -223,38 +224,47 @@ def page(trials: list[Trial]) -> str:
         "# Model families",
         "",
         f"{MADE} with transformers {transformers.__version__}.",
-        "A model is refused or accepted by running it, not by its name: a job checks it with its own weights when it",
-        "loads it.",
+        "A job tries its own model when it loads it, and prints the full reason if it rejects the model. With another",
+        "configuration a rejected family may work, and the reverse.",
         "",
-        "**How tried.** A tiny model with random weights, one layer of each kind that the family's configuration has",
-        "unless told otherwise, is loaded as a job loads one. Where it is not refused, prompts of",
-        f"{', '.join(map(str, LENGTHS))} tokens are decoded in batches of 4 in float32, with the model as its own",
-        f"draft, and {NEW} tokens of each are compared with those of `generate` for that prompt alone. In bfloat16",
-        "they are compared with those that the engine gives for the prompt alone. There mixtures of experts are",
-        f"{WIDER} times as wide, because products of small matrices round alike in any shape. Models of a refused",
-        "family may work, and the other way round, where their configuration is another.",
+        "**Method.** A job loads a tiny model of the family, with random weights and a layer of each kind. Prompts of",
+        f"{', '.join(map(str, LENGTHS))} tokens are decoded in batches of 4, with the model as its own draft.",
+        f"In float32 {NEW} tokens of each must equal those of `generate`. In bfloat16 they must equal those of the",
+        f"engine for the prompt alone, and mixtures of experts are {WIDER} times as wide, because small matrix",
+        "products round alike in any shape.",
         "",
         f"{len(works)} of {len(trials)} work.",
         "",
         "## Works",
         "",
-        f"All {len(LENGTHS)} completions are those of `generate`.",
-        "",
         ", ".join(f"`{t.family}`" for t in works if not t.narrow),
     ]
-    if narrow := [t for t in works if t.narrow]:
-        lines += ["", "In float32, and not in bfloat16:", "", "| family | why not in bfloat16 |", "|---|---|"]
-        lines += [f"| `{t.family}` | {_cell(t.narrow)} |" for t in narrow]
-    for result, title in (("differs", "Accepted, and differs"), ("refused", "Refused"), (BUILD, "Not tried: " + BUILD)):
-        rows = [t for t in trials if t.result == result]
-        if rows:
-            lines += ["", f"## {title}", "", "| family | why |", "|---|---|"]
-            lines += [f"| `{t.family}` | {_cell(t.reason)} |" for t in rows]
-    return "\n".join([*lines, ""])
+    lines += _grouped("Works in float32 only", [replace(t, reason=t.narrow) for t in works if t.narrow])
+    lines += _grouped("Accepted, but the tokens differ", [t for t in trials if t.result == "differs"])
+    lines += _grouped("Rejected", [t for t in trials if t.result == "refused"])
+    return "\n".join([*lines, *_grouped(f"Not tried: {BUILD}", [t for t in trials if t.result == BUILD]), ""])
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")[:200]
+def _grouped(title: str, trials: list[Trial]) -> list[str]:
+    """A section of families by reason and detail; no lines without any."""
+    groups: dict[str, dict[str, list[str]]] = {}
+    for t in trials:
+        reason, detail = _general(t)
+        groups.setdefault(reason, {}).setdefault(detail, []).append(f"`{t.family}`")
+    rows = []
+    for reason, details in sorted(groups.items()):
+        parts = [f"{detail}{', '.join(names)}" for detail, names in sorted(details.items())]
+        rows.append(f"- {reason}: {'; '.join(parts)}")
+    return ["", f"## {title}", "", *rows] if rows else []
+
+
+def _general(t: Trial) -> tuple[str, str]:
+    """The reason without the model's name, and what it has in brackets without messages of torch and transformers."""
+    name = re.escape(t.family.partition(",")[0]) + r"\w*"
+    reason = re.sub(rf"^{name} | of {name}| \({name}\)", "", t.reason)
+    reason = re.sub(r"(\w+Error): .*", r"\1)", reason)
+    reason, _, detail = reason.removesuffix(")").partition(" (")
+    return reason, f"({detail}) " if detail and not detail.startswith("'") else ""
 
 
 def main() -> None:

@@ -39,7 +39,26 @@ def test_what_cannot_be_built_is_told_and_not_counted() -> None:
     assert made == Trial("odd", families.BUILD, "KeyError: 'size'")
     page = families.page([made, Trial("good", "works")])
     assert "1 of 2 work." in page
-    assert "| `odd` | KeyError: 'size' |" in page
+    assert "- KeyError: `odd`" in page
+
+
+def test_the_page_groups_families_by_reason() -> None:
+    refused = {
+        "bart": "an encoder-decoder model (bart)",
+        "mbart": "an encoder-decoder model (mbart)",
+        "llama4": "llama4_text does not decode (RuntimeError: size 4 (of 8))",
+        "gptj": "gptj does not decode (RuntimeError: size 3)",
+        "moshi": "moshi does not decode (its logits differ)",
+        "jamba": "the cache of jamba does not hold every token (linear_attention)",
+        "gemma4": "the layers of gemma4 have different shapes ('head_dim' is a per-layer attribute)",
+    }
+    page = families.page([Trial(family, "refused", reason) for family, reason in refused.items()])
+    assert page.partition("## Rejected\n\n")[2].splitlines() == [
+        "- an encoder-decoder model: `bart`, `mbart`",
+        "- does not decode: (RuntimeError) `llama4`, `gptj`; (its logits differ) `moshi`",
+        "- the cache does not hold every token: (linear_attention) `jamba`",
+        "- the layers have different shapes: `gemma4`",
+    ]
 
 
 def test_a_model_that_gets_past_the_check_and_differs_is_found(
