@@ -50,17 +50,25 @@ def with_settings(model: type[Job]) -> Callable[[Callable[..., None]], Callable[
     return decorate
 
 
-def with_flags(model: type, shape: Iterable[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command a flag for every setting of a dataclass, and for settings of the engine; it is called with the
-    `settings` that they make, those of the engine by name in their `shape`."""
+def with_flags(model: type, shape: Iterable[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command a flag for every setting of a dataclass, and for settings of the engine by the names in `shape`.
+
+    The command is called with the `settings` that the flags make, and with its own arguments. The engine's settings
+    are the field `shape`.
+    """
     own, engines = settings_of(model), {name: SETTINGS[name] for name in shape}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        def run(**values: Any) -> None:
-            given = {n: tuple(v) if isinstance(v, list) else getattr(v, "value", v) for n, v in values.items()}
-            command(model(**{n: given[n] for n in own}, shape={n: given[n] for n in engines}))
+        arguments = [p for p in inspect.signature(command).parameters.values() if p.name != "settings"]
 
-        parameters = [
+        def run(**values: Any) -> None:
+            passed = {p.name: values.pop(p.name) for p in arguments}
+            given = {n: tuple(v) if isinstance(v, list) else getattr(v, "value", v) for n, v in values.items()}
+            engine = {"shape": {n: given.pop(n) for n in engines}} if engines else {}
+            command(settings=model(**given, **engine), **passed)
+
+        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in arguments]
+        parameters += [
             inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=_usual(known), annotation=_flag(known))
             for n, known in (own | engines).items()
         ]
