@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.kv.cached_model import GATHERED, PagedModel, context_length, kv_shape
 from exspec.actors.engine.kv.pages import Pages
 from exspec.actors.engine.layers import experts
@@ -66,7 +67,7 @@ def limit_context(config: PretrainedConfig) -> None:
         text.max_position_embeddings = min(text.max_position_embeddings, *points)
 
 
-def settle_positions(model: PreTrainedModel) -> None:
+def fix_rotary_factors(model: PreTrainedModel) -> None:
     """Limit the context, and keep the rotary factors that hold inside it: a forward would choose them by the longest of
     its rows, and on a GPU wait to know it."""
     limit_context(model.config)
@@ -94,7 +95,7 @@ def check_forward(model: PreTrainedModel, name: str, bits: bool = True) -> None:
     """
     swayed = False
     try:
-        swayed = bits and settle_experts(model)
+        swayed = bits and choose_experts(model)
         reason = _beside_others(model) or _out_of_step(_narrowed(model))
     except torch.OutOfMemoryError:
         raise
@@ -112,7 +113,7 @@ def check_forward(model: PreTrainedModel, name: str, bits: bool = True) -> None:
         )
 
 
-def settle_experts(model: PreTrainedModel) -> bool:
+def choose_experts(model: PreTrainedModel) -> bool:
     """Have a mixture's experts computed in the first way in which no token's bits depend on its neighbours. Returns
     whether, in half precision, there is no such way.
 
@@ -204,11 +205,11 @@ def _out_of_step(model: PreTrainedModel) -> str | None:
     cached = PagedModel(model, pages, GATHERED)
     slots = torch.tensor([1, 0], device=model.device)
     # The second row is there to be mistaken for the first.
-    cached.forward(slots, tokens[:, :FIRST], torch.tensor([0, 0], device=model.device), attended=FED)
+    cached.forward(Batch(slots, tokens[:, :FIRST], torch.zeros_like(slots), FED))
     second = torch.stack([tokens[0, FIRST:], tokens[1, : FED - FIRST]])
     starts = torch.tensor([FIRST, 1], device=model.device)
     with Waits() as waits:
-        logits = cached.forward(slots, second, starts, attended=2 * FED)[0]
+        logits = cached.forward(Batch(slots, second, starts, 2 * FED))[0]
     if waits.found and model.device.type == "cuda":
         return f"its forward waits for the device: {waits.found[0]}"
     return None if _same(logits, expected) else "its logits differ"

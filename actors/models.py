@@ -20,7 +20,7 @@ from transformers import (
 from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.drafters import drafter_class, head_of
 from exspec.actors.engine.engine import model_end_ids
-from exspec.actors.exactness import ModelError, check_config, check_forward, settle_positions
+from exspec.actors.exactness import ModelError, check_config, check_forward, fix_rotary_factors
 
 REFUSED_CODE = "expected a model that transformers itself knows, or trust_remote_code: true to run that code"
 
@@ -132,7 +132,7 @@ def load_head(
     try:
         folder = Path(name if Path(name).is_dir() else snapshot_download(name, revision=revision))
         head = drafter.load(folder, dtype, device, allow_pickle)
-        settle_positions(head)
+        fix_rotary_factors(head)
         return head
     except (OSError, ValueError) as error:
         raise ModelError(str(error)) from error
@@ -153,7 +153,7 @@ def load_model(
     safe = None if allow_pickle else True
     model = load_part(AutoModelForCausalLM, name, revision, trust_remote_code, dtype=dtype, use_safetensors=safe)
     model = model.to(device).eval()
-    settle_positions(model)
+    fix_rotary_factors(model)
     check_forward(model, name, bits)
     return model  # type: ignore[no-any-return]
 

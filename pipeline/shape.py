@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from exspec.actors.engine import EngineConfig, Request
 from exspec.actors.engine.config import DRAFTING, Method
-from exspec.actors.engine.drafters import DRAFTERS, NONE, at_hand, drafter_class, kind, label
+from exspec.actors.engine.drafters import DRAFTERS, NONE, available, drafter_class, kind, label
 from exspec.actors.engine.kv.cached_model import context_length
 from exspec.actors.engine.kv.memory import MEBIBYTE, MemoryPlan
 from exspec.actors.engine.shape.calibration import calibrate
@@ -55,7 +55,7 @@ def shape_of(job: Job, models: Sequence[PretrainedConfig], rows: int, stored: di
     capacity = min(job.capacity or LONGEST, context_length(models[0]))
     target, draft = models[0], models[1] if len(models) > 1 else None
     method: Method = "eqspec" if job.method == "eqspec" else "exspec"
-    hand = at_hand(target, draft, EngineConfig(method=method, capacity=capacity, **_asked(job)))
+    hand = available(target, draft, EngineConfig(method=method, capacity=capacity, **_asked(job)))
     given |= _drafting(job, hand)
     if given.get("method") == "plain":
         free = tuple(name for name in free if name not in ("method", "drafter", "draft_tokens"))

@@ -98,8 +98,8 @@ def head(
     """A head of EAGLE-3 with random weights that can propose `size` of the target's tokens."""
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
              "vocab_size": VOCABULARY, "initializer_range": 0.3}  # fmt: skip
-    taps = changes.pop("taps", [1, 2, target.config.get_text_config().num_hidden_layers - 1])
-    config = Eagle3Config(taps, size, 32, **shape | changes)
+    aux_layers = changes.pop("aux_layers", [1, 2, target.config.get_text_config().num_hidden_layers - 1])
+    config = Eagle3Config(aux_layers, size, 32, **shape | changes)
     torch.manual_seed(seed)
     made = Eagle3Head(config)
     made.d2t += torch.randperm(VOCABULARY)[:size].sort().values - torch.arange(size)
@@ -277,7 +277,7 @@ class Weightless:
 class ArithmeticModel(Weightless):
     """A model whose every next token can be worked out by hand, behind transformers' interface.
 
-    KV holds (token, position) themselves, and the next token is a weighted sum over all that is attended, so one
+    KV holds (token, position) themselves, and the next token is a weighted sum over all KV columns, so one
     column lost, doubled, stale or out of place changes the tokens.
     """
 

@@ -1,4 +1,4 @@
-"""Settings of an engine, checked once when they are made."""
+"""Settings of an engine, checked when they are made."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
@@ -20,39 +20,38 @@ DRAFT_LENGTHS: tuple[DraftLengthName, ...] = get_args(DraftLengthName)
 
 @dataclass(frozen=True)
 class EngineConfig(EarlyExitSettings):
-    """How an engine decodes: its settings, and what is not for users to set. With `exact`, everything but method and
-    drafter is part of the shapes that tokens come out of.
+    """How an engine decodes: the settings that users have, and some that they do not. With `exact`, the shapes of the
+    forwards follow from all of them but method and drafter.
 
     method: plain decodes without drafts; eqspec speculates on a fixed batch, realigned every round; exspec
-        speculates on a window that is refilled at once, in groups of like length.
+        speculates on a window that is refilled at once, in groups of similar length.
     batch_size: B, rows of a verify forward.
-    window: W, slots of the pool. A round advances a group of B out of W. It is B where more slots would only wait,
-        with one bucket for all lengths and with eqspec; or 2B, where rounds overlap.
-    drafter: who drafts, see `drafters`. Ignored by plain. Changes no token.
-    draft_tokens: K, tokens drafted a round. Ignored by plain, which drafts none.
-    columns: width of a verify forward; default K + 1 (plain: 1). Wider ones are dead columns: `plain` with
+    window: W, slots of the pool. A round advances a group of B out of W. With one bucket for all lengths, and with
+        eqspec, more than B slots would only wait: there it is B, or 2B where rounds overlap.
+    drafter: what proposes tokens, see `drafters`. Ignored by plain. Changes no token.
+    draft_tokens: K, tokens drafted a round. Ignored by plain.
+    columns: width of a verify forward; default K + 1 (plain: 1). More columns are dead: `plain` with
         `columns = K + 1` is the reference in the shape of speculation.
-    bucket: a row attends its length rounded up to a multiple of this many KV columns; rows of one bucket form a group.
-        Where attention reads KV in place, a row attends what it has, and one bucket is for all lengths.
+    bucket: a row attends to its length rounded up to a multiple of this many KV columns; rows of one bucket form a
+        group. Where attention reads KV in place, all lengths share one bucket.
     capacity: longest request in tokens, prompt and completion together.
-    page: tokens of a page of KV; at most a prefill chunk. pages: how many there are; default: as many as fill W slots,
-        which in place, for B sequences, leaves room for what prompts have in common. Fewer hold as many sequences as
-        they have room for.
+    page: tokens of a page of KV; at most a prefill chunk. pages: how many there are; default: as many as fill W slots.
+        With fewer pages fewer sequences run at once.
     attention: `in_place` reads the pages where they lie; `gathered` copies a row's pages together first, and runs
         everywhere; `auto` is in place where a trial on the device shows that it works.
-    draft_length: how long a draft gets. `fixed`: K. Shorter where the chance that all of it will be accepted would fall
-        below `threshold`: by the draft's own confidence (`explicit`), by what was accepted of the sequence so far
+    draft_length: how long a draft gets. `fixed`: K. The others end a draft where the chance that all of it is accepted
+        would fall below `threshold`: by the draft's own confidence (`explicit`), by the sequence's acceptance so far
         (`implicit`), or by either (`both`). Changes no token.
     kernels: what runs a model's layers. `eager`: transformers' modules as they are. `packed`: their linear layers in
-        oneDNN's layout, which holds them twice; for CPUs. `compiled`: each layer as one piece of a few kernels; where
-        nothing can be compiled, or attention is not in place, it is eager.
+        oneDNN's layout, which holds them twice; for CPUs. `compiled`: each layer as one piece of a few kernels; eager
+        where nothing can be compiled, or attention is not in place.
     prefill_rows, prefill_columns: P and C. Prompts are prefilled in chunks of C tokens, P of them in a forward. Whole
-        chunks that prompts have in common are computed once.
-    overlap: a round is committed while the device works on the next one, which is of other sequences. Default: on
+        chunks that prompts share are computed once.
+    overlap: the engine commits a round while the device works on the next one, which has other sequences. Default: on
         CUDA, where attention is in place. Only with fixed shapes; changes no token.
     exact: every token comes out of forwards whose shape depends on its position alone, so that it does not depend on
-        neighbours, drafter, acceptance, admission order or retry. False lets shapes follow the rows at hand.
-        eqspec grows its cache by nature and never has fixed shapes.
+        neighbours, drafter, acceptance, admission order or retry. False lets shapes follow the rows. eqspec grows its
+        cache and never has fixed shapes.
 
     Raises ValueError naming the setting that is out of range.
     """
@@ -62,7 +61,7 @@ class EngineConfig(EarlyExitSettings):
     )
     drafter: str = setting(
         "model",
-        f"Who drafts: {', '.join(DRAFTERS)}; auto: the fastest of those at hand.",
+        f"What proposes tokens: {', '.join(DRAFTERS)}; auto: the fastest that is available.",
         "any if exact",
         measured=True,
     )
@@ -92,7 +91,7 @@ class EngineConfig(EarlyExitSettings):
     attention: AttentionName = "auto"
     kernels: KernelsName = "eager"
     overlap: bool | None = None
-    exact: bool = setting(True, "Fixed shapes: tokens depend on nothing but the row.")
+    exact: bool = setting(True, "Fixed shapes: a row's tokens depend on the row alone.")
 
     def __post_init__(self) -> None:
         for name, known in SETTINGS.items():
@@ -164,24 +163,24 @@ class EngineConfig(EarlyExitSettings):
         return self.pages or self.slots * self.fewest_pages
 
     def plain(self) -> "EngineConfig":
-        """Plain decoding whose forwards have the shape of this config's: what its tokens must equal."""
+        """Plain decoding in this config's shapes: the reference for its tokens."""
         plain = replace(self, method="plain", drafter=NONE, columns=self.width)
         return replace(plain.drafting({}), draft_length="fixed", threshold=EngineConfig.threshold)
 
     def drafting(self, settings: dict[str, Any]) -> "EngineConfig":
-        """It with these settings of a drafter, and none that are another's."""
+        """This config with these settings of one drafter, and no settings of any other."""
         nothing: dict[str, Any] = dict.fromkeys(DRAFTING)
         return replace(self, **nothing | settings)
 
     def round_shape(self, live: int, longest: int) -> tuple[int, int]:
-        """Rows of a round with `live` sequences, and the KV columns it attends where the longest has so many tokens."""
+        """Rows of a round with `live` sequences, and its KV columns where the longest sequence has so many tokens."""
         if self.fixed_shapes:
-            return self.batch_size, self.attended(longest)
+            return self.batch_size, self.kv_columns(longest)
         return live, min(longest + self.drafted, self.capacity)
 
-    def attended(self, length: int) -> int:
-        """KV columns that a row of `length` tokens attends: the length in whole buckets, the capacity at most."""
+    def kv_columns(self, length: int) -> int:
+        """KV columns that a row of `length` tokens attends to: whole buckets, at most the capacity."""
         return min(-(-length // self.bucket) * self.bucket, self.capacity)
 
 
-SETTINGS = settings_of(EngineConfig)  # that users set: in a job, as flags, and on the bench
+SETTINGS = settings_of(EngineConfig)  # those that users have: in a job, as flags, and on the bench

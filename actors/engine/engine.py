@@ -1,11 +1,11 @@
-"""The engine: one loop of rounds for every method. It knows nothing of text, files or Ray."""
+"""The engine: one loop of rounds for every method. It knows nothing about text, files or Ray."""
 
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable
 from functools import cached_property, wraps
 from itertools import takewhile
-from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -15,16 +15,17 @@ from transformers import PreTrainedModel
 
 from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.drafters.drafter import Draft, MakeDrafter
-from exspec.actors.engine.graphs import Arriving, Recorder
+from exspec.actors.engine.graphs import HostCopy, Recorder
+from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.kv.cached_model import context_length
-from exspec.actors.engine.methods import build, drafter_of, recorder_for, settle
+from exspec.actors.engine.methods import build, drafter_of, recorder_for, resolve
 from exspec.actors.engine.request import Completion, FinishReason, Request, RequestError, Room, Sampling, Scores
 from exspec.actors.engine.scheduling.group import Group
 from exspec.actors.engine.scheduling.pool import Pool, Sequence
 from exspec.actors.engine.scheduling.prefill import Chunk
 from exspec.actors.engine.statistics import EngineCounters, EngineStatistics
 from exspec.actors.engine.tokens.constraint import Barred, Constraint, forced
-from exspec.actors.engine.tokens.guide import Candidates, Guide, Masks, candidate_ids
+from exspec.actors.engine.tokens.constraint_walker import Candidates, ConstraintWalker, Masks, candidate_ids
 from exspec.actors.engine.tokens.sampling import Sampler, SamplerState
 
 P = ParamSpec("P")
@@ -33,43 +34,43 @@ Ending = tuple[FinishReason, int | str | None]
 
 
 class Outcome(NamedTuple):
-    """What came of a row's round.
+    """The result of a row's round.
 
-    tokens: the drafts that the target agrees with and its own token after them. drafted: how many were proposed.
-    columns: of the row's forward. scores: of the candidates, by place; of places with no choice there are none. early:
-    tokens that the drafter's own verifier was shown, and those that it agreed with; empty where it has none.
+    tokens: the accepted drafts and the target's own token after them. drafted: how many tokens were proposed. columns:
+    of the row's forward. scores: of the candidates, by place in `tokens`; none where there was no choice. by_drafter:
+    what the drafter counted, by field of SequenceStatistics.
     """
 
     tokens: list[int]
     drafted: int
     columns: int
     scores: dict[int, Scores]
-    early: list[int]
+    by_drafter: dict[str, int]
 
 
 class Round(NamedTuple):
-    """A round that the device is at work on. arriving: the target's tokens [R, Q] after the pending one and after each
-    draft, the lengths of the drafts [R, 1], what the drafter counted [R, 2] if it has `counted`, and the drafts [R, N],
-    side by side. scores: of the candidates, the tokens that may stand at a place, the logits [R, Q, M], of scored rows.
+    """A round that the device is working on.
+
+    copies: the target's tokens [R, Q] after the pending one and after each draft, the lengths of the drafts [R], the
+    drafts [R, N], and [R] for each name in `counted`. scores: the logits [R, Q, M] of the candidates, which are the
+    tokens that scored rows may choose from.
     """
 
     group: Group
-    width: int
-    counted: bool
-    arriving: Arriving
-    scores: Arriving | None
+    copies: HostCopy
+    counted: list[str]
+    scores: HostCopy | None
     candidates: Candidates
 
 
 def phase(method: "Callable[Concatenate[Engine, P], T]") -> "Callable[Concatenate[Engine, P], T]":
     """Adds the seconds that the method takes to the engine's statistics under its name."""
-    name = method.__name__.strip("_")
 
     @wraps(method)
     def timed(self: "Engine", /, *args: P.args, **kwargs: P.kwargs) -> T:
         start = time.perf_counter()
         result = method(self, *args, **kwargs)
-        self.counters.spend(name, time.perf_counter() - start)
+        self.counters.spend(method.__name__, time.perf_counter() - start)
         return result
 
     return timed
@@ -78,15 +79,16 @@ def phase(method: "Callable[Concatenate[Engine, P], T]") -> "Callable[Concatenat
 class Engine:
     """Decodes token sequences in batches with a target and, unless the method is plain, a drafter.
 
-    target, draft: causal language models of transformers that hold keys and values of every token, of one vocabulary
-        (`exspec.actors.models.load_pair` checks that), on one device. Not every drafter needs a draft.
+    target, draft: causal language models of transformers with a full KV cache, of one vocabulary
+        (`exspec.actors.models.load_pair` checks both), on one device. Not every drafter needs a draft.
     config: default: exspec with a draft, plain without.
     end_ids: token ids that end a sequence; default: those of the target's generation config.
     recorder: records forwards of fixed shapes; default: CUDA graphs on a GPU, nothing elsewhere.
-    drafter: makes one from what it is given, instead of that which the config names.
+    drafter: builds the drafter; default: the one that the config names.
 
-    `submit` takes requests at any time; `step` runs one round; `take` hands out what has finished. One thread only:
-    `EngineThread` wraps an engine for several. Raises ValueError for settings that the models cannot meet.
+    `submit` takes requests at any time; `step` runs one round, in the phases admit, group, draft, verify, wait and
+    commit; `take` hands out what has finished. One thread only: `EngineThread` wraps an engine for several. Raises
+    ValueError for settings that the models cannot meet.
     """
 
     def __init__(
@@ -100,20 +102,20 @@ class Engine:
     ) -> None:
         config = config or EngineConfig(method="exspec" if draft else "plain")
         self.context = context_length(target.config)
-        self.config = config = settle(target, draft, config)
+        self.config = config = resolve(target, draft, config)
         self.device = target.device
         self.vocabulary = target.config.get_text_config().vocab_size
         self.end_ids = model_end_ids(target) if end_ids is None else end_ids
         recorder = recorder or recorder_for(self.device, config)
         parts = build(target, draft, config, recorder, drafter)
-        self.target, self.drafter, self.given, self.draft_length, self.grouping, self.prefill, store = parts
+        self.target, self.drafter, self.drafter_context, self.draft_length, self.grouping, self.prefill, store = parts
         self.pool = Pool(config.slots, store, config.width)
         self.samplers = SamplerState(config.slots, self.vocabulary, self.device, recorder.wrap)
-        self._fill, self._forward = recorder.wrap(self.target.fill), recorder.wrap(self.target.forward)
-        self._choose, self._pick = recorder.wrap(self._choices), recorder.wrap(picked)
+        self.fill, self._forward = recorder.wrap(self.target.fill), recorder.wrap(self.target.forward)
+        self.choose, self._pick = recorder.wrap(self._choices), recorder.wrap(picked)
         self.counters = EngineCounters()
-        self.learning = True  # the drafter is told of what has ended
-        self._flying: Round | None = None  # while rounds overlap, the last one
+        self.learning = True  # the drafter learns from finished sequences
+        self._running: Round | None = None  # on the device, while rounds overlap
         self._finished: list[Completion] = []
         self._ids: set[Hashable] = set()
 
@@ -127,11 +129,11 @@ class Engine:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes that the KV of target and drafter take now."""
+        """Bytes that the KV of target and drafter takes now."""
         return self.target.bytes + sum(cache.bytes for cache in self.drafter.caches)
 
     def check_request(self, request: Request) -> None:
-        """Raises RequestError where a request could never be decoded."""
+        """Raises RequestError for a request that could never be decoded."""
         length = len(request.prompt)
         name = f"request {request.id!r}"
         if length == 0:
@@ -140,19 +142,19 @@ class Engine:
             raise RequestError(f"{name}: max_new_tokens is {request.max_new_tokens}, expected at least 1")
         if bad := [t for t in request.prompt if not 0 <= t < self.vocabulary]:
             raise RequestError(f"{name}: token id {bad[0]} is outside the vocabulary of {self.vocabulary} tokens")
-        if why := Room(self.context, self.config.capacity).refusal(length, request.max_new_tokens):
-            raise RequestError(f"{name}: {why}")
+        if reason := Room(self.context, self.config.capacity).refusal(length, request.max_new_tokens):
+            raise RequestError(f"{name}: {reason}")
         if not 0 <= request.min_new_tokens <= request.max_new_tokens:
             raise RequestError(f"{name}: min_new_tokens is {request.min_new_tokens}, expected 0 to max_new_tokens")
         if not all(request.bad_words):
             raise RequestError(f"{name}: bad_words: expected sequences of one token or more")
         if request.constraint and (request.min_new_tokens or request.bad_words or request.ignore_end):
-            raise RequestError(f"{name}: a constraint tells itself which tokens may come, and where it ends")
+            raise RequestError(f"{name}: constraint excludes min_new_tokens, bad_words and ignore_end")
         if request.stop and request.constraint:
-            raise RequestError(f"{name}: stop and constraint exclude each other, a constraint tells its own end")
+            raise RequestError(f"{name}: constraint excludes stop")
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises RequestError where it could never be decoded, or one with its id is being decoded."""
+        """Queue a request. Raises RequestError where it could never be decoded, or where its id is being decoded."""
         self.check_request(request)
         if request.id in self._ids:
             raise RequestError(f"request {request.id!r}: a request with this id is already being decoded")
@@ -165,54 +167,54 @@ class Engine:
         self.pool.waiting.append(sequence)
 
     def _begin(self, sequence: Sequence) -> None:
-        """Put the tokens that a constraint begins with behind the prompt: they are prefilled with it, in no round."""
-        foregone = forced(sequence.constraint, sequence.budget - 1) if sequence.constraint else []
-        for token in takewhile(lambda token: not self._ends(sequence, token), foregone):
+        """Append the tokens that a constraint forces at the start: they are prefilled with the prompt, in no round."""
+        first = forced(sequence.constraint, sequence.budget - 1) if sequence.constraint else []
+        for token in takewhile(lambda token: not self._ends(sequence, token), first):
             self._append(sequence, token, {})
             sequence.counters.forced += 1
 
     def take(self) -> list[Completion]:
-        """What has finished since the last call, in order of finishing."""
+        """The completions since the last call, in order of finishing."""
         finished, self._finished = self._finished, []
         self._ids -= {completion.id for completion in finished}
         return finished
 
     def step(self) -> None:
-        """One round. Does nothing without work."""
-        self._admit()
-        if self._flying and len(self._others()) < self.config.batch_size:
-            self._land()  # a round that others do not fill would cost as much
-            self._admit()
+        """Run one round. Does nothing without work."""
+        self.admit()
+        if self._running and len(self._others()) < self.config.batch_size:
+            self._land()  # a round that the others do not fill costs as much as a full one
+            self.admit()
         if not self.pool.running:
             return
-        group = self._group()
-        started = self._verify(group, self._draft(group))
+        group = self.group()
+        started = self.verify(group, self.draft(group))
         self._land()
-        self._flying = started
-        if not self.config.overlap or group.guide:  # masks are written in place
+        self._running = started
+        if not self.config.overlap or group.walker:  # a walker's masks are written in place
             self._land()
 
     def _others(self) -> list[Sequence]:
-        """Those that run, and are not part of the round that the device is at work on."""
-        if self._flying is None:
+        """The running sequences that are not part of the round on the device."""
+        if self._running is None:
             return self.pool.running
-        flying = set(self._flying.group.sequences)
-        return [s for s in self.pool.running if s not in flying]
+        busy = set(self._running.group.sequences)
+        return [s for s in self.pool.running if s not in busy]
 
     def _land(self) -> None:
-        """Commit the round that the device is at work on, if there is one."""
-        if self._flying:
-            started, self._flying = self._flying, None
-            self._commit(started.group, self._wait(started))
+        """Commit the round on the device, if there is one."""
+        if self._running:
+            started, self._running = self._running, None
+            self.commit(started.group, self.wait(started))
 
     def run(self) -> list[Completion]:
-        """Steps until nothing is left to do; returns what has finished."""
+        """Step until no work is left; returns the completions."""
         while self.busy:
             self.step()
         return self.take()
 
     def forget(self) -> None:
-        """Let go of the KV of prompts that no running sequence has, and of what was learned to draft."""
+        """Release the cached KV that no running sequence uses, and what the drafter has learned."""
         self.pool.store.forget()
         self.drafter.forget()
 
@@ -220,179 +222,171 @@ class Engine:
         """Raise AssertionError where an invariant of pool or KV store does not hold. Call between rounds."""
         self.pool.check()
         self.target.check({s.slot: s.length for s in self.pool.running})
-        for cache in self.drafter.caches:  # which may lack the last token before the pending one
+        for cache in self.drafter.caches:  # the last token before the pending one may be missing there
             cache.check({s.slot: max(0, s.length - 1) for s in self.pool.running})
 
     @phase
-    def _admit(self) -> None:
+    def admit(self) -> None:
+        """Admit waiting sequences and prefill their prompts."""
         admitted = self.pool.admit(self.grouping.room(self.pool))
         if not admitted:
             return
         for s in admitted:
             self.drafter.admit(s.slot, s.tokens)
         for chunks in self.prefill.plan(admitted):
-            slots, ids, starts, attended = self._rows(chunks, self.config.prefill_rows)
-            self._fill(slots, ids, starts, attended)
-            self.drafter.prefill(slots, ids, starts, attended)
-            count = sum(chunk.end - chunk.start for chunk in chunks if not chunk.sequence.returned)
-            self.counters.add(prefill_tokens=count, prefill_columns=ids.numel())
-        self._again([s for s in admitted if s.length > s.prefilled])
-        self.counters.add(found_tokens=sum(s.found for s in admitted if not s.returned))
+            batch = self._batch(chunks, self.config.prefill_rows)
+            self.fill(batch)
+            self.drafter.prefill(batch)
+            count = sum(chunk.end - chunk.start for chunk in chunks if not chunk.sequence.preempted)
+            self.counters.add(prefill_tokens=count, prefill_columns=batch.tokens.numel())
+        self._recompute([s for s in admitted if s.length > s.prefilled])
+        self.counters.add(cached_tokens=sum(s.cached for s in admitted if not s.preempted))
         for s in admitted:
             self.samplers.admit(s.slot, s.request.sampling, s.request.prompt, s.committed)
-            if not s.returned:
+            if not s.preempted:
                 s.started = time.monotonic()
 
-    def _again(self, sequences: list[Sequence]) -> None:
-        """Cache again the tokens that rounds had cached before their sequences were taken back: in the shape of a
-        round, for in any other their KV might differ in its last bits."""
+    def _recompute(self, sequences: list[Sequence]) -> None:
+        """Cache again the tokens that rounds had cached before their sequences were preempted. They are fed in the
+        shape of a round: in another shape their KV might differ in its last bits."""
         width, rows = self.config.width, self.config.batch_size
         parts: dict[int, list[Chunk]] = defaultdict(list)
         for s in sequences:
             start = s.prefilled
             while start < s.length:
-                _, attended = self.config.round_shape(rows, start + 1)
-                end = min(start + width, attended, s.length)
-                parts[attended].append(Chunk(s, start, end, width, attended))
+                _, kv_columns = self.config.round_shape(rows, start + 1)
+                end = min(start + width, kv_columns, s.length)
+                parts[kv_columns].append(Chunk(s, start, end, width, kv_columns))
                 start = end
         for _, chunks in sorted(parts.items()):
             for i in range(0, len(chunks), rows):
-                slots, ids, starts, attended = self._rows(chunks[i : i + rows], rows)
-                greedy = Sampler([Sampling()] * len(ids), [[0]] * len(ids), self.device)
-                self._choose(slots, ids, starts, greedy, attended, 0)
-                self.drafter.prefill(slots, ids, starts, attended)
+                batch = self._batch(chunks[i : i + rows], rows)
+                greedy = Sampler([Sampling()] * len(batch.slots), [[0]] * len(batch.slots), self.device)
+                self.choose(batch, greedy)
+                self.drafter.prefill(batch)
 
-    def _rows(self, chunks: list[Chunk], rows: int) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Slots [R], tokens [R, C] and starts [R] of chunks of one shape, and what they attend. They are padded on the
-        right, with columns that are overwritten in time; where shapes are fixed, dead rows make them `rows`."""
-        width, attended = chunks[0].width, chunks[0].attended
+    def _batch(self, chunks: list[Chunk], rows: int) -> Batch:
+        """Chunks of one shape as one forward. Tokens are padded on the right, with columns that later tokens overwrite;
+        where shapes are fixed, dead rows fill the batch up to `rows`."""
+        width = chunks[0].width
         dead = max(rows - len(chunks), 0) if self.config.fixed_shapes else 0
         tokens = [*(c.tokens + [0] * (width - c.end + c.start) for c in chunks), *[[0] * width] * dead]
         slots = [*(c.sequence.slot for c in chunks), *[self.pool.slots] * dead]
         starts = [*(c.start for c in chunks), *[0] * dead]
-        places, ids, first = (
-            torch.tensor(values).to(self.device, non_blocking=True) for values in (slots, tokens, starts)
-        )
-        return places, ids, first, attended
+        return Batch(self._sent(slots), self._sent(tokens), self._sent(starts), chunks[0].kv_columns)
+
+    def _sent(self, values: list[Any]) -> Tensor:
+        return torch.tensor(values).to(self.device, non_blocking=True)
 
     @phase
-    def _group(self) -> Group:
-        sequences: list[Sequence] = []
+    def group(self) -> Group:
+        """Choose the rows of the next round, and reserve their KV."""
+        sequences: list[Sequence] | None = None
         while not sequences:
-            found = self.pool.reserve(self.grouping.select(self._others()), take_back=self._flying is None)
-            if found is None:
+            sequences = self.pool.reserve(self.grouping.select(self._others()), preempt=self._running is None)
+            if sequences is None:
                 self._land()
-            else:
-                sequences = found
         for sequence in self.pool.running:
             sequence.waited += 1
         for sequence in sequences:
             sequence.waited = 0
-        rows, attended = self.config.round_shape(len(sequences), max(s.length for s in sequences) + 1)
+        rows, kv_columns = self.config.round_shape(len(sequences), max(s.length for s in sequences) + 1)
         drafts = self.config.drafted
-        return Group.of(sequences, rows, self.pool.slots, attended, drafts, self.device, self._guide, self.samplers)
+        return Group.of(sequences, rows, self.pool.slots, kv_columns, drafts, self.device, self._walker, self.samplers)
 
-    def _guide(self, sequences: list[Sequence | None]) -> Guide | None:
+    def _walker(self, sequences: list[Sequence | None]) -> ConstraintWalker | None:
         constrained = any(s is not None and s.constraint is not None for s in sequences)
-        return Guide(sequences, *self._masks, self._ends) if constrained else None
+        return ConstraintWalker(sequences, *self._masks, self._ends) if constrained else None
 
     @cached_property
     def _masks(self) -> tuple[Masks, Masks]:
-        """Of all places of a round, and of the first that is chosen."""
+        """For all columns of a round, and for the first drafted token."""
         rows = self.config.batch_size, self.vocabulary, self.device
         return Masks(self.config.width, *rows), Masks(1, *rows)
 
     @phase
-    def _draft(self, group: Group) -> Draft:
+    def draft(self, group: Group) -> Draft:
+        """Have the drafter propose tokens after each row's pending one."""
         draft = self.drafter.propose(group, self.draft_length.limits(group))
-        return self._guided(group, group.guide, draft) if group.guide else draft
+        return self._walked(group, group.walker, draft) if group.walker else draft
 
-    def _guided(self, group: Group, guide: Guide, draft: Draft) -> Draft:
-        """The draft as the constraints let it stand, for which the round waits. A drafter whose tokens were replaced
-        takes in those that are there now."""
-        drafted: list[list[int]] = draft.known or [[] for _ in group.sequences]
-        if draft.known is None and draft.tokens.shape[1]:
-            rows = Arriving(torch.cat([draft.lengths[:, None], draft.tokens], dim=1)).wait().numpy().tolist()
-            drafted = [tokens[:length] for length, *tokens in rows]
-        walked = guide.walk(drafted, group.useful)
+    def _walked(self, group: Group, walker: ConstraintWalker, draft: Draft) -> Draft:
+        """The draft as the constraints allow it; the host waits for the draft. A drafter whose tokens were replaced
+        takes in the new ones."""
+        drafted: list[list[int]] = draft.on_host or [[] for _ in group.sequences]
+        if draft.on_host is None and draft.tokens.shape[1]:
+            lengths, tokens = (tensor.tolist() for tensor in HostCopy(draft.lengths, draft.tokens).wait())
+            drafted = [row[:length] for length, row in zip(lengths, tokens, strict=True)]
+        walked = walker.walk(drafted, group.useful)
         if walked == drafted:
             return draft
         most = max(map(len, walked))
         values = [[len(tokens), *tokens, *[0] * (most - len(tokens))] for tokens in walked]
-        lengths, tokens = torch.tensor(values).to(self.device, non_blocking=True).split([1, most], dim=1)
-        stands = Draft(tokens, lengths[:, 0], early=draft.early)
+        sent = self._sent(values)
+        allowed = Draft(sent[:, 1:], sent[:, 0], counts=draft.counts)
         replaced = any(tokens != drafted[row][: len(tokens)] for row, tokens in enumerate(walked))
         if replaced and not self.drafter.follows:
-            self.drafter.prefill(group.slots, self._fed(group, stands), group.starts, group.attended)
-        return stands
+            self.drafter.prefill(self._drafted(group, allowed))
+        return allowed
 
-    def _fed(self, group: Group, draft: Draft) -> Tensor:
-        """Each row's pending token and what was drafted after it: [R, Q]."""
+    def _drafted(self, group: Group, draft: Draft) -> Batch:
+        """Each row's pending token and its draft."""
         tokens = torch.cat([group.pending[:, None], draft.tokens], dim=1)
         dead = self.config.width - tokens.shape[1]
-        return pad(tokens, (0, dead)) if dead and self.config.fixed_shapes else tokens
+        tokens = pad(tokens, (0, dead)) if dead and self.config.fixed_shapes else tokens
+        return Batch(group.slots, tokens, group.starts, group.kv_columns)
 
     @phase
-    def _verify(self, group: Group, draft: Draft) -> Round:
-        """Have the target say what follows the pending token and each draft."""
-        tokens = self._fed(group, draft)
-        width = tokens.shape[1]
+    def verify(self, group: Group, draft: Draft) -> Round:
+        """Have the target choose the tokens after the pending one and after each draft."""
+        batch = self._drafted(group, draft)
         scores, candidates = None, Candidates()
-        if group.guide is None:
-            choices = self._choose(group.slots, tokens, group.starts, group.sampler, group.attended, draft.since)
+        if group.walker is None:
+            choices = self.choose(batch, group.sampler)
         else:
-            logits = self._forward(group.slots, tokens, group.starts, group.attended, 0, draft.since)
+            logits, width = self._forward(batch), batch.tokens.shape[1]
             # The masks are made while the device computes.
-            masks, candidates = group.guide.along(width), group.guide.candidates(width)
+            masks, candidates = group.walker.along(width), group.walker.candidates(width)
             asked = candidate_ids(candidates, len(group.sequences), width, self.device) if candidates else None
-            choices, scores = self._pick(logits, tokens, group.starts, group.sampler, masks, asked)
+            choices, scores = self._pick(logits, batch, group.sampler, masks, asked)
         if self.drafter.follows:
-            self.drafter.prefill(group.slots, choices, group.starts + 1, group.attended)
-        counted = [] if draft.early is None else [draft.early]
-        rows = torch.cat([choices, draft.lengths[:, None], *counted, draft.tokens], dim=1)
-        return Round(
-            group, width, bool(counted), Arriving(rows), None if scores is None else Arriving(scores), candidates
-        )
+            self.drafter.prefill(batch._replace(tokens=choices).shifted(1))
+        copies = HostCopy(choices, draft.lengths, draft.tokens, *draft.counts.values())
+        return Round(group, copies, list(draft.counts), None if scores is None else HostCopy(scores), candidates)
 
-    def _choices(
-        self, slots: Tensor, tokens: Tensor, starts: Tensor, sampler: Sampler, attended: int, since: int = 0
-    ) -> Tensor:
-        """The tokens [R, Q] that follow tokens [R, Q], which have been through `since` layers already."""
-        logits = self.target.forward(slots, tokens, starts, attended, first=since)
-        return picked(logits, tokens, starts, sampler)[0]
+    def _choices(self, batch: Batch, sampler: Sampler) -> Tensor:
+        """The tokens [R, Q] that the target chooses after each of the batch's."""
+        return picked(self.target.forward(batch), batch, sampler)[0]
 
     @phase
-    def _wait(self, started: Round) -> list[Outcome]:
-        """The round's wait for the device: what came of each row."""
-        width, rows = started.width, started.arriving.wait().numpy()
-        after = width + (3 if started.counted else 1)
-        chosen, lengths, early, drafted = np.split(rows, [width, width + 1, after], axis=1)
-        lengths = lengths[:, 0]
-        drafts = drafted.shape[1]
-        agreed = (drafted == chosen[:, :drafts]) & (np.arange(drafts) < lengths[:, None])
+    def wait(self, started: Round) -> list[Outcome]:
+        """Wait for the device. Returns each row's outcome."""
+        chosen, lengths, drafts, *counts = (tensor.numpy() for tensor in started.copies.wait())
+        width, most = chosen.shape[1], drafts.shape[1]
+        agreed = (drafts == chosen[:, :most]) & (np.arange(most) < lengths[:, None])
         accepted = np.logical_and.accumulate(agreed, axis=1).sum(axis=1)
-        # What a constraint has cut off was proposed too, in vain.
-        proposed = started.group.guide.proposed if started.group.guide else lengths.tolist()
+        walker = started.group.walker
+        proposed = walker.proposed if walker else lengths.tolist()  # what a constraint cut off counts too
+        counted = np.stack(counts, axis=1).tolist() if counts else [[]] * len(chosen)
         outcomes = [
-            Outcome(tokens[: kept + 1], length, width, {}, count)
-            for tokens, kept, length, count in zip(
-                chosen.tolist(), accepted.tolist(), proposed, early.tolist(), strict=True
-            )
+            Outcome(tokens[: kept + 1], length, width, {}, dict(zip(started.counted, row, strict=True)))
+            for tokens, kept, length, row in zip(chosen.tolist(), accepted.tolist(), proposed, counted, strict=True)
         ]
-        logits = started.scores.wait().double() if started.scores else None
-        for (r, q), tokens in started.candidates.items():
-            assert logits is not None
-            # Among themselves alone: M is what the neighbours make it, and a sum over it would depend on them.
-            outcomes[r].scores[q] = dict(zip(tokens, logits[r, q, : len(tokens)].log_softmax(0).tolist(), strict=True))
+        if started.scores:
+            logits = started.scores.wait()[0].double()
+            for (r, q), tokens in started.candidates.items():
+                # Among the row's own: M depends on the neighbours, and so would a sum over all M.
+                scores = logits[r, q, : len(tokens)].log_softmax(0).tolist()
+                outcomes[r].scores[q] = dict(zip(tokens, scores, strict=True))
         return outcomes
 
     @phase
-    def _commit(self, group: Group, outcomes: list[Outcome]) -> None:
-        """Commit the drafts that the target agrees with and its own token after them; end what has come to its end."""
+    def commit(self, group: Group, outcomes: list[Outcome]) -> None:
+        """Commit the accepted drafts and the target's own token after them; end the sequences that are done."""
         live = [(r, s, outcomes[r]) for r, s in enumerate(group.sequences) if s]
         grouped = len({s.length // self.config.bucket for _, s, _ in live}) == 1
-        if group.guide:
-            group.guide.back()
+        if group.walker:
+            group.walker.rewind()
         kept = 0
         new: dict[int, list[int]] = {}
         for row, sequence, outcome in live:
@@ -401,11 +395,11 @@ class Engine:
             before = len(sequence.tokens)
             ending = self._extend(sequence, outcome)
             committed = len(sequence.tokens) - before
-            # Drafts past an end are as if they had never been drafted.
+            # Drafts past an end do not count.
             drafted = min(outcome.drafted, committed) if ending else outcome.drafted
-            sequence.counters.round(grouped, drafted, min(accepted, committed), outcome.early)
-            if group.guide and sequence.constraint:
-                sequence.counters.forced += group.guide.forced(row, committed)
+            sequence.counters.round(grouped, drafted, min(accepted, committed), outcome.by_drafter)
+            if group.walker and sequence.constraint:
+                sequence.counters.forced += group.walker.forced(row, committed)
                 ending = ending or self._finish(sequence, sequence.constraint)
             kept += len(sequence.tokens) - before
             if ending:
@@ -430,7 +424,7 @@ class Engine:
         )
 
     def _extend(self, sequence: Sequence, outcome: Outcome) -> Ending | None:
-        """Append committed tokens up to the first that ends the sequence; returns that ending."""
+        """Append the outcome's tokens up to the first that ends the sequence; returns that ending."""
         if sequence.unwatched and sequence.ends.isdisjoint(outcome.tokens):
             sequence.tokens += outcome.tokens[: sequence.budget]
             return ("length", None) if sequence.budget == 0 else None
@@ -440,7 +434,7 @@ class Engine:
         return None
 
     def _finish(self, sequence: Sequence, constraint: Constraint) -> Ending | None:
-        """Where a constraint leaves one way to the end, go it: those tokens need no round."""
+        """Append the tokens that a constraint forces, if they lead to the end: they need no round."""
         rest = forced(constraint, sequence.budget)
         if not any(self._ends(sequence, token) for token in rest):
             return None
@@ -463,7 +457,7 @@ class Engine:
         return token in sequence.ends
 
     def _ending(self, sequence: Sequence, last: int) -> Ending | None:
-        """Why the sequence ends with its last token, if it does."""
+        """The reason why the sequence ends with its last token; None where it goes on."""
         if last in sequence.ends:
             return "stop", last
         if sequence.stop:
@@ -474,21 +468,18 @@ class Engine:
 
 
 def picked(
-    logits: Tensor,
-    tokens: Tensor,
-    starts: Tensor,
-    sampler: Sampler,
-    masks: Tensor | None = None,
-    asked: Tensor | None = None,
+    logits: Tensor, batch: Batch, sampler: Sampler, masks: Tensor | None = None, asked: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The tokens [R, Q] that follow tokens [R, Q], by logits [R, Q, V]; and the logits [R, Q, M] of those asked for."""
-    positions = starts[:, None] + 1 + torch.arange(tokens.shape[1], device=tokens.device)
+    """The tokens [R, Q] chosen from logits [R, Q, V] after the batch's; and the logits [R, Q, M] of the tokens asked
+    for."""
+    tokens = batch.tokens
+    positions = batch.starts[:, None] + 1 + torch.arange(tokens.shape[1], device=tokens.device)
     choices = sampler.choose(logits, positions, tokens[:, 1:], masks)
     return choices, None if asked is None else logits.float().gather(2, asked.clamp(min=0))
 
 
 def model_end_ids(model: PreTrainedModel) -> frozenset[int]:
-    """Every end-token id of the model's generation config, or of its config where that names none."""
+    """Every end-token id of the model's generation config or, where it has none, of the model's config."""
     ids = model.generation_config.eos_token_id if model.generation_config else None
     ids = model.config.get_text_config().eos_token_id if ids is None else ids
     return frozenset([] if ids is None else [ids] if isinstance(ids, int) else ids)

@@ -1,9 +1,9 @@
 """Forwards recorded once for each shape and played again: a launch instead of hundreds.
 
-A recorded function takes tensors, None, samplers and plain values. Its tensors are copied into buffers that stay in
-place; everything else, and the tensors' shapes, is what a recording is kept under. Inside, nothing may wait for the
-device, and running it twice must do what running it once does: the KV columns that a forward writes follow from its
-arguments alone.
+A recorded function takes tensors, None, samplers, plain values, and tuples of these. Its tensors are copied into
+buffers that stay in place; everything else, and the tensors' shapes, is the key of a recording. Inside, nothing may
+wait for the device, and running the function twice must do what running it once does: the KV columns that a forward
+writes follow from its arguments alone.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -18,6 +18,8 @@ Play = Callable[[], Any]
 
 
 class Recorder(Protocol):
+    """Records functions of fixed shapes."""
+
     @property
     def records(self) -> bool:
         """Whether functions are recorded at all."""
@@ -91,22 +93,26 @@ class CudaGraphs(Recordings):
         return play
 
 
-class Arriving:
-    """A tensor on its way to the host. Who waits for it waits for what the device was given before, and not for what
-    it was given after."""
+class HostCopy:
+    """Tensors on their way to the host. `wait` waits for what the device was given before them, and not for what it
+    was given afterwards."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.event = tensor, None
-        if tensor.device.type == "cuda":
-            self.tensor = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+    def __init__(self, *tensors: Tensor) -> None:
+        self.tensors, self.event = tensors, None
+        if tensors[0].device.type == "cuda":
+            self.tensors = tuple(_sent(tensor) for tensor in tensors)
             self.event = torch.cuda.Event()
-            self.event.record(torch.cuda.current_stream(tensor.device))
+            self.event.record(torch.cuda.current_stream(tensors[0].device))
 
-    def wait(self) -> Tensor:
-        """It, on the host."""
+    def wait(self) -> list[Tensor]:
+        """The tensors, on the host."""
         if self.event is not None:
             self.event.synchronize()
-        return self.tensor.cpu()
+        return [tensor.cpu() for tensor in self.tensors]
+
+
+def _sent(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def _key(value: Any) -> Hashable:
@@ -114,7 +120,7 @@ def _key(value: Any) -> Hashable:
         return value.shape, value.dtype
     if isinstance(value, Sampler):
         return tuple((name, _key(v)) for name, v in value.state.items())
-    return value  # type: ignore[no-any-return]
+    return tuple(map(_key, value)) if isinstance(value, tuple) else value
 
 
 def _copied(value: Any) -> Any:
@@ -122,7 +128,10 @@ def _copied(value: Any) -> Any:
         return value.clone()
     if isinstance(value, Sampler):
         return Sampler.of_state({name: _copied(v) for name, v in value.state.items()})
-    return tuple(map(_copied, value)) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        parts = map(_copied, value)
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return value
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
@@ -131,3 +140,5 @@ def _tensors(values: Any) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, Sampler):
             yield from _tensors(value.state.values())
+        elif isinstance(value, tuple):
+            yield from _tensors(value)

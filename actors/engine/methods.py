@@ -1,4 +1,4 @@
-"""The methods: which KV store, drafter, grouping and prefill the one loop works with."""
+"""The methods: the KV store, drafter, grouping and prefill that the engine's one loop works with."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.drafters import kind
 from exspec.actors.engine.drafters.draft_length import DraftLength, draft_length
-from exspec.actors.engine.drafters.drafter import Drafter, Given, MakeDrafter
+from exspec.actors.engine.drafters.drafter import Drafter, DrafterContext, MakeDrafter
 from exspec.actors.engine.drafters.none import NoDraft
 from exspec.actors.engine.graphs import CudaGraphs, Eager, Recorder
 from exspec.actors.engine.kv.attention import trial
@@ -24,18 +24,18 @@ from exspec.actors.engine.kv.cached_model import (
     kv_shape,
 )
 from exspec.actors.engine.kv.pages import Boundless, Pages, Store
-from exspec.actors.engine.layers.fused import compiler_trial, tell
-from exspec.actors.engine.layers.twin import packs
+from exspec.actors.engine.layers.fused import compiler_trial, warn_once
+from exspec.actors.engine.layers.runtime_copy import packs
 from exspec.actors.engine.scheduling.grouping import Grouping, grouping_of
 from exspec.actors.engine.scheduling.prefill import ChunkedPrefill, Prefill, WholePrefill
 
 
 class Parts(NamedTuple):
-    """given: what the drafter was made of, and others may be."""
+    """context: what the drafter was built from, and what others may be built from."""
 
     target: CachedModel
     drafter: Drafter
-    given: Given
+    context: DrafterContext
     draft_length: DraftLength
     grouping: Grouping
     prefill: Prefill
@@ -43,32 +43,33 @@ class Parts(NamedTuple):
 
 
 def recorder_for(device: torch.device, config: EngineConfig) -> Recorder:
-    """Graphs need a device that has them and shapes that come again."""
+    """CUDA graphs on a GPU where shapes are fixed; nothing elsewhere."""
     return CudaGraphs(device) if device.type == "cuda" and config.fixed_shapes else Eager()
 
 
-def settle(target: PreTrainedModel, draft: PreTrainedModel | None, config: EngineConfig) -> EngineConfig:
-    """The config as it can be run with these models here: no slot longer than the model's context, which it would
-    never fill; how attention is going to read the KV, and where that is in place, no buckets; whether rounds overlap;
-    what runs the layers.
+def resolve(target: PreTrainedModel, draft: PreTrainedModel | None, config: EngineConfig) -> EngineConfig:
+    """The config that runs with these models on this device. It limits the capacity to the model's context, decides
+    how attention reads the KV (in place there is one bucket), whether rounds overlap, and what runs the layers.
 
     Raises ValueError where attention in place is asked for and does not work.
     """
-    config = _attending(target, draft, replace(config, capacity=min(config.capacity, context_length(target.config))))
-    by_itself = target.device.type == "cuda" and config.attention == "in_place"
-    overlap = by_itself if config.overlap is None else config.overlap
+    config = _with_attention(
+        target, draft, replace(config, capacity=min(config.capacity, context_length(target.config)))
+    )
+    default = target.device.type == "cuda" and config.attention == "in_place"
+    overlap = default if config.overlap is None else config.overlap
     config = replace(config, overlap=overlap and config.fixed_shapes)
     if config.kernels == "packed" and not packs(target.device):
         return replace(config, kernels="eager")
     if config.kernels == "compiled":
-        told = "attention is not in place" if config.attention != "in_place" else compiler_trial(target.device)
-        if told is not None:
-            tell(f"layers run as they are, not compiled: {told}")
+        reason = "attention is not in place" if config.attention != "in_place" else compiler_trial(target.device)
+        if reason is not None:
+            warn_once(f"layers run as they are, not compiled: {reason}")
             return replace(config, kernels="eager")
     return config
 
 
-def _attending(target: PreTrainedModel, draft: PreTrainedModel | None, config: EngineConfig) -> EngineConfig:
+def _with_attention(target: PreTrainedModel, draft: PreTrainedModel | None, config: EngineConfig) -> EngineConfig:
     if config.method == "eqspec":
         return config
     models = [target.config, *kind(config).models(None if draft is None else draft.config)]
@@ -79,7 +80,7 @@ def _attending(target: PreTrainedModel, draft: PreTrainedModel | None, config: E
         raise ValueError(f"attention: in_place does not work here: {reason}; expected auto or gathered")
     if reason is not None:
         if config.attention == "auto":
-            tell(f"attention copies the KV that it reads: {reason}")
+            warn_once(f"attention copies the KV that it reads: {reason}")
         return replace(config, attention="gathered")
     return replace(config, attention="in_place", pages=config.page_count, bucket=config.capacity)
 
@@ -91,13 +92,14 @@ def _trial(model: PretrainedConfig, device: torch.device, dtype: torch.dtype, pa
     return trial(device, dtype, model.get_text_config().num_attention_heads, kv_heads, size, page)
 
 
-def drafter_of(given: Given) -> Drafter:
+def drafter_of(context: DrafterContext) -> Drafter:
     """The drafter of the config. Raises ValueError where it cannot draft with these models."""
-    made, other = kind(given.config), None if given.draft is None else given.draft.config
-    why = made.refusal(given.target.config, other, given.config) or made.trial(given.target, given.config)
-    if why:
-        raise ValueError(f"method {given.config.method} with the drafter {given.config.drafter}: {why}")
-    return made.build(given)
+    config, drafter = context.config, kind(context.config)
+    draft = None if context.draft is None else context.draft.config
+    reason = drafter.refusal(context.target.config, draft, config) or drafter.trial(context.target, config)
+    if reason:
+        raise ValueError(f"method {config.method} with the drafter {config.drafter}: {reason}")
+    return drafter.build(context)
 
 
 def build(
@@ -107,9 +109,9 @@ def build(
     recorder: Recorder,
     drafter: MakeDrafter = drafter_of,
 ) -> Parts:
-    """The parts of an engine of a settled config. Raises ValueError where no drafter can be made."""
+    """The parts of an engine, of a resolved config. Raises ValueError where no drafter can be made."""
     store, cached = _stores(target, config)
-    # A recording each for many shapes would take longer than they save; and in place, what is attended costs nothing.
+    # Many shapes would take longer to record than they save; and in place, more KV columns cost nothing.
     few = recorder.records or config.attention == "in_place"
     prefill: Prefill = ChunkedPrefill(
         config.prefill_rows, config.prefill_columns, config.capacity, config.bucket if few else 1
@@ -117,13 +119,14 @@ def build(
     if config.method == "eqspec":
         prefill = WholePrefill()
     verifier = cached(target)
-    given = Given(target, verifier, draft, config, cached, recorder, config.bucket if few else config.page_size)
-    its = drafter(given) if config.drafts else NoDraft()
-    return Parts(verifier, its, given, draft_length(config), grouping_of(config), prefill, store)
+    step = config.bucket if few else config.page_size
+    context = DrafterContext(target, verifier, draft, config, cached, recorder, step)
+    made = drafter(context) if config.drafts else NoDraft()
+    return Parts(verifier, made, context, draft_length(config), grouping_of(config), prefill, store)
 
 
 def _stores(target: PreTrainedModel, config: EngineConfig) -> tuple[Store, Callable[[PreTrainedModel], CachedModel]]:
-    """What gives slots their KV, and gives it to a model. One table of pages is for all models."""
+    """What gives slots their KV, and what gives a model KV in these slots. All models share one table of pages."""
     if config.method == "eqspec":
         return Boundless(), lambda model: RealignedModel(model, config.batch_size, config.kernels == "packed")
     widest = max(config.width, config.prefill_columns)  # a row may be fed past its capacity, with dead columns

@@ -1,10 +1,10 @@
-"""Statistics as values with `+`: of a sequence, and of an engine. The words are those of jobs/docs/words.md.
+"""Statistics as values with `+`: of a sequence, and of an engine. jobs/docs/words.md explains the words.
 
-What changes every round is kept in plain counters, of which a value is made when somebody asks.
+Plain counters keep what changes every round; a value is made of them on request.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from itertools import accumulate, takewhile, zip_longest
 from typing import Any, Self
@@ -31,6 +31,7 @@ def _add(a: Any, b: Any) -> Any:
 
 
 def ratio(part: float, whole: float) -> float:
+    """part / whole, 0 of nothing."""
     return part / whole if whole else 0.0
 
 
@@ -40,9 +41,8 @@ class SequenceStatistics(Addable):
 
     drafted_by_position, accepted_by_position: tokens proposed, and those the target agreed with, by place in the draft.
     grouped_rounds: rounds whose rows all lay in one length bucket; ragged_rounds: the others.
-    early_drafted, early_accepted: where the drafter has a verifier of its own, tokens that it was shown, and those that
-        it agreed with.
-    forced: tokens that a constraint left no alternative to.
+    early_drafted, early_accepted: tokens that a drafter checked itself, and those that passed its check.
+    forced: tokens without an alternative under a constraint.
     """
 
     prompt_tokens: int = 0
@@ -76,7 +76,7 @@ class SequenceStatistics(Addable):
 
     @property
     def early_acceptance_rate(self) -> float:
-        """Of the drafter's own verifier."""
+        """Of the drafter's own check."""
         return ratio(self.early_accepted, self.early_drafted)
 
     @property
@@ -90,10 +90,9 @@ class EngineStatistics(Addable):
     """Of an engine since it was made, or of the sum of several.
 
     rows: B for every round; busy_rows: those of them that held a sequence.
-    prefill_tokens: prompt tokens that were computed; found_tokens: those that another sequence had cached. What a
-        sequence that went back to the queue needs once more is not counted again.
-    columns: token positions of all verify forwards; dead_columns: those that could not have become a token: dead rows,
-        and columns past a row's drafts.
+    prefill_tokens: prompt tokens that were computed; cached_tokens: those that another sequence had cached. Tokens that
+        a preempted sequence computes again are not counted again.
+    columns: token positions of all verify forwards; dead_columns: those of dead rows, and those past a row's drafts.
     seconds: by phase of the round.
     """
 
@@ -105,7 +104,7 @@ class EngineStatistics(Addable):
     columns: int = 0
     dead_columns: int = 0
     prefill_tokens: int = 0
-    found_tokens: int = 0
+    cached_tokens: int = 0
     prefill_columns: int = 0
     tokens: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -121,7 +120,7 @@ class SequenceCounters:
     def __init__(self, prompt_tokens: int) -> None:
         self.prompt_tokens = prompt_tokens
         self.grouped_rounds = self.ragged_rounds = self.forced = 0
-        self.early_drafted = self.early_accepted = 0
+        self.by_drafter: Counter[str] = Counter()  # by field of SequenceStatistics
         self.drafted: list[int] = []  # by number n of drafts: the rounds that had n, and those that n were accepted of
         self.accepted: list[int] = []
 
@@ -129,12 +128,10 @@ class SequenceCounters:
     def rounds(self) -> int:
         return self.grouped_rounds + self.ragged_rounds
 
-    def round(self, grouped: bool, drafted: int, accepted: int, early: Sequence[int] = ()) -> None:
-        """Count a round with so many drafts, of which so many were accepted. grouped: of one length bucket. early: what
-        the drafter's own verifier was shown, and agreed with."""
-        if early:
-            self.early_drafted += early[0]
-            self.early_accepted += early[1]
+    def round(self, grouped: bool, drafted: int, accepted: int, by_drafter: Mapping[str, int]) -> None:
+        """Count a round with so many drafts, of which so many were accepted. grouped: of one length bucket. by_drafter:
+        what the drafter counted itself, by field of SequenceStatistics."""
+        self.by_drafter.update(by_drafter)
         if grouped:
             self.grouped_rounds += 1
         else:
@@ -154,20 +151,19 @@ class SequenceCounters:
             ragged_rounds=self.ragged_rounds,
             drafted_by_position=_by_position(self.drafted),
             accepted_by_position=_by_position(self.accepted),
-            early_drafted=self.early_drafted,
-            early_accepted=self.early_accepted,
             forced=self.forced,
+            **self.by_drafter,
         )
 
 
 def _by_position(rounds: list[int]) -> Counts:
-    """From the rounds that had n tokens, by n, those that had a token at each place."""
+    """From the number of rounds that had n tokens, by n, how many rounds had a token at each place."""
     reached = list(accumulate(reversed(rounds[1:])))[::-1]
     return tuple(takewhile(bool, reached))
 
 
 class EngineCounters:
-    """What an engine counts; `add` takes figures of EngineStatistics by name, but seconds."""
+    """What an engine counts. `add` takes fields of EngineStatistics by name, `spend` the seconds of a phase."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()

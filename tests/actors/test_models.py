@@ -29,7 +29,7 @@ from transformers.models.auto import AutoModelForSeq2SeqLM
 
 from exspec.actors.engine import Engine, EngineConfig, Request, RequestError, StopCheck
 from exspec.actors.engine.kv.cached_model import context_length
-from exspec.actors.exactness import ModelError, Waits, check_config, check_forward, limit_context, settle_positions
+from exspec.actors.exactness import ModelError, Waits, check_config, check_forward, fix_rotary_factors, limit_context
 from exspec.actors.models import load_model, load_pair
 from exspec.actors.stop_strings import StopStrings
 from tests import tiny
@@ -207,7 +207,7 @@ def test_settled_positions_wait_for_no_device() -> None:
 
     assert waits()
     expected = tiny.generate(model, list(range(30)), 20)
-    settle_positions(model)
+    fix_rotary_factors(model)
     assert waits() == []
     assert tiny.generate(model, list(range(30)), 20) == expected
 

@@ -1,4 +1,4 @@
-"""Who proposes the tokens that the target verifies: a file each, and a line each in the registry."""
+"""The drafters, which propose the tokens that the target verifies: a file and a line in the registry each."""
 
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, cast
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from exspec.actors.engine.drafters.drafter import Drafter
     from exspec.actors.engine.drafters.head import HeadDrafter
 
-DRAFTERS = {  # by name, the first one at hand is taken where nobody chooses
+DRAFTERS = {  # by name; by default the first that is available drafts
     "none": "exspec.actors.engine.drafters.none:NoDraft",
     "model": "exspec.actors.engine.drafters.model:DraftModel",
     "eagle3": "exspec.actors.engine.drafters.eagle3:Eagle3",
@@ -43,13 +43,13 @@ def label(config: "EngineConfig") -> str:
     return kind(config).label(config) if config.drafts else NONE
 
 
-def at_hand(target: "PretrainedConfig", draft: "PretrainedConfig | None", config: "EngineConfig") -> list[str]:
-    """The drafters that can draft for a target, with what `draft` is, in the order of the registry."""
+def available(target: "PretrainedConfig", draft: "PretrainedConfig | None", config: "EngineConfig") -> list[str]:
+    """The drafters that can draft for a target with this draft, in the order of the registry."""
     names = [name for name in DRAFTERS if name != NONE]
     return [name for name in names if drafter_class(name).refusal(target, draft, config) is None]
 
 
-def head_of(found: "dict[str, Any]") -> "type[HeadDrafter] | None":
-    """The drafter that a config.json is of a head for; None where it is a model's."""
-    made = next((cls for cls in map(drafter_class, DRAFTERS) if cls.reads(found)), None)
-    return cast("type[HeadDrafter] | None", made)
+def head_of(config: "dict[str, Any]") -> "type[HeadDrafter] | None":
+    """The drafter of the head that a config.json describes; None where it describes a model."""
+    drafter = next((cls for cls in map(drafter_class, DRAFTERS) if cls.reads(config)), None)
+    return cast("type[HeadDrafter] | None", drafter)

@@ -10,14 +10,15 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from exspec.actors.engine.drafters.clover_head import NAME, CloverConfig, CloverHead, read_config
-from exspec.actors.engine.drafters.drafter import Draft, Given
+from exspec.actors.engine.drafters.drafter import Draft, DrafterContext, DraftRows
 from exspec.actors.engine.drafters.head import HeadDrafter, filled, read_tensors
 from exspec.actors.engine.drafters.model import Step
+from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.scheduling.group import Group
 
 
 class Clover(HeadDrafter):
-    """Its layer is fed once a token, with what the target has said; a draft leaves no trace in its KV.
+    """The head's layer runs once for each token that the target has chosen; a draft leaves no trace in its KV.
 
     embedding: of the tokens, the rows of the target's head. score: hidden states to the target's logits.
     """
@@ -41,7 +42,7 @@ class Clover(HeadDrafter):
         return filled(CloverHead(config), read_tensors(folder, allow_pickle), folder, cls.asks, dtype, device)
 
     @classmethod
-    def tapped(cls, target: PretrainedConfig, draft: PretrainedConfig) -> tuple[int, ...]:  # noqa: ARG003
+    def aux_layers_of(cls, target: PretrainedConfig, draft: PretrainedConfig) -> tuple[int, ...]:  # noqa: ARG003
         return (target.get_text_config().num_hidden_layers,)
 
     @classmethod
@@ -50,9 +51,9 @@ class Clover(HeadDrafter):
         return tuple(range(1, draft.heads + 1))
 
     @classmethod
-    def build(cls, given: Given) -> Self:
-        made = super().build(given)
-        score: Any = given.target.get_output_embeddings()
+    def build(cls, context: DrafterContext) -> Self:
+        made = super().build(context)
+        score: Any = context.target.get_output_embeddings()
         made.embedding, made.score = score.weight, made.target.model.get_output_embeddings()
         return made
 
@@ -60,13 +61,12 @@ class Clover(HeadDrafter):
         most = self.head.model.config.heads
         return super().propose(group, [min(limit, most) for limit in limits])
 
-    def _first(self, slots: Tensor, previous: Tensor, pending: Tensor, starts: Tensor, attended: int) -> Step:  # noqa: ARG002
-        features = self._features(slots, starts - 1, 1, attended)
-        hidden = self.head.forward(slots, pending[:, None], starts - 1, attended, features=features)
-        return self._step(0, hidden, pending[:, None])
+    def _first(self, rows: DraftRows) -> Step:
+        batch = rows.batch(rows.pending[:, None], -1)
+        return self._step(0, self.head.forward(batch, features=self._features(batch)), batch.tokens)
 
-    def _next(self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int, state: tuple[int, Tensor]) -> Step:  # noqa: ARG002
-        return self._step(*state, tokens)
+    def _next(self, batch: Batch, state: tuple[int, Tensor]) -> Step:
+        return self._step(*state, batch.tokens)
 
     @torch.inference_mode()
     def _step(self, number: int, hidden: Tensor, tokens: Tensor) -> Step:

@@ -1,45 +1,87 @@
 """What a drafter is, and what the engine gives it.
 
-A drafter is a class in a file of this folder and a line in its registry. It derives from `Drafter` and overrides what
-it has to do with. Settings of its own are a dataclass in NAME_settings.py, which EngineConfig derives from.
+A drafter is a class in a file of this folder and a line in the registry. It derives from `Drafter` and overrides what
+it needs. Settings of its own are a dataclass in NAME_settings.py, which EngineConfig derives from.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.graphs import Recorder
+from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.kv.cached_model import CachedModel
 from exspec.actors.engine.kv.memory import MemoryPlan, model_memory
 from exspec.actors.engine.scheduling.group import Group
+from exspec.actors.engine.tokens.constraint_walker import narrowed
+from exspec.actors.engine.tokens.sampling import Sampler
 
 
 class Draft(NamedTuple):
     """tokens: [R, N]. lengths: [R], how many of a row's tokens are proposed; what lies past them means nothing.
-    known: the same by row on the host, where it was drafted there: nobody has to wait for it. early: [R, 2], where the
-    drafter has a verifier of its own, how many tokens it was shown and how many it agreed with. since: layers of the
-    target that have computed the pending token and the draft already, where shapes are free."""
+
+    on_host: the tokens by row, from a drafter that drafts on the host. counts: what the drafter counted, [R] each, by
+    field of SequenceStatistics.
+    """
 
     tokens: Tensor
     lengths: Tensor
-    known: list[list[int]] | None = None
-    early: Tensor | None = None
-    since: int = 0
+    on_host: list[list[int]] | None = None
+    counts: Mapping[str, Tensor] = {}
+
+
+class DraftRows(NamedTuple):
+    """The rows that a model drafts for, as a recorded function takes them.
+
+    slots, previous, pending, starts, sampler: of the group. limits: [R], tokens that each row may draft. most: the
+    largest of them. kv_columns: KV columns that the draft attends to. must, masks: see `ConstraintWalker.ahead`; None
+    where no row has a constraint.
+    """
+
+    slots: Tensor
+    previous: Tensor
+    pending: Tensor
+    starts: Tensor
+    limits: Tensor
+    sampler: Sampler
+    most: int
+    kv_columns: int
+    must: Tensor | None
+    masks: Tensor | None
+
+    @classmethod
+    def of(cls, group: Group, limits: list[int], kv_columns: int) -> "DraftRows":
+        most = max(limits)
+        on_device = torch.from_numpy(np.array(limits)).to(group.pending.device, non_blocking=True)
+        must, masks = group.walker.ahead(most) if group.walker else (None, None)
+        rows = (group.slots, group.previous, group.pending, group.starts, on_device, group.sampler)
+        return cls(*rows, most, kv_columns, must, masks)
+
+    def batch(self, tokens: Tensor, offset: int | Tensor = 0) -> Batch:
+        """A forward of tokens [R, Q], the first of them `offset` (a number, or [R]) positions after the pending one."""
+        return Batch(self.slots, tokens, self.starts + offset, self.kv_columns)
+
+    def allowed(self, logits: Tensor, drafted: Tensor) -> Tensor:
+        """Logits [R, Q, V] after so many drafted tokens [R, Q], without what constraints are known to forbid there."""
+        if self.must is None or self.masks is None:
+            return logits
+        return narrowed(logits, drafted, self.must, self.masks)
 
 
 @dataclass(frozen=True)
-class Given:
-    """What a drafter is made of.
+class DrafterContext:
+    """What a drafter is built from.
 
-    target: the model that verifies. verifier: it with its KV. draft: what is there to draft with, if anything. config:
-    settled. cached: gives a model KV in the engine's slots. recorder: records functions of fixed shapes. step: KV
-    columns that are attended are rounded up to a multiple of it, so that shapes are few.
+    target: the model that verifies. verifier: the target with its KV. draft: a draft model or head, if there is one.
+    config: settled. cached: gives a model KV in the engine's slots. recorder: records functions of fixed shapes. step:
+    a draft's KV columns are rounded up to a multiple of it, so that shapes are few.
     """
 
     target: PreTrainedModel
@@ -50,32 +92,36 @@ class Given:
     recorder: Recorder
     step: int
 
+    def kv_columns(self, needed: int) -> int:
+        """The KV columns of a draft that needs so many."""
+        return min(-(-needed // self.step) * self.step, self.config.capacity)
 
-MakeDrafter = Callable[[Given], "Drafter"]
+
+MakeDrafter = Callable[[DrafterContext], "Drafter"]
 
 
 class Drafter(ABC):
-    """Proposes tokens. Any may be wrong; constraints are walked by the engine.
+    """Proposes tokens. Any of them may be wrong; the engine walks the constraints.
 
-    What it learns of a sequence it keeps by slot: from `admit` on a slot is another sequence's. Rows without a sequence
-    are dead, and have a slot that nobody is admitted to.
+    A drafter keeps by slot what it learns of a sequence: from `admit` on, a slot holds another sequence. Rows without a
+    sequence are dead, and their slot is never admitted to.
 
-    needs_draft: whether it works with a draft. follows: whether it takes in what the target has chosen after each
-    column of a round, as soon as it has, those that will not be committed too. lengths: the K that are worth a trial.
-    looked_at: the K that it is first measured with, beyond which it is extrapolated. learns: whether it makes use of
-    completions. caches: its KV, which the engine checks and counts.
+    needs_draft: whether it needs a draft. follows: whether it takes in the target's choice after each column of a
+    round, at once, rejected columns included. lengths: the K that are worth a trial. probed_with: the K that
+    calibration measures first, and extrapolates from. learns: whether it uses finished completions. caches: its KV,
+    which the engine checks and counts.
     """
 
     needs_draft: ClassVar[bool] = False
     follows: ClassVar[bool] = False
     lengths: ClassVar[tuple[int, ...]] = (1, 2, 3, 4, 5, 6, 8)
-    looked_at: ClassVar[int] = 5
+    probed_with: ClassVar[int] = 5
     learns: ClassVar[bool] = False
     caches: Sequence[CachedModel] = ()
 
     @classmethod
     def reads(cls, found: dict[str, Any]) -> bool:  # noqa: ARG003
-        """Whether a config.json is that of a head of its own."""
+        """Whether a config.json is of a head for this drafter."""
         return False
 
     @classmethod
@@ -85,17 +131,17 @@ class Drafter(ABC):
         draft: PretrainedConfig | None,
         config: EngineConfig,  # noqa: ARG003
     ) -> str | None:
-        """Why it cannot draft for this target with this draft, if it cannot."""
+        """The reason why it cannot draft for this target with this draft; None where it can."""
         return "it needs a draft model" if cls.needs_draft and draft is None else None
 
     @classmethod
     def trial(cls, target: PreTrainedModel, config: EngineConfig) -> str | None:  # noqa: ARG003
-        """Why it cannot draft for this very model, as a look at it tells, if it cannot."""
+        """The reason why it cannot draft for this model, found by running it; None where it can."""
         return None
 
     @classmethod
     def models(cls, draft: PretrainedConfig | None) -> list[PretrainedConfig]:  # noqa: ARG003
-        """The models beside the target that it keeps KV of in the engine's slots."""
+        """The models beside the target whose KV it keeps in the engine's slots."""
         return []
 
     @classmethod
@@ -106,8 +152,8 @@ class Drafter(ABC):
         config: EngineConfig,
         dtype: torch.dtype,
     ) -> MemoryPlan:
-        """What it takes beside the target."""
-        # Two columns: as many as any step of a draft asks the logits of, but for those that plan more themselves.
+        """The memory that it takes beside the target's."""
+        # Two columns: no step of a draft asks for the logits of more, unless the drafter overrides this.
         return sum((model_memory(m, config, dtype, columns=2) for m in cls.models(draft)), start=MemoryPlan())
 
     @classmethod
@@ -117,42 +163,41 @@ class Drafter(ABC):
 
     @classmethod
     def variants(cls, target: PretrainedConfig, config: EngineConfig) -> list[dict[str, Any]]:  # noqa: ARG003
-        """Settings of its own, by name, that are worth a trial."""
+        """Its own settings, by name, that are worth a trial."""
         return [{}]
 
     @classmethod
     def label(cls, config: EngineConfig) -> str:
-        """Its name, with the settings of its own that the config has."""
+        """Its name, with those of its own settings that the config has."""
         return config.drafter
 
     @classmethod
-    def build(cls, given: Given) -> Self:  # noqa: ARG003
-        """One for an engine."""
+    def build(cls, context: DrafterContext) -> Self:  # noqa: ARG003
+        """A drafter for an engine."""
         return cls()
 
     def admit(self, slot: int, tokens: list[int]) -> None:
-        """A sequence has come into a slot, with its prompt and, if it comes back, what it had committed. The list goes
-        on growing: what is to be kept has to be copied."""
+        """A sequence has come into a slot, with its prompt and, after a preemption, its committed tokens. The list
+        grows later: copy what is to be kept."""
 
-    def prefill(self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int) -> None:
-        """Take in tokens [R, C] of the sequences in `slots` [R], at positions starts[r] + c: of a prompt, or those that
-        stand in place of what was proposed. KV that another sequence has filled is not fed again."""
+    def prefill(self, batch: Batch) -> None:
+        """Take in tokens of a prompt, or tokens that replace what was proposed. Cached tokens are not fed again."""
 
     @abstractmethod
     def propose(self, group: Group, limits: list[int]) -> Draft:
         """Draft at most limits[r] tokens after row r's pending token."""
 
     def committed(self, tokens: dict[int, list[int]]) -> None:
-        """What was committed, by slot, of sequences that go on."""
+        """The tokens just committed, by slot, of sequences that go on."""
 
     def end(self, slot: int) -> None:
         """The sequence in a slot has ended."""
 
     def learn(self, prompt: Sequence[int], completion: list[int]) -> None:
-        """A sequence has ended: in this engine, in another, or in an earlier run."""
+        """A sequence has ended, in this engine, in another one or in an earlier run."""
 
     def catch_up(self) -> None:
-        """Learn at once what it would otherwise learn in the rounds to come."""
+        """Learn at once what waits to be learned in later rounds."""
 
     def forget(self) -> None:
-        """Let go of what it has learned of sequences that have ended."""
+        """Forget what was learned of sequences that have ended."""

@@ -8,17 +8,17 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from exspec.actors.engine.config import EngineConfig
-from exspec.actors.engine.drafters.drafter import Given
+from exspec.actors.engine.drafters.drafter import DrafterContext, DraftRows
 from exspec.actors.engine.drafters.eagle3_head import Eagle3Config, Eagle3Head, is_head, load_head, read_config
 from exspec.actors.engine.drafters.head import HeadDrafter
 from exspec.actors.engine.drafters.model import Step
+from exspec.actors.engine.kv.batch import Batch
 
 
 class Eagle3(HeadDrafter):
-    """Where the target has no feature yet, the head's own hidden state of the place before stands for it.
+    """Where the target has no feature yet, the head's own hidden state at the position before replaces it.
 
-    Where prompts begin alike, the last place of what they share depends on the token behind it: there stands what was
-    fed last.
+    The last position of a prefix that prompts share depends on the token after it: the last prompt fed decides it.
     """
 
     asks: ClassVar[str] = "a head of EAGLE-3"
@@ -38,10 +38,10 @@ class Eagle3(HeadDrafter):
         return load_head(folder, dtype, device, allow_pickle=allow_pickle)
 
     @classmethod
-    def tapped(cls, target: PretrainedConfig, draft: PretrainedConfig) -> tuple[int, ...]:
-        """Those of the head, or a low, a middle and a high one."""
+    def aux_layers_of(cls, target: PretrainedConfig, draft: PretrainedConfig) -> tuple[int, ...]:
+        """The layers that the head names, or a low, a middle and a high one."""
         layers = target.get_text_config().num_hidden_layers
-        return tuple(draft.taps or (2, layers // 2, layers - 3))
+        return tuple(draft.aux_layers or (2, layers // 2, layers - 3))
 
     @classmethod
     def refusal(cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig) -> str | None:
@@ -51,26 +51,26 @@ class Eagle3(HeadDrafter):
         text = target.get_text_config()
         if not draft.embeds and draft.hidden_size != text.hidden_size:
             return f"the head has no embedding, and its width of {draft.hidden_size} is not the target's"
-        if outside := [n for n in cls.tapped(target, draft) if not 0 < n < text.num_hidden_layers]:
+        if outside := [n for n in cls.aux_layers_of(target, draft) if not 0 < n < text.num_hidden_layers]:
             return f"the head asks for the input of layer {outside[0]}; the target has {text.num_hidden_layers} layers"
         return None
 
     @classmethod
-    def build(cls, given: Given) -> Self:
-        made = super().build(given)
+    def build(cls, context: DrafterContext) -> Self:
+        made = super().build(context)
         if made.head.model.embed_tokens is None:
-            made.head.model.embed_tokens = given.target.get_input_embeddings()
+            made.head.model.embed_tokens = context.target.get_input_embeddings()
         return made
 
-    def _first(self, slots: Tensor, previous: Tensor, pending: Tensor, starts: Tensor, attended: int) -> Step:  # noqa: ARG002
-        features = self._features(slots, starts - 1, 1, attended)
-        return self.head.forward(slots, pending[:, None], starts - 1, attended, features=features), None
+    def _first(self, rows: DraftRows) -> Step:
+        batch = rows.batch(rows.pending[:, None], -1)
+        return self.head.forward(batch, features=self._features(batch)), None
 
-    def _next(self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int, state: None) -> Step:  # noqa: ARG002
-        features = self.head.recall(self.remembers, slots, starts - 2, 1, attended)
-        return self.head.forward(slots, tokens, starts - 1, attended, features=features), None
+    def _next(self, batch: Batch, state: None) -> Step:  # noqa: ARG002
+        batch = batch.shifted(-1)
+        return self.head.forward(batch, features=self.head.recall(self.remembers, batch.shifted(-1))), None
 
     @torch.inference_mode()
-    def _features(self, slots: Tensor, starts: Tensor, width: int, attended: int) -> Tensor:
+    def _features(self, batch: Batch) -> Tensor:
         project: Any = self.head.model.fc
-        return project(super()._features(slots, starts, width, attended))  # type: ignore[no-any-return]
+        return project(super()._features(batch))  # type: ignore[no-any-return]

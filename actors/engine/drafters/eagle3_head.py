@@ -27,15 +27,15 @@ UNSUPPORTED = ("fc_norm", "norm_before_fc", "norm_output")  # of later formats, 
 
 
 class Eagle3Config(LlamaConfig):
-    """taps: layers of the target whose inputs are the features, counted from 0. draft_vocab_size: tokens that it can
-    propose. target_hidden_size: width of a feature of one layer. embeds: whether it has an embedding of its own."""
+    """aux_layers: layers of the target whose inputs are the features, counted from 0. draft_vocab_size: tokens that it
+    can propose. target_hidden_size: width of a feature of one layer. embeds: whether it has an embedding of its own."""
 
     model_type = NAME
     head_for = NAME  # the drafter
 
     def __init__(
         self,
-        taps: tuple[int, ...] | list[int] | None = None,
+        aux_layers: tuple[int, ...] | list[int] | None = None,
         draft_vocab_size: int | None = None,
         target_hidden_size: int | None = None,
         norm_before_residual: bool = False,
@@ -43,7 +43,7 @@ class Eagle3Config(LlamaConfig):
         **llama: Any,
     ) -> None:
         super().__init__(**llama | {"num_hidden_layers": 1, "tie_word_embeddings": False})
-        self.taps = None if taps is None else list(taps)
+        self.aux_layers = None if aux_layers is None else list(aux_layers)
         self.draft_vocab_size = draft_vocab_size or self.vocab_size
         self.target_hidden_size = target_hidden_size or self.hidden_size
         self.norm_before_residual, self.embeds = norm_before_residual, embeds
@@ -56,8 +56,8 @@ def read_config(found: dict[str, Any], tensors: set[str] | None = None) -> Eagle
     Raises ValueError naming what is not supported.
     """
     llama = dict(found.get("transformer_layer_config") or found)
-    taps = found.get("eagle_aux_hidden_state_layer_ids")
-    taps = taps or (found.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    aux_layers = found.get("eagle_aux_hidden_state_layer_ids")
+    aux_layers = aux_layers or (found.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     if later := [key for key in UNSUPPORTED if found.get(key)]:
         raise ValueError(f"{later[0]}: {found[later[0]]} is not supported; expected a head without it")
     layers = llama.get("num_hidden_layers", 1)
@@ -72,7 +72,7 @@ def read_config(found: dict[str, Any], tensors: set[str] | None = None) -> Eagle
     embeds = found.get("target_hidden_size") not in (None, llama.get("hidden_size"))
     if tensors is not None:
         embeds = "embed_tokens.weight" in tensors
-    return checked(Eagle3Config, Eagle3Head, {"taps": taps, "embeds": embeds, **settings})
+    return checked(Eagle3Config, Eagle3Head, {"aux_layers": aux_layers, "embeds": embeds, **settings})
 
 
 def norm(config: Eagle3Config) -> nn.Module:
@@ -116,7 +116,7 @@ class Eagle3Head(PreTrainedModel):
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config)
-        wide = len(config.taps or (0, 0, 0)) * config.target_hidden_size
+        wide = len(config.aux_layers or (0, 0, 0)) * config.target_hidden_size
         self.embed_tokens: Any = nn.Embedding(config.vocab_size, config.hidden_size) if config.embeds else None
         self.fc = nn.Linear(wide, config.hidden_size, bias=False)
         self.layers = nn.ModuleList([Eagle3Layer(config)])

@@ -1,45 +1,41 @@
-"""Early exit: the target's own first layers draft, some more of them check, and all of them verify.
+"""Early exit: the target's first layers draft, some more layers check, and all layers verify.
 
-HiSpec (arXiv:2510.01336) with exits as in LayerSkip (arXiv:2404.16710): what leaves a layer goes through the final norm
-and the head. No weights and no KV of its own: its layers are the target's, and so is the KV that they write.
+HiSpec (arXiv:2510.01336) with exits as in LayerSkip (arXiv:2404.16710): the hidden states that leave a layer go through
+the final norm and the head. The drafter has no weights and no KV of its own: it writes the target's.
 """
 
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PretrainedConfig, PreTrainedModel
 
 from exspec.actors.engine.config import EngineConfig
-from exspec.actors.engine.drafters.draft_length import Confidence, confidence
-from exspec.actors.engine.drafters.drafter import Draft, Drafter, Given
-from exspec.actors.engine.graphs import Recorder
+from exspec.actors.engine.drafters.draft_length import confidence
+from exspec.actors.engine.drafters.drafter import Draft, Drafter, DrafterContext, DraftRows
 from exspec.actors.engine.kv.cached_model import PagedModel
 from exspec.actors.engine.kv.memory import MemoryPlan, states_memory
 from exspec.actors.engine.kv.trial import spans_trial
 from exspec.actors.engine.scheduling.group import Group
-from exspec.actors.engine.tokens.guide import narrowed
-from exspec.actors.engine.tokens.sampling import Sampler, Uses
+from exspec.actors.engine.tokens.sampling import Uses
 
-AHEAD = 2  # tokens that are drafted before they are checked, where nobody says
+AHEAD = 2  # default of `exit_tokens`
 
 
 class EarlyExit(Drafter):
     """Drafts `ahead` tokens at depth d, checks them at depth i, keeps those that agree and depth i's own next one, and
     so on until there are enough. What is kept at depth i is proposed.
 
-    Hidden states are remembered where they leave depth d and depth i, so that no layer computes a token twice: the
-    check goes on from depth d. The target verifies with all its layers, in its own shape; where shapes are free it goes
-    on from depth i.
+    The hidden states that leave depth d are remembered: the check goes on from there, and no layer computes a token
+    twice. The target verifies with all its layers, in its own shape.
 
-    depths: d and i, in layers. columns, step: as a draft model's. resumes: whether the target goes on from depth i.
+    depths: d and i, in layers.
     """
 
     lengths: ClassVar[tuple[int, ...]] = (2, 3, 4, 5, 6, 8)
-    looked_at: ClassVar[int] = 4
+    probed_with: ClassVar[int] = 4
 
     @classmethod
     def refusal(cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig) -> str | None:  # noqa: ARG003
@@ -76,121 +72,92 @@ class EarlyExit(Drafter):
     def memory(
         cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig, dtype: torch.dtype
     ) -> MemoryPlan:
-        width = len(depths(target, config)) * target.get_text_config().hidden_size
+        width = target.get_text_config().hidden_size  # the states that leave depth d
         return super().memory(target, draft, config, dtype) + states_memory(config, width, dtype)
 
     @classmethod
-    def build(cls, given: Given) -> Self:
-        assert isinstance(given.verifier, PagedModel)
-        config = given.config
-        return cls(
-            given.verifier,
-            depths(given.target.config, config),
-            config.exit_tokens or AHEAD,
-            (config.capacity, given.step),
-            not config.fixed_shapes,
-            confidence(config),
-            given.recorder,
-        )
+    def build(cls, context: DrafterContext) -> Self:
+        assert isinstance(context.verifier, PagedModel)
+        return cls(context, context.verifier)
 
-    def __init__(
-        self,
-        target: PagedModel,
-        depths: tuple[int, int],
-        ahead: int,
-        shape: tuple[int, int],
-        resumes: bool,
-        confidence: Confidence,
-        recorder: Recorder,
-    ) -> None:
-        target.remember(depths)
-        self.target, self.depths, self.ahead, self.resumes, self.confidence = target, depths, ahead, resumes, confidence
-        self.columns, self.step = shape
+    def __init__(self, context: DrafterContext, target: PagedModel) -> None:
+        self.context, self.target = context, target
+        self.depths = depths(context.target.config, context.config)
+        self.ahead = context.config.exit_tokens or AHEAD
+        self.confidence = confidence(context.config)
+        target.remember(self.depths[:1])
         self.nobody = len(target.pages.table) - 1
-        self.ends_early = not recorder.records  # to look whether any row goes on is to wait for the device
-        self._loop = recorder.wrap(self._draft)
+        self.ends_early = not context.recorder.records  # asking whether any row goes on waits for the device
+        self._loop = context.recorder.wrap(self._draft)
 
     def propose(self, group: Group, limits: list[int]) -> Draft:
-        count = max(limits)
-        needed = -(-(group.longest + count + self.ahead) // self.step) * self.step
-        most = torch.from_numpy(np.array(limits)).to(group.pending.device, non_blocking=True)
-        ahead = group.guide.ahead(count) if group.guide else None
-        rows = (group.slots, group.pending, group.starts, most, group.sampler, count, min(needed, self.columns))
-        tokens, lengths, early = self._loop(*rows, *(ahead or (None, None)))
-        return Draft(tokens, lengths, early=early, since=self.depths[1] if self.resumes else 0)
+        kv_columns = self.context.kv_columns(group.longest + max(limits) + self.ahead)
+        tokens, lengths, drafted, accepted = self._loop(DraftRows.of(group, limits, kv_columns))
+        return Draft(tokens, lengths, counts={"early_drafted": drafted, "early_accepted": accepted})
 
-    def _draft(
-        self,
-        slots: Tensor,
-        pending: Tensor,
-        starts: Tensor,
-        most: Tensor,
-        sampler: Sampler,
-        count: int,
-        attended: int,
-        must: Tensor | None = None,
-        masks: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens [R, count], lengths [R] <= most [R]; and [R, 2], how many were drafted at depth d, and how many of
-        those agreed with depth i. must, masks: of constrained rows."""
+    def _draft(self, rows: DraftRows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Tokens [R, most] and lengths [R] <= limits [R]; and [R] each, how many tokens were drafted at depth d, and
+        how many of them agreed with depth i."""
         d, i = self.depths
-        ahead = max(min(self.ahead, count), 1)
-        columns = torch.arange(ahead + 1, device=slots.device)
-        kept = pending.new_zeros(len(pending), count + len(columns))
-        lengths, early = torch.zeros_like(pending), pending.new_zeros(len(pending), 2)
-        last, chance = pending, torch.ones_like(pending, dtype=torch.float32)
-        live, computed = most > 0, torch.zeros_like(most, dtype=torch.bool)
+        ahead = max(min(self.ahead, rows.most), 1)
+        columns = torch.arange(ahead + 1, device=rows.slots.device)
+        kept = rows.pending.new_zeros(len(rows.pending), rows.most + len(columns))
+        lengths, drafted, accepted = (torch.zeros_like(rows.pending) for _ in range(3))
+        last, chance = rows.pending, torch.ones_like(rows.pending, dtype=torch.float32)
+        live = rows.limits > 0
 
-        def choose(logits: Tensor, place: int, drafted: Tensor) -> Tensor:
-            """Of logits [R, Q, V] of columns from `place` on, behind the tokens [R, N] of this turn."""
-            places = lengths[:, None] + place + torch.arange(logits.shape[1], device=slots.device)
-            if must is not None and masks is not None:
-                logits = narrowed(logits, places, must, masks)
-            if sampler.uses & Uses.PENALISED:
-                drafted = torch.cat([_last_tokens(kept, lengths, count, logits.shape[-1]), drafted], dim=1)
-            return sampler.propose(logits, starts[:, None] + 1 + places, drafted)
+        def choose(logits: Tensor, place: int, behind: Tensor) -> Tensor:
+            """A token for each of logits [R, Q, V], whose first column is `place` in this turn, after tokens [R, N]."""
+            places = lengths[:, None] + place + torch.arange(logits.shape[1], device=rows.slots.device)
+            logits = rows.allowed(logits, places)
+            if rows.sampler.uses & Uses.PENALISED:
+                behind = torch.cat([_last_tokens(kept, lengths, rows.most, logits.shape[-1]), behind], dim=1)
+            return rows.sampler.propose(logits, rows.starts[:, None] + 1 + places, behind)
 
-        for _ in range(-(-count // ahead)):
-            here, at, fed = torch.where(live, slots, self.nobody), starts + lengths, last[:, None]
+        for _ in range(-(-rows.most // ahead)):
+            here = rows._replace(slots=torch.where(live, rows.slots, self.nobody))
+            fed = last[:, None]
             for n in range(ahead):
-                logits = self.target.forward(here, fed[:, -1:], at + n, attended, last=d)
+                logits = self.target.forward(here.batch(fed[:, -1:], lengths + n), last=d)
                 fed = torch.cat([fed, choose(logits, n, fed[:, 1:])], dim=1)
-            self.target.fill(here, fed[:, -1:], at + ahead, attended, last=d)
-            logits = self.target.forward(here, fed, at, attended, first=d, last=i)
+            self.target.fill(here.batch(fed[:, -1:], lengths + ahead), last=d)
+            logits = self.target.forward(here.batch(fed, lengths), first=d, last=i)
             choices = choose(logits, 0, fed[:, 1:])  # [R, ahead + 1]
             agrees = choices[:, :-1] == fed[:, 1:]
-            fits = live[:, None] & (lengths[:, None] + columns < most[:, None])
+            fits = live[:, None] & (lengths[:, None] + columns < rows.limits[:, None])
             stands = fits & pad(agrees, (1, 0), value=True).cumprod(dim=1).bool()
-            for q in range(len(columns)):
-                so_far, sure = self.confidence.survives(chance, logits[:, q : q + 1], choices[:, q : q + 1])
-                chance = torch.where(stands[:, q], so_far, chance)
-                live = live & (sure | ~stands[:, q])
-                stands[:, q:] &= sure[:, None] | ~stands[:, q : q + 1]
-            early += torch.stack([fits[:, :-1].sum(dim=1), (stands[:, :-1] & agrees).sum(dim=1)], dim=1)
+            chance, live = self._confident(stands, chance, live, logits, choices)
+            drafted = drafted + fits[:, :-1].sum(dim=1)
+            accepted = accepted + (stands[:, :-1] & agrees).sum(dim=1)
             kept.scatter_(1, lengths[:, None] + columns, choices)
-            new = stands.sum(dim=1)
-            lengths = lengths + new
-            # Where the limit has cut a draft that agreed, its last token has been through the layers already.
-            reached = (new - 1).clamp(min=0)[:, None]
-            computed = torch.where(new > 0, pad(agrees, (0, 1)).gather(1, reached)[:, 0], computed)
-            last = torch.where(lengths > 0, kept.gather(1, (lengths - 1).clamp(min=0)[:, None])[:, 0], pending)
-            live = live & (lengths < most)
-            if self.ends_early and not self.confidence.pays(chance, live, most > 0):
+            lengths = lengths + stands.sum(dim=1)
+            last = torch.where(lengths > 0, kept.gather(1, (lengths - 1).clamp(min=0)[:, None])[:, 0], rows.pending)
+            live = live & (lengths < rows.limits)
+            if self.ends_early and not self.confidence.pays(chance, live, rows.limits > 0):
                 break
-        if self.resumes:
-            left = torch.where(computed, self.nobody, slots)
-            self.target.fill(left, last[:, None], starts + lengths, attended, last=i)
-        return kept[:, :count], lengths, early
+        return kept[:, : rows.most], lengths, drafted, accepted
+
+    def _confident(
+        self, stands: Tensor, chance: Tensor, live: Tensor, logits: Tensor, choices: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The chances [R] and live rows [R] after the checked columns; takes out of `stands` [R, Q], in place, the
+        columns that confidence cuts off."""
+        for q in range(choices.shape[1]):
+            so_far, sure = self.confidence.survives(chance, logits[:, q : q + 1], choices[:, q : q + 1])
+            chance = torch.where(stands[:, q], so_far, chance)
+            live = live & (sure | ~stands[:, q])
+            stands[:, q:] &= sure[:, None] | ~stands[:, q : q + 1]
+        return chance, live
 
 
 def depths(target: PretrainedConfig, config: EngineConfig, part: int = 1) -> tuple[int, int]:
-    """d and i as the config says, or `part` eighths and `part` quarters of the layers."""
+    """d and i as the config has them; default: `part` eighths and `part` quarters of the layers."""
     layers = target.get_text_config().num_hidden_layers
     d = config.exit_depth or max(min(part * layers // 8, (config.check_depth or layers) - 1), 1)
     return d, config.check_depth or max(part * layers // 4, d + 1)
 
 
 def _last_tokens(kept: Tensor, lengths: Tensor, count: int, nothing: int) -> Tensor:
-    """The last `count` of the first lengths[r] tokens of each row, on the right; on their left `nothing`."""
+    """The last `count` of the first lengths[r] tokens of each row, padded on the left with `nothing`."""
     places = lengths[:, None] + torch.arange(-count, 0, device=kept.device)
     return kept.gather(1, places.clamp(min=0)).masked_fill(places < 0, nothing)

@@ -1,4 +1,4 @@
-"""What drafters have in common whose draft is a head: a small network for one target, which reads its hidden states."""
+"""What drafters with a head have in common: a small network for one target, which reads the target's hidden states."""
 
 from abc import abstractmethod
 from pathlib import Path
@@ -14,8 +14,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from exspec.actors.engine.config import EngineConfig
-from exspec.actors.engine.drafters.drafter import Given
+from exspec.actors.engine.drafters.drafter import DrafterContext
 from exspec.actors.engine.drafters.model import DraftModel
+from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.kv.cached_model import PagedModel
 from exspec.actors.engine.kv.memory import MemoryPlan, states_memory
 from exspec.actors.engine.kv.trial import spans_trial
@@ -25,20 +26,20 @@ C = TypeVar("C", bound=PretrainedConfig)
 
 
 class HeadDrafter(DraftModel):
-    """A head has KV of its own. At a token's place it is fed with the target's hidden states of that token, its
-    features, and, where it wants one, with the token that was chosen after it: token j at place j - 1.
+    """A head has KV of its own. At a token's position it is fed the token's features, which are the target's hidden
+    states there, and, where it wants one, the token after it: token j at position j - 1.
 
     Features lie in pages, as KV does. What a round has chosen is fed as soon as its features are known.
 
     asks: what the draft has to be, in words. configures: the class of its config. remembers: layers of the head whose
-    hidden states it goes on from. taps: layers of the target that the features leave.
+    hidden states the next step needs. aux_layers: layers of the target whose output the features are.
     """
 
     follows: ClassVar[bool] = True
     asks: ClassVar[str]
     configures: ClassVar[type[PretrainedConfig]]
     remembers: ClassVar[tuple[int, ...]] = ()
-    taps: tuple[int, ...]
+    aux_layers: tuple[int, ...]
     target: PagedModel
     head: PagedModel
 
@@ -54,8 +55,8 @@ class HeadDrafter(DraftModel):
 
     @classmethod
     @abstractmethod
-    def tapped(cls, target: PretrainedConfig, draft: PretrainedConfig) -> tuple[int, ...]:
-        """Layers of the target that the features leave, counted from 1."""
+    def aux_layers_of(cls, target: PretrainedConfig, draft: PretrainedConfig) -> tuple[int, ...]:
+        """Layers of the target whose output the features are, counted from 1."""
 
     @classmethod
     def refusal(cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig) -> str | None:
@@ -80,30 +81,34 @@ class HeadDrafter(DraftModel):
         cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig, dtype: torch.dtype
     ) -> MemoryPlan:
         assert isinstance(draft, cls.configures)
-        width = len(set(cls.tapped(target, draft))) * draft.target_hidden_size + len(cls.remembers) * draft.hidden_size
+        width = (
+            len(set(cls.aux_layers_of(target, draft))) * draft.target_hidden_size
+            + len(cls.remembers) * draft.hidden_size
+        )
         return super().memory(target, draft, config, dtype) + states_memory(config, width, dtype)
 
     @classmethod
-    def build(cls, given: Given) -> Self:
-        assert given.draft is not None
-        head, target = given.cached(given.draft), given.verifier
+    def build(cls, context: DrafterContext) -> Self:
+        assert context.draft is not None
+        head, target = context.cached(context.draft), context.verifier
         assert isinstance(head, PagedModel)
         assert isinstance(target, PagedModel)
-        made = cls.of(given, head)
-        made.head, made.target, made.taps = head, target, cls.tapped(given.target.config, given.draft.config)
-        head.last_position = target.last_position  # a head's own config tells what it was trained with
+        made = cls(context, head)
+        made.head, made.target = head, target
+        made.aux_layers = cls.aux_layers_of(context.target.config, context.draft.config)
+        head.last_position = target.last_position  # a head's own config has that of its training
         if cls.remembers:
             head.remember(cls.remembers)
-        target.remember(made.taps)
+        target.remember(made.aux_layers)
         return made
 
-    def _fill(self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int) -> None:
-        features = self._features(slots, starts - 1, tokens.shape[1], attended)
-        self.head.fill(slots, tokens, starts - 1, attended, features=features)
+    def _fill(self, batch: Batch) -> None:
+        batch = batch.shifted(-1)
+        self.head.fill(batch, features=self._features(batch))
 
-    def _features(self, slots: Tensor, starts: Tensor, width: int, attended: int) -> Tensor:
-        """The features [R, width, D] of tokens from starts on."""
-        return self.target.recall(self.taps, slots, starts, width, attended)
+    def _features(self, batch: Batch) -> Tensor:
+        """The features [R, Q, D] at the batch's positions."""
+        return self.target.recall(self.aux_layers, batch)
 
 
 def checked(configures: type[C], makes: type[PreTrainedModel], values: dict[str, Any]) -> C:

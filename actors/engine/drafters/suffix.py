@@ -13,7 +13,7 @@ import torch
 from transformers import PretrainedConfig
 
 from exspec.actors.engine.config import EngineConfig
-from exspec.actors.engine.drafters.drafter import Draft, Drafter, Given
+from exspec.actors.engine.drafters.drafter import Draft, Drafter, DrafterContext
 from exspec.actors.engine.kv.memory import MEBIBYTE, MemoryPlan
 from exspec.actors.engine.scheduling.group import Group
 
@@ -36,7 +36,7 @@ class Suffix(Drafter):
     """
 
     lengths: ClassVar[tuple[int, ...]] = (1, 2, 3, 5, 8, 12, 16)
-    looked_at: ClassVar[int] = 8
+    probed_with: ClassVar[int] = 8
     learns: ClassVar[bool] = True
 
     @classmethod
@@ -55,10 +55,10 @@ class Suffix(Drafter):
         return MemoryPlan(host=STORE + config.slots * config.capacity * PLACE)
 
     @classmethod
-    def build(cls, given: Given) -> Self:
+    def build(cls, context: DrafterContext) -> Self:
         # The columns of a fixed width are paid for.
-        by_chance = not given.config.fixed_shapes or given.config.draft_length in ("explicit", "both")
-        return cls(given.config.slots, given.config.threshold if by_chance else LEAST)
+        by_chance = not context.config.fixed_shapes or context.config.draft_length in ("explicit", "both")
+        return cls(context.config.slots, context.config.threshold if by_chance else LEAST)
 
     def __init__(self, slots: int, worth: float = LEAST, store: int = STORE) -> None:
         self.worth, self.store = max(worth, LEAST), store

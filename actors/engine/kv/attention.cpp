@@ -145,9 +145,9 @@ inline Floats capped(Floats x, float cap) {
 }
 
 struct Call {
-  int64_t rows, heads, kv_heads, columns, size, page, attended;
+  int64_t rows, heads, kv_heads, columns, size, page, kv_columns;
   int64_t query_row, query_head, query_column, place_row;  // strides
-  const int32_t* places;
+  const int32_t* page_table;
   float scale, cap;
   int window;
 };
@@ -317,7 +317,7 @@ struct Attention {
   void run(const Task& task, const T* query, const T* keys, const T* values, T* output) const {
     static thread_local Scratch scratch;
     const int group = call.heads / call.kv_heads, width = task.last - task.first, count = group * width;
-    const int32_t* place = call.places + task.row * call.place_row;
+    const int32_t* place = call.page_table + task.row * call.place_row;
     const int position = place[0] + task.first;
     const int held = (count + PAIR - 1) / PAIR * PAIR;
     float* queries = scratch.take(held * (2 * padded + BLOCK + LANES + 2) + 3 * BLOCK * padded);
@@ -394,8 +394,8 @@ std::vector<Task> plan(const Call& call, T* output, int64_t& products) {
   const int group = call.heads / call.kv_heads, run = std::max(1, TILE / group);
   const int64_t column = call.heads * call.size;
   for (int64_t r = 0; r < call.rows; r++) {
-    const int64_t start = call.places[r * call.place_row], end = call.places[r * call.place_row + 1];
-    STD_TORCH_CHECK(end <= call.attended, "row ", r, " ends at ", end, ", past the pages of its table");
+    const int64_t start = call.page_table[r * call.place_row], end = call.page_table[r * call.place_row + 1];
+    STD_TORCH_CHECK(end <= call.kv_columns, "row ", r, " ends at ", end, ", past the pages of its table");
     const int64_t first = std::clamp<int64_t>(-start, 0, call.columns);
     const int64_t last = std::clamp<int64_t>(end - start, first, call.columns);
     T* row = output + r * call.columns * column;
@@ -438,31 +438,31 @@ void attend(const Call& call, const Tensor& query, const Tensor& keys, const Ten
          static_cast<const T*>(values.const_data_ptr()), static_cast<T*>(output.mutable_data_ptr()));
 }
 
-void check(const Tensor& query, const Tensor& keys, const Tensor& values, const Tensor& places) {
+void check(const Tensor& query, const Tensor& keys, const Tensor& values, const Tensor& page_table) {
   const ScalarType dtype = query.scalar_type();
-  STD_TORCH_CHECK(query.dim() == 4 && keys.dim() == 4 && values.dim() == 4 && places.dim() == 4,
-                  "query, keys, values and places have four dimensions");
+  STD_TORCH_CHECK(query.dim() == 4 && keys.dim() == 4 && values.dim() == 4 && page_table.dim() == 4,
+                  "query, keys, values and page_table have four dimensions");
   STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::BFloat16,
                   "attention in place on a CPU takes float32 and bfloat16");
   STD_TORCH_CHECK(keys.scalar_type() == dtype && values.scalar_type() == dtype,
                   "query, keys and values differ in dtype");
   for (int i = 0; i < 4; i++) STD_TORCH_CHECK(keys.size(i) == values.size(i), "keys and values differ in shape");
   STD_TORCH_CHECK(keys.is_contiguous() && values.is_contiguous(), "keys and values are not contiguous");
-  STD_TORCH_CHECK(places.scalar_type() == ScalarType::Int && places.stride(3) == 1 && places.size(3) >= 2 &&
-                      places.size(0) == query.size(0),
-                  "places are not int32 [R, 1, 1, 2 + n] with one row for each of the query's");
+  STD_TORCH_CHECK(page_table.scalar_type() == ScalarType::Int && page_table.stride(3) == 1 && page_table.size(3) >= 2 &&
+                      page_table.size(0) == query.size(0),
+                  "page_table is not int32 [R, 1, 1, 2 + n] with one row for each of the query's");
   STD_TORCH_CHECK(query.size(3) == keys.size(3) && query.stride(3) == 1 && query.size(1) % keys.size(2) == 0,
                   "the query's heads do not fit those of the keys");
 }
 
-Tensor attend_in_place(const Tensor& query, const Tensor& keys, const Tensor& values, const Tensor& places,
+Tensor attend_in_place(const Tensor& query, const Tensor& keys, const Tensor& values, const Tensor& page_table,
                        double scale, int64_t window, double softcap) {
-  check(query, keys, values, places);
+  check(query, keys, values, page_table);
   Call call{};
   call.rows = query.size(0), call.heads = query.size(1), call.columns = query.size(2), call.size = query.size(3);
-  call.page = keys.size(1), call.kv_heads = keys.size(2), call.attended = (places.size(3) - 2) * call.page;
+  call.page = keys.size(1), call.kv_heads = keys.size(2), call.kv_columns = (page_table.size(3) - 2) * call.page;
   call.query_row = query.stride(0), call.query_head = query.stride(1), call.query_column = query.stride(2);
-  call.places = static_cast<const int32_t*>(places.const_data_ptr()), call.place_row = places.stride(0);
+  call.page_table = static_cast<const int32_t*>(page_table.const_data_ptr()), call.place_row = page_table.stride(0);
   call.scale = float(scale), call.cap = float(softcap);
   call.window = int(std::clamp<int64_t>(window, 0, std::numeric_limits<int>::max()));
   Tensor output = torch::stable::new_empty(query, {call.rows, call.columns, call.heads, call.size});

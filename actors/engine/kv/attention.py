@@ -1,13 +1,13 @@
 """Attention over pages of KV: one operator, in place where a kernel can, over gathered pages everywhere.
 
 Per layer, keys and values are [pages, P, H, D], and a sequence has a table of the pages that its columns lie in: column
-s in page_(s // P) at offset s % P. Page 0 is a bin. `places`, int32 [R, 1, 1, 2 + n], says of every row
-[start, end, page_0 ... page_(n-1)]: column q of its query stands at position p = start + q and attends the columns
-max(0, p - window + 1) .. p, or all from 0 on where window is 0. Columns with p < 0 or p >= end are dead: what comes out
-there is finite and means nothing.
+s in page_(s // P) at offset s % P. Page 0 is a bin. `page_table`, int32 [R, 1, 1, 2 + n], has for every row
+[start, end, page_0 ... page_(n-1)]: column q of its query stands at position p = start + q and attends to the columns
+max(0, p - window + 1) .. p, or to all from 0 on where window is 0. Columns with p < 0 or p >= end are dead: their
+output is finite and means nothing.
 
-    exspec::attend_in_place(query, keys, values, places, scale, window, softcap) -> [R, Q, Hq, D]
-    exspec::attend_gathered(query, keys, values, places, scale, window, softcap) -> [R, Q, Hq, D]
+    exspec::attend_in_place(query, keys, values, page_table, scale, window, softcap) -> [R, Q, Hq, D]
+    exspec::attend_gathered(query, keys, values, page_table, scale, window, softcap) -> [R, Q, Hq, D]
 
 query: [R, Hq, Q, D]; query head h uses KV head h // (Hq // H). softcap: scores = softcap * tanh(scores / softcap), none
 where it is 0. Scores and sums are float32.
@@ -43,7 +43,7 @@ UNSUPPORTED = ("s_aux", "position_bias")  # options of transformers that would c
 
 
 def attend_gathered(
-    query: Tensor, keys: Tensor, values: Tensor, places: Tensor, scale: float, window: int, softcap: float = 0.0
+    query: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, scale: float, window: int, softcap: float = 0.0
 ) -> Tensor:
     """The operator on any device: every row's pages are copied side by side first.
 
@@ -51,8 +51,8 @@ def attend_gathered(
     """
     rows, heads, width, size = query.shape
     fold = heads // keys.shape[2]
-    key, value = _side_by_side(keys, places), _side_by_side(values, places)  # [R, H, S, D]
-    mask = FORWARD.of(places, _mask, width, key.shape[2], fold, window, query.dtype)
+    key, value = _side_by_side(keys, page_table), _side_by_side(values, page_table)  # [R, H, S, D]
+    mask = PER_FORWARD.of(page_table, _mask, width, key.shape[2], fold, window, query.dtype)
     folded = query.reshape(rows, -1, fold * width, size)  # [R, H, G * Q, D]
     if softcap:
         mixed = _capped_attention(folded, key, value, mask, scale, softcap)
@@ -61,41 +61,41 @@ def attend_gathered(
     return mixed.reshape(rows, heads, width, size).transpose(1, 2).contiguous()
 
 
-class Forward(threading.local):
-    """What the layers of the forward at hand share. A forward's `places` are a tensor of its own that nobody writes to;
-    it is held here, so that no other can be taken for it."""
+class PerForward(threading.local):
+    """What the layers of one forward share. Each forward has a page table of its own, which is never written to; it is
+    held here, so that its identity stays unique."""
 
     def __init__(self) -> None:
-        self.places: Tensor | None = None
+        self.page_table: Tensor | None = None
         self.made: dict[Any, Any] = {}
 
-    def of(self, places: Tensor, make: Callable[..., T], *shape: Any) -> T:
-        """make(places, *shape), made once a forward."""
-        if places is not self.places:
-            self.places, self.made = places, {}
+    def of(self, page_table: Tensor, make: Callable[..., T], *shape: Any) -> T:
+        """make(page_table, *shape), computed once a forward."""
+        if page_table is not self.page_table:
+            self.page_table, self.made = page_table, {}
         if (make, shape) not in self.made:
-            self.made[make, shape] = make(places, *shape)
+            self.made[make, shape] = make(page_table, *shape)
         return self.made[make, shape]  # type: ignore[no-any-return]
 
 
-def _mask(places: Tensor, width: int, columns: int, fold: int, window: int, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores [R, 1, G * Q, S]: 0, or as little as can be."""
-    positions = places[:, 0, 0, :1] + torch.arange(width, dtype=torch.int32, device=places.device)  # [R, Q]
-    numbers = torch.arange(columns, dtype=torch.int32, device=places.device)
+def _mask(page_table: Tensor, width: int, columns: int, fold: int, window: int, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores [R, 1, G * Q, S]: 0, or the lowest finite number."""
+    positions = page_table[:, 0, 0, :1] + torch.arange(width, dtype=torch.int32, device=page_table.device)  # [R, Q]
+    numbers = torch.arange(columns, dtype=torch.int32, device=page_table.device)
     hidden = numbers > positions[..., None]  # [R, Q, S]
     if window > 0:
         hidden |= numbers <= positions[..., None] - window
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=places.device)
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=page_table.device)
     # Not infinity: a dead column may have everything hidden from it.
     return mask.masked_fill_(hidden, torch.finfo(dtype).min).repeat(1, fold, 1)[:, None]
 
 
-FORWARD = Forward()  # of this thread
+PER_FORWARD = PerForward()  # of this thread
 
 
-def _side_by_side(store: Tensor, places: Tensor) -> Tensor:
+def _side_by_side(store: Tensor, page_table: Tensor) -> Tensor:
     """[R, H, n * P, D] of a store [pages, P, H, D]."""
-    table = places[:, 0, 0, 2:]
+    table = page_table[:, 0, 0, 2:]
     pages = store.index_select(0, table.reshape(-1))
     return pages.view(len(table), -1, *store.shape[2:]).transpose(1, 2)
 
@@ -107,7 +107,7 @@ def _capped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, s
 
 
 def attend_varlen(
-    query: Tensor, keys: Tensor, values: Tensor, places: Tensor, scale: float, window: int, softcap: float = 0.0
+    query: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, scale: float, window: int, softcap: float = 0.0
 ) -> Tensor:
     """The operator in place on CUDA: torch's kernel for sequences of several lengths, one split of KV for every row."""
     if softcap:
@@ -115,7 +115,7 @@ def attend_varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     rows, heads, width, size = query.shape
-    used, table, firsts = FORWARD.of(places, _ragged, width, keys.shape[1])
+    used, table, firsts = PER_FORWARD.of(page_table, _ragged, width, keys.shape[1])
     mixed: Any = varlen_attn(
         query.transpose(1, 2).reshape(rows * width, heads, size),
         keys,
@@ -135,27 +135,33 @@ def attend_varlen(
     return result
 
 
-def _ragged(places: Tensor, width: int, page: int) -> tuple[Tensor, Tensor, Tensor]:
+def _ragged(page_table: Tensor, width: int, page: int) -> tuple[Tensor, Tensor, Tensor]:
     """Keys of each row [R], pages of each row [R, n], and where each row's queries begin [R + 1]."""
-    start, end = places[:, 0, 0, 0], places[:, 0, 0, 1]
+    start, end = page_table[:, 0, 0, 0], page_table[:, 0, 0, 1]
     # A query is aligned with the end of its keys. Dead columns may reach past the table: page 0 is there for them.
     used = torch.where(end > 0, start + width, 0).clamp_(min=0)
-    table = pad(places[:, 0, 0, 2:], (0, -(-width // page)))
-    return used, table, torch.arange(0, (len(places) + 1) * width, width, dtype=torch.int32, device=places.device)
+    table = pad(page_table[:, 0, 0, 2:], (0, -(-width // page)))
+    return (
+        used,
+        table,
+        torch.arange(0, (len(page_table) + 1) * width, width, dtype=torch.int32, device=page_table.device),
+    )
 
 
 def _shaped(
-    query: Tensor, keys: Tensor, values: Tensor, places: Tensor, scale: float, window: int, softcap: float = 0.0
+    query: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, scale: float, window: int, softcap: float = 0.0
 ) -> Tensor:
     """What a trace sees: an operator's result without its values."""
-    del keys, values, places, scale, window, softcap
+    del keys, values, page_table, scale, window, softcap
     rows, heads, width, size = query.shape
     return query.new_empty(rows, width, heads, size)
 
 
 def _operators() -> torch.library.Library:
     library = torch.library.Library("exspec", "DEF")
-    arguments = "Tensor query, Tensor keys, Tensor values, Tensor places, float scale, int window, float softcap=0.0"
+    arguments = (
+        "Tensor query, Tensor keys, Tensor values, Tensor page_table, float scale, int window, float softcap=0.0"
+    )
     for name in ("attend_in_place", "attend_gathered"):
         library.define(f"{name}({arguments}) -> Tensor")
         library.impl(name, _shaped, "Meta")
@@ -208,25 +214,25 @@ def _prepare(device: torch.device) -> None:
 def _example(
     device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int, page_size: int, width: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A few ragged rows with random numbers: query, keys, values, places. One row is dead, and some columns are."""
+    """A few ragged rows with random numbers: query, keys, values, page_table. One row is dead, and some columns are."""
     random = torch.Generator().manual_seed(width)
     pages = 3 + width // page_size
     starts = [0, 1, page_size - 1, page_size, pages * page_size - width, pages * page_size - 1, 0, 2]
     ends = [min(start + width, pages * page_size) for start in starts[:-2]] + [0, 3]
     table = 1 + torch.randperm(len(starts) * pages, generator=random).view(len(starts), pages)
-    places = torch.cat([torch.tensor([starts, ends]).T, table], dim=1)[:, None, None].int()
+    page_table = torch.cat([torch.tensor([starts, ends]).T, table], dim=1)[:, None, None].int()
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=random).to(device, dtype)
 
     store = (len(starts) * pages + 1, page_size, kv_heads, head_size)
     query = normal(len(starts), width, heads, head_size).transpose(1, 2)
-    return query, normal(*store), normal(*store), places.to(device)
+    return query, normal(*store), normal(*store), page_table.to(device)
 
 
-def _difference(found: Tensor, expected: Tensor, places: Tensor) -> str | None:
-    positions = places[:, 0, 0, :1] + torch.arange(found.shape[1], device=places.device)
-    live = (positions >= 0) & (positions < places[:, 0, 0, 1:2])
+def _difference(found: Tensor, expected: Tensor, page_table: Tensor) -> str | None:
+    positions = page_table[:, 0, 0, :1] + torch.arange(found.shape[1], device=page_table.device)
+    live = (positions >= 0) & (positions < page_table[:, 0, 0, 1:2])
     if not found.isfinite().all():
         return "attention in place gives NaN or infinity"
     distance = (found - expected)[live].abs().max().item()
@@ -280,7 +286,7 @@ def cache_folder() -> Path:
 
 def paged_attention(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
     """An operator as transformers calls attention: key and value are the stores that a cache's `update` returned
-    [pages, P, H, D], the mask is `places`. The result is [R, Q, Hq, D]."""
+    [pages, P, H, D], the mask is `page_table`. The result is [R, Q, Hq, D]."""
 
     def forward(
         _: nn.Module,

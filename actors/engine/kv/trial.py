@@ -1,4 +1,4 @@
-"""Whether a model can be run in spans of its layers: in some families they hand on more than hidden states."""
+"""Whether a model can run a part of its layers: in some families layers hand on more than hidden states."""
 
 from weakref import WeakKeyDictionary
 
@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from exspec.actors.engine.kv.attention import first_line
+from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.kv.cached_model import GATHERED, PagedModel
 from exspec.actors.engine.kv.pages import Pages
 
@@ -14,8 +15,8 @@ FOUND: WeakKeyDictionary[PreTrainedModel, dict[tuple[int, ...], str | None]] = W
 
 
 def spans_trial(model: PreTrainedModel, depths: tuple[int, ...] = (1,)) -> str | None:
-    """Why the model cannot be left after so many layers, and gone on with from there to the next of them and to its
-    end, in one line; None where it can. It is tried once."""
+    """The reason why a forward cannot end after so many layers, and another resume there; None where it can. Each
+    model is tried once."""
     known = FOUND.setdefault(model, {})
     if depths not in known:
         known[depths] = _try(model, depths)
@@ -30,17 +31,18 @@ def _try(model: PreTrainedModel, depths: tuple[int, ...]) -> str | None:
     slots = starts = torch.zeros(1, dtype=torch.long, device=model.device)
     try:
         cached = PagedModel(model, pages, GATHERED)
-        expected = cached.forward(slots, tokens, starts, TOKENS)
+        batch = Batch(slots, tokens, starts, TOKENS)
+        expected = cached.forward(batch)
         cached.remember(depths)
-        cached.forward(slots, tokens, starts, TOKENS)  # layers tell what they return
-        cached.fill(slots, tokens, starts, TOKENS, last=depths[0])
+        cached.forward(batch)  # the gates learn what the layers return
+        cached.fill(batch, last=depths[0])
         for first, last in zip(depths, [*depths[1:], None], strict=True):
-            found = cached.forward(slots, tokens, starts, TOKENS, first=first, last=last)
+            resumed = cached.forward(batch, first=first, last=last)
     except torch.OutOfMemoryError:
         raise
-    except Exception as fault:  # other people's layers fail in many ways
-        return f"{type(model).__name__} cannot be left in its midst: {first_line(fault)}"
-    off = (found - expected).float().abs().max() / expected.float().abs().max()
-    if off <= 16 * torch.finfo(found.dtype).eps:
+    except Exception as fault:  # foreign layers fail in many ways
+        return f"{type(model).__name__} cannot run a part of its layers: {first_line(fault)}"
+    off = (resumed - expected).float().abs().max() / expected.float().abs().max()
+    if off <= 16 * torch.finfo(resumed.dtype).eps:
         return None
-    return f"{type(model).__name__} left in its midst and gone on with has logits that are {off:.1e} off"
+    return f"{type(model).__name__} run in two parts has logits that are {off:.1e} off"

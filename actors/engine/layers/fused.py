@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import cache, lru_cache
 from operator import getitem
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -27,6 +27,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from exspec.actors.engine.kv.attention import cache_folder, first_line
+from exspec.actors.engine.kv.forward import Forward, Traced, forward_of
 from exspec.actors.engine.layers.spans import layers_of
 
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
@@ -77,8 +78,8 @@ def compiled_by(code: Code) -> Iterator[None]:
 
 
 @cache
-def tell(line: str) -> None:
-    """Say once in a process what falls back."""
+def warn_once(line: str) -> None:
+    """Log a line once in a process: what falls back, and why."""
     logging.getLogger(__name__).warning(line)
 
 
@@ -126,30 +127,21 @@ def trace(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> fx
     return fx.GraphModule(graph, fx_graph_cse(graph.graph))
 
 
-class Cache(Protocol):
-    """What a layer is handed as its cache. write: [R * Q], where in the stores a forward writes."""
-
-    write: Tensor
-
-    def stores(self, layer: int) -> tuple[Tensor, Tensor]: ...
-
-    def fills_last(self, layer: int) -> bool: ...
-
-
 class Region:
     """A layer's forward, compiled for each shape that it meets. `place` is the layer's number."""
 
-    def __init__(self, layer: nn.Module, place: int, cache: Cache) -> None:
-        self.layer, self.place, self.cache, self.eager = layer, place, cache, layer.forward
+    def __init__(self, layer: nn.Module, place: int) -> None:
+        self.layer, self.place, self.eager = layer, place, layer.forward
         self.weights: dict[str, Tensor] = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
         self.made: dict[Hashable, Piece | None] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.cache.fills_last(self.place):
-            return self.eager(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        key = tuple((x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in leaves)
-        stores = *self.cache.stores(self.place), self.cache.write
+        forward = forward_of(leaves)
+        if forward is None or forward.fills_last(self.place):
+            return self.eager(*args, **kwargs)
+        key = tuple((x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else _plain(x) for x in leaves)
+        stores = *forward.stores(self.place), forward.write
         if key not in self.made:
             self.made[key] = self._made(stores, leaves, spec)
         made = self.made[key]
@@ -165,7 +157,7 @@ class Region:
         except torch.OutOfMemoryError:
             raise
         except Exception as fault:  # tracing and compiling fail in many ways
-            tell(f"{type(self.layer).__name__} runs as it is, not compiled: {first_line(fault)}")
+            warn_once(f"{type(self.layer).__name__} runs as it is, not compiled: {first_line(fault)}")
             return None
 
     def _make(self, stores: tuple[Tensor, ...], leaves: list[Any], spec: Any) -> Piece:
@@ -173,10 +165,10 @@ class Region:
 
         def run(*inputs: Tensor) -> list[Tensor]:
             weights = dict(zip(self.weights, inputs, strict=False))
-            keys, values, write, *given = inputs[len(weights) :]
-            rest = iter(given)
+            keys, values, write, *others = inputs[len(weights) :]
+            rest = iter(others)
             seen = Traced(keys, values, write)
-            filled = [next(rest) if isinstance(x, Tensor) else seen if x is self.cache else x for x in leaves]
+            filled = [next(rest) if isinstance(x, Tensor) else seen if isinstance(x, Forward) else x for x in leaves]
             args, kwargs = pytree.tree_unflatten(filled, spec)
             flat, found = pytree.tree_flatten(functional_call(self.layer, weights, args, kwargs))
             out.append(found)
@@ -192,24 +184,12 @@ class Region:
         return CODE.of(graph, [*weights, *others]), weights, out[0]
 
 
-class Traced:
-    """What a layer sees of the cache while it is traced: its own keys and values, and where to write."""
-
-    def __init__(self, keys: Tensor, values: Tensor, write: Tensor) -> None:
-        self.keys, self.values, self.write = keys, values, write
-
-    def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        return put(self.keys, key, self.write), put(self.values, value, self.write)
+def _plain(value: Any) -> Any:
+    """What a compiled piece depends on of an argument that is no tensor: of a forward nothing."""
+    return Forward if isinstance(value, Forward) else value
 
 
-def put(store: Tensor, new: Tensor, write: Tensor) -> Tensor:
-    """Write keys or values [R, H, Q, D] at `write` [R * Q] of the store's tokens; returns the store [N, P, H, D]."""
-    flat = new.transpose(1, 2).reshape(-1, *store.shape[2:])
-    store.view(-1, *store.shape[2:]).index_put_((write,), flat)
-    return store
-
-
-def fuse(model: nn.Module, cache: Cache) -> None:
+def fuse(model: nn.Module) -> None:
     """Compile the layers of a model.
 
     Linear layers side by side lie in one piece of memory from now on, of which their weights, the caller's, are parts.
@@ -217,7 +197,7 @@ def fuse(model: nn.Module, cache: Cache) -> None:
     for place, layer in enumerate(layers_of(model)):
         for module in layer.modules():
             join([child for child in module.children() if type(child) is nn.Linear])
-        layer.forward = Region(layer, place, cache)
+        layer.forward = Region(layer, place)
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ class Sequence:
     """A request on its way to a completion.
 
     Invariant: tokens = prompt + committed, and `length` = len(tokens) - 1 of them are cached between rounds: all but
-    the last, the pending token. The first `prefilled` of them were fed in prefill chunks, the first `found` of those
+    the last, the pending token. The first `prefilled` of them were fed in prefill chunks, of which the first `cached`
     by another sequence; the others by rounds.
     """
 
@@ -25,10 +25,10 @@ class Sequence:
         self.scores: list[Scores] = []
         self.limit = min(len(self.tokens) + request.max_new_tokens, longest)  # tokens at most, prompt included
         self.slot = -1
-        self.prefilled, self.found = -1, 0
-        self.returned = False  # to the queue, once at least
-        self.waited = 0  # rounds since the last one that it was part of
-        self.accepted = self.decided = 0  # drafts that the target agreed with, and those that it came to judge
+        self.prefilled, self.cached = -1, 0
+        self.preempted = False  # once at least
+        self.waited = 0  # rounds since its last one
+        self.accepted = self.decided = 0  # drafts that the target agreed with; drafts up to the first rejected one
         self.counters = SequenceCounters(len(self.tokens))
         self.stop = request.stop() if request.stop else None
         self.ends: Set[int] = request.end_ids
@@ -41,7 +41,7 @@ class Sequence:
 
     @property
     def unwatched(self) -> bool:
-        """Whether nothing but its end tokens is to be looked at in what it commits."""
+        """Whether only end tokens can end it early, and no scores are kept."""
         return self.constraint is None and self.stop is None and not self.request.scored
 
     @property
@@ -79,35 +79,36 @@ class Pool:
             sequence, slot = self.waiting[0], self.free[0]
             if sequence.prefilled < 0:
                 sequence.prefilled = sequence.length
-            found = self.store.begin(slot, sequence.tokens, sequence.prefilled, self._reach(sequence))
-            if found is None:
+            cached = self.store.begin(slot, sequence.tokens, sequence.prefilled, self._reach(sequence))
+            if cached is None:
                 break
-            sequence.slot, sequence.found = slot, found
-            if not sequence.returned:
+            sequence.slot, sequence.cached = slot, cached
+            if not sequence.preempted:
                 sequence.admitted = time.monotonic()
             self.free.pop(0)
             self.running.append(self.waiting.popleft())
             admitted.append(sequence)
         return admitted
 
-    def reserve(self, sequences: list[Sequence], take_back: bool = True) -> list[Sequence] | None:
-        """Those of the sequences that have the KV of their next round. Where it is short, the youngest sequence of
-        all goes back to the head of the queue with its tokens, until it does; unless `take_back`, None is returned."""
+    def reserve(self, sequences: list[Sequence], preempt: bool = True) -> list[Sequence] | None:
+        """Reserve the KV of the sequences' next round. Where KV is short, the youngest running sequence is preempted,
+        again and again until there is room: it goes back to the head of the queue with its tokens. Returns the
+        sequences that still run; None, without `preempt`, where one would have to be preempted."""
         chosen = set(sequences)
         for sequence in [s for s in self.running if s in chosen]:
             while sequence.slot >= 0 and not self.store.extend(sequence.slot, self._reach(sequence)):
-                if not take_back:
+                if not preempt:
                     return None
-                self._take_back(self.running[-1])
+                self._preempt(self.running[-1])
         return [s for s in sequences if s.slot >= 0]
 
     def _reach(self, sequence: Sequence) -> int:
         """Tokens that the sequence may have cached after its next round."""
         return min(sequence.length + self.width, sequence.limit)
 
-    def _take_back(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: Sequence) -> None:
         self._leave(sequence)
-        sequence.returned = True
+        sequence.preempted = True
         self.waiting.appendleft(sequence)
 
     def _leave(self, sequence: Sequence) -> None:

@@ -10,13 +10,13 @@ from exspec.actors.engine.scheduling.pool import Sequence
 
 @dataclass(frozen=True)
 class Chunk:
-    """A sequence's tokens from `start` to `end`, in a forward of `width` columns that attends up to `attended`."""
+    """A sequence's tokens from `start` to `end`, in a forward of `width` columns that attends to `kv_columns` of KV."""
 
     sequence: Sequence
     start: int
     end: int
     width: int
-    attended: int
+    kv_columns: int
 
     @property
     def tokens(self) -> list[int]:
@@ -24,10 +24,12 @@ class Chunk:
 
 
 class Prefill(Protocol):
+    """Cuts prompts into forwards."""
+
     def plan(self, sequences: list[Sequence]) -> Iterator[list[Chunk]]:
         """The forwards that prefill the sequences, in order; the chunks of one have the same shape.
 
-        All of a prompt but its last token, and what was found: that one is pending, and the first round feeds it.
+        It covers a prompt without its cached tokens and its last one: that is pending, and the first round feeds it.
         """
         ...
 
@@ -36,27 +38,27 @@ class ChunkedPrefill:
     """Chunks of `columns` tokens, `rows` of them together, be they of one prompt or of several: a layer writes the
     keys and values of all rows before any row attends.
 
-    A chunk's shape follows from its place alone, so what lands in the KV does not depend on who was admitted with
-    whom, and no prompt is padded to the length of another.
+    A chunk's shape follows from its position alone. So the KV does not depend on which prompts are admitted together,
+    and no prompt is padded to the length of another.
 
-    bucket: a forward attends the KV columns up to its chunks' end, rounded up to a multiple of this.
+    bucket: a forward attends to the KV columns up to its chunks' end, rounded up to a multiple of this.
     """
 
     def __init__(self, rows: int, columns: int, capacity: int, bucket: int = 1) -> None:
         self.rows, self.columns, self.capacity, self.bucket = rows, columns, capacity, bucket
 
     def plan(self, sequences: list[Sequence]) -> Iterator[list[Chunk]]:
-        chunks = [self._chunk(s, start) for s in sequences for start in range(s.found, s.prefilled, self.columns)]
-        chunks.sort(key=_attended)  # and so by their place within each prompt
-        for _, group in groupby(chunks, key=_attended):
+        chunks = [self._chunk(s, start) for s in sequences for start in range(s.cached, s.prefilled, self.columns)]
+        chunks.sort(key=_kv_columns)  # and so by their place within each prompt
+        for _, group in groupby(chunks, key=_kv_columns):
             alike = list(group)
             for i in range(0, len(alike), self.rows):
                 yield alike[i : i + self.rows]
 
     def _chunk(self, sequence: Sequence, start: int) -> Chunk:
-        attended = -(-(start + self.columns) // self.bucket) * self.bucket
+        kv_columns = -(-(start + self.columns) // self.bucket) * self.bucket
         end = min(start + self.columns, sequence.prefilled)
-        return Chunk(sequence, start, end, self.columns, min(attended, self.capacity))
+        return Chunk(sequence, start, end, self.columns, min(kv_columns, self.capacity))
 
 
 class WholePrefill:
@@ -68,5 +70,5 @@ class WholePrefill:
             yield [Chunk(s, 0, s.prefilled, width, width) for s in sequences]
 
 
-def _attended(chunk: Chunk) -> int:
-    return chunk.attended
+def _kv_columns(chunk: Chunk) -> int:
+    return chunk.kv_columns

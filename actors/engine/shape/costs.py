@@ -1,32 +1,33 @@
-"""What forwards cost on the device at hand, by shape."""
+"""The seconds of forwards on this device, by shape; and trials that choose a shape by them."""
 
 import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import cycle
 from statistics import median
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
-from exspec.actors.engine.config import EngineConfig
+from exspec.actors.engine.config import KERNELS, EngineConfig, KernelsName
 from exspec.actors.engine.drafters import kind, label
 from exspec.actors.engine.drafters.drafter import Drafter
 from exspec.actors.engine.engine import Engine
+from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.kv.cached_model import PagedModel
-from exspec.actors.engine.methods import drafter_of
+from exspec.actors.engine.methods import drafter_of, resolve
 from exspec.actors.engine.request import Request
 from exspec.actors.engine.scheduling.group import Group
 from exspec.actors.engine.scheduling.pool import Sequence as Decoded
+from exspec.actors.engine.shape.plan import Models
 from exspec.actors.engine.tokens.sampling import Sampler
 
 
 class Clock:
-    """Seconds of measuring: what devices record, and compilers make, does not count."""
+    """Seconds of measuring. The time that recording and compiling takes does not count."""
 
     def __init__(self) -> None:
         self.stood = 0.0
@@ -48,46 +49,44 @@ class OutOfTimeError(Exception):
 
 
 class Costs:
-    """Seconds of forwards on the device, timed when first asked for; between attended columns interpolated.
+    """Seconds of forwards on the device, timed when first asked for and interpolated between KV columns.
 
-    requests: their sampling is what tokens are chosen with. longest: tokens of the longest sequence expected. config:
-    what the shapes asked for have in common. deadline: once past it by the clock, a forward that was not timed yet
-    raises OutOfTimeError.
+    requests: tokens are chosen with their sampling. longest: tokens of the longest sequence expected. config: what all
+    shapes have in common. deadline: by the clock; past it, a forward that was not timed yet raises OutOfTimeError.
     """
 
     def __init__(
         self,
-        target: PreTrainedModel,
-        draft: PreTrainedModel | None,
+        models: Models,
         requests: Sequence[Request],
         longest: int,
         config: EngineConfig,
         clock: Clock | None = None,
     ) -> None:
-        self.target, self.draft, self.requests, self.config = target, draft, requests, config
+        self.models, self.requests, self.config = models, requests, config
         self.clock = clock or Clock()
         self.deadline = math.inf
-        attended = longest if config.attention == "in_place" else config.attended(longest)
-        self.points = sorted({min(config.capacity, c) for c in (64, attended, (64 + attended) // 2, config.capacity)})
+        widest = longest if config.attention == "in_place" else config.kv_columns(longest)
+        self.points = sorted({min(config.capacity, c) for c in (64, widest, (64 + widest) // 2, config.capacity)})
         self.known: dict[Any, float] = {}
         self.engines: dict[int, Engine] = {}
         self.drafters: dict[str, Drafter] = {}  # beside the engine
 
-    def round(self, config: EngineConfig, attended: int) -> float:
+    def round(self, config: EngineConfig, kv_columns: int) -> float:
         """Draft and verify of a full group."""
-        verify = self._between(attended, lambda a: self.verify(config.batch_size, config.width, a))
+        verify = self._between(kv_columns, lambda a: self.verify(config.batch_size, config.width, a))
         if not config.drafts:
             return verify
-        first = self._between(attended, lambda a: self.propose(config, 1, a))
-        return verify + first + (config.draft_tokens - 1) * self.draft_step(config, attended)
+        first = self._between(kv_columns, lambda a: self.propose(config, 1, a))
+        return verify + first + (config.draft_tokens - 1) * self.draft_step(config, kv_columns)
 
-    def draft_step(self, config: EngineConfig, attended: int) -> float:
+    def draft_step(self, config: EngineConfig, kv_columns: int) -> float:
         """One more drafted token."""
-        lengths = kind(config).lengths_with(None if self.draft is None else self.draft.config)
+        lengths = kind(config).lengths_with(self.models.draft_config)
         if (most := min(4, max(lengths))) == 1:
             return 0.0
         one, many = (
-            self._between(attended, lambda a, n=n: self.propose(config, n, a))  # type: ignore[misc]
+            self._between(kv_columns, lambda a, n=n: self.propose(config, n, a))  # type: ignore[misc]
             for n in (1, most)
         )
         return max(many - one, 0.0) / (most - 1)
@@ -97,10 +96,10 @@ class Costs:
         chunks = -(-length // config.prefill_columns)
         return chunks * self.chunk(config) / config.prefill_rows
 
-    def _between(self, attended: int, timed: Callable[[int], float]) -> float:
-        low = max((p for p in self.points if p <= attended), default=self.points[0])
-        high = min((p for p in self.points if p >= attended), default=self.points[-1])
-        share = 0.0 if low == high else (attended - low) / (high - low)
+    def _between(self, kv_columns: int, timed: Callable[[int], float]) -> float:
+        low = max((p for p in self.points if p <= kv_columns), default=self.points[0])
+        high = min((p for p in self.points if p >= kv_columns), default=self.points[-1])
+        share = 0.0 if low == high else (kv_columns - low) / (high - low)
         return timed(low) * (1 - share) + timed(high) * share
 
     def _engine(self, rows: int) -> Engine:
@@ -114,7 +113,7 @@ class Costs:
                 overlap=False,
             )
             self.forget()  # one at a time: each holds KV
-            self.engines[rows] = engine = Engine(self.target, self.draft, replace(shape, exact=True))
+            self.engines[rows] = engine = Engine(self.models.target, self.models.draft, replace(shape, exact=True))
             for slot in range(rows):
                 engine.pool.store.begin(slot, [], 0, engine.config.capacity)
         return self.engines[rows]
@@ -123,11 +122,11 @@ class Costs:
         """The drafter of a config, beside the engine."""
         name = label(config)
         if name not in self.drafters:
-            self.drafters.clear()  # one at a time, as engines
-            if isinstance(engine.target, PagedModel) and not engine.given.recorder.records:
-                engine.target.forget()  # what was recorded would go on writing there
-            # Whatever the candidates' buckets: drafts are timed for what their rows attend.
-            its = replace(
+            self.drafters.clear()  # one at a time, like engines
+            if isinstance(engine.target, PagedModel) and not engine.drafter_context.recorder.records:
+                engine.target.forget()  # a recording would go on writing there
+            # Drafts are timed for the KV columns that their rows need, whatever the candidate's bucket.
+            shape = replace(
                 config,
                 method="exspec" if config.drafts else "plain",
                 batch_size=engine.config.batch_size,
@@ -135,49 +134,52 @@ class Costs:
                 bucket=engine.config.bucket,
                 capacity=engine.config.capacity,
             )
-            given = replace(engine.given, config=its, step=engine.config.page_size)
-            self.drafters[name] = drafter_of(given)
+            context = replace(engine.drafter_context, config=shape, step=engine.config.page_size)
+            self.drafters[name] = drafter_of(context)
         return self.drafters[name]
 
     def forget(self) -> None:
-        """Let go of the engines, and of their memory."""
+        """Release the engines and their memory."""
         self.engines.clear()
         self.drafters.clear()
         gc.collect()
 
-    def verify(self, rows: int, width: int, attended: int) -> float:
+    def verify(self, rows: int, width: int, kv_columns: int) -> float:
         """One verify forward and the choice of its tokens."""
 
         def prepare() -> Callable[[], Any]:
             engine = self._engine(rows)
-            slots, _, starts = self._rows(engine, rows, attended)
+            slots = torch.arange(rows, device=engine.device)
             tokens = torch.ones(rows, width, dtype=torch.long, device=engine.device)
-            starts = (starts - width).clamp(min=1)
-            sampler = self._sampler(rows)
-            return lambda: engine._choose(slots, tokens, starts, sampler, self._given(engine, attended), 0)
+            starts = torch.full_like(slots, max(kv_columns - 1 - width, 1))
+            # In place, the rows' lengths decide what is read.
+            limit = kv_columns if engine.config.attention == "gathered" else engine.config.capacity
+            batch, sampler = Batch(slots, tokens, starts, limit), self._sampler(rows)
+            return lambda: engine.choose(batch, sampler)
 
-        return self._seconds(("verify", rows, width, attended), prepare)
+        return self._seconds(("verify", rows, width, kv_columns), prepare)
 
-    def propose(self, config: EngineConfig, count: int, attended: int) -> float:
-        """A whole draft of `count` tokens, and taking in what the target makes of it."""
+    def propose(self, config: EngineConfig, count: int, kv_columns: int) -> float:
+        """A whole draft of `count` tokens, and taking in the target's choices."""
         rows = config.batch_size
 
         def prepare() -> Callable[[], Any]:
             engine = self._engine(rows)
-            group, its = self._group(engine, rows, max(attended - count, 2)), self._drafter(config, engine)
+            group, drafter = self._group(engine, rows, max(kv_columns - count, 2)), self._drafter(config, engine)
             for sequence in group.sequences:
                 assert sequence is not None
-                its.admit(sequence.slot, sequence.tokens)
+                drafter.admit(sequence.slot, sequence.tokens)
             chosen = torch.ones(rows, count + 1, dtype=torch.long, device=engine.device)
+            choices = Batch(group.slots, chosen, group.starts + 1, group.kv_columns)
 
             def run() -> None:
-                its.propose(group, [count] * rows)
-                if its.follows:
-                    its.prefill(group.slots, chosen, group.starts + 1, group.attended)
+                drafter.propose(group, [count] * rows)
+                if drafter.follows:
+                    drafter.prefill(choices)
 
             return run
 
-        return self._seconds(("propose", label(config), rows, count, attended), prepare)
+        return self._seconds(("propose", label(config), rows, count, kv_columns), prepare)
 
     def chunk(self, config: EngineConfig) -> float:
         """One prefill forward, of the target and of the drafter."""
@@ -187,19 +189,19 @@ class Costs:
             engine = next(iter(self.engines.values()), None) or self._engine(self.config.batch_size)
             slots = torch.arange(rows, device=engine.device) % engine.pool.slots
             ids = torch.ones(rows, columns, dtype=torch.long, device=engine.device)
-            first, attended = torch.zeros_like(slots), engine.config.attended(columns)
-            its = self._drafter(config, engine)
+            batch = Batch(slots, ids, torch.zeros_like(slots), engine.config.kv_columns(columns))
+            drafter = self._drafter(config, engine)
 
             def run() -> None:
-                engine._fill(slots, ids, first, attended)
-                its.prefill(slots, ids, first, attended)
+                engine.fill(batch)
+                drafter.prefill(batch)
 
             return run
 
         return self._seconds(("prefill", label(config)), prepare)
 
     def _group(self, engine: Engine, rows: int, length: int) -> Group:
-        """Rows of so many tokens, whose tokens are chosen as those of the requests are."""
+        """Rows of so many tokens, with the sampling of the requests."""
         sequences, capacity = [], engine.config.capacity
         for slot, request in zip(range(rows), cycle(self.requests), strict=False):
             made = Decoded(Request(slot, [1] * length, capacity, request.sampling), length + capacity)
@@ -208,18 +210,9 @@ class Costs:
             sequences.append(made)
         return Group.of(sequences, rows, rows, capacity, capacity, engine.device, lambda _: None, engine.samplers)
 
-    def _rows(self, engine: Engine, rows: int, attended: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        slots = torch.arange(rows, device=engine.device)
-        ones = torch.ones_like(slots)
-        return slots, ones, torch.full_like(slots, attended - 1)
-
-    def _given(self, engine: Engine, attended: int) -> int:
-        """What a forward is told to attend: where it reads in place, the rows' lengths tell it."""
-        return attended if engine.config.attention == "gathered" else engine.config.capacity
-
     def _sampler(self, rows: int) -> Sampler:
         chosen = [r.sampling for r, _ in zip(cycle(self.requests), range(rows), strict=False)]
-        return Sampler(chosen, [[1]] * rows, self.target.device)
+        return Sampler(chosen, [[1]] * rows, self.models.target.device)
 
     def _seconds(self, key: Any, prepare: Callable[[], Callable[[], Any]]) -> float:
         if key not in self.known:
@@ -228,8 +221,8 @@ class Costs:
             with self.clock.stopped():
                 run = prepare()
                 run()
-                run()  # what was recorded and compiled is warm
-            self.known[key] = median(_timed(run, self.target.device) for _ in range(3))
+                run()  # the first runs record and compile
+            self.known[key] = median(_timed(run, self.models.target.device) for _ in range(3))
         return self.known[key]
 
 
@@ -239,3 +232,33 @@ def _timed(run: Callable[[], Any], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - start
+
+
+class Trials:
+    """Chooses what all shapes have in common by timing it. The parameters are those of `Costs`."""
+
+    def __init__(self, models: Models, requests: Sequence[Request], longest: int, clock: Clock | None = None) -> None:
+        self.models, self.requests, self.longest, self.clock = models, requests, longest, clock
+
+    def fastest_kernels(self, config: EngineConfig, kernels: Sequence[KernelsName] = KERNELS) -> EngineConfig:
+        """The config with those of the kernels that take the fewest seconds for a round."""
+        shapes = [replace(config, kernels=name) for name in kernels]
+        return self._fastest(shapes, lambda costs: costs.round(costs.config, self.longest // 2 + 1))
+
+    def fastest_prefill(self, shapes: list[EngineConfig]) -> EngineConfig:
+        """The one of the shapes that prefills the prompts of the requests in the fewest seconds."""
+        lengths = [len(r.prompt) for r in self.requests]
+        return self._fastest(shapes, lambda costs: sum(costs.prefill(costs.config, length) for length in lengths))
+
+    def _fastest(self, shapes: list[EngineConfig], seconds: Callable[[Costs], float]) -> EngineConfig:
+        """Of the shapes that work here, the one that takes the fewest seconds. Each is timed twice, the second time in
+        reverse order: the machine's speed may change meanwhile."""
+        target, draft = self.models.target, self.models.draft
+        working = [shape for shape in shapes if resolve(target, draft, shape).kernels == shape.kernels]
+        timed: list[tuple[float, EngineConfig]] = []
+        for shape in [*working, *reversed(working)] if len(working) > 1 else []:
+            costs = Costs(self.models, self.requests, self.longest, shape, self.clock)
+            with suppress(torch.OutOfMemoryError):
+                timed.append((seconds(costs), shape))
+            costs.forget()
+        return min(timed, key=lambda pair: pair[0])[1] if timed else [*working, *shapes][0]

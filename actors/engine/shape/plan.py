@@ -1,10 +1,10 @@
-"""What an engine will allocate, before it does; and the largest pool that fits a budget."""
+"""The memory of an engine, planned before it is allocated; and the largest pool that fits a budget."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.drafters import kind
@@ -68,8 +68,44 @@ def _fitted(shape: EngineConfig, budget: int, needed: Callable[[EngineConfig], i
     return replace(shape, pages=low)
 
 
+@dataclass(frozen=True)
+class Models:
+    """The models of an engine, and the bytes of memory that it may plan to use; None: no limit."""
+
+    target: PreTrainedModel
+    draft: PreTrainedModel | None
+    budget: int | None = None
+
+    @property
+    def draft_config(self) -> PretrainedConfig | None:
+        return None if self.draft is None else self.draft.config
+
+    def fitted(self, config: EngineConfig) -> EngineConfig:
+        """The config with a window and a batch that fit. Raises ValueError with the smallest budget that would do."""
+        if self.budget is None:
+            return config
+        return fit(self.target.config, self.draft_config, config, self.target.dtype, self.budget)
+
+    def rows(self, config: EngineConfig) -> int:
+        """Rows of the largest batch that fits, at most the config's."""
+        try:
+            return self.fitted(config).batch_size
+        except ValueError:
+            return 0
+
+    def fit_together(self, configs: list[EngineConfig]) -> bool:
+        """Whether engines of all the configs fit at once. They share the weights, unless each packs its own."""
+        if self.budget is None:
+            return True
+        plans = [plan_memory(self.target.config, self.draft_config, c, self.target.dtype) for c in configs]
+        weights = [plan.weights for plan in plans]
+        packed = [plan.weights for plan, c in zip(plans, configs, strict=True) if c.kernels == "packed"]
+        others = sum(plan.total - plan.weights for plan in plans)
+        return others + max(sum(packed), max(weights)) <= self.budget
+
+
 def free_memory(device: torch.device) -> int:
-    """Bytes that the device has free now; on a CPU, what the system counts as available."""
+    """Bytes that the device has free now; on a CPU, those that the system counts as available."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     import psutil

@@ -1,4 +1,4 @@
-"""A sample of a job's requests, decoded for a short while: to see what drafts are worth, and how fast an engine is."""
+"""A sample of a job's requests, decoded for a short while to measure drafters and engines."""
 
 import gc
 import random
@@ -17,16 +17,16 @@ from exspec.actors.engine.request import Request, RequestError
 from exspec.actors.engine.statistics import SequenceStatistics
 
 MakeEngine = Callable[[PreTrainedModel, PreTrainedModel | None, EngineConfig], Engine]
-LEAST = 8  # rounds of a look, however long they take
+LEAST = 8  # rounds of a probe, however long they take
 
 
 @dataclass
 class Sample:
-    """What the first runs saw.
+    """What the probes measured.
 
-    requests: those of the sample that can be decoded; the looks had the first `taken`. lengths: tokens of prompt and
+    requests: those of the sample that can be decoded; the probes had the first `taken`. lengths: tokens of prompt and
     completion by request. survival: by label of the drafter, the share of all rounds that committed the first i + 1
-    tokens of a draft; a round in which nothing was drafted counts too. overhead: likewise, seconds of bookkeeping for a
+    tokens of a draft; rounds without drafts count too. overhead: by label of the drafter, seconds of bookkeeping for a
     row of a round. completed: prompts and completions.
     """
 
@@ -42,11 +42,11 @@ class Sample:
         return 1 + sum(self.survival[label(config)][: config.drafted])
 
 
-def look(engines: dict[str, Callable[[], Engine]], requests: Sequence[Request], seconds: float) -> Sample:
+def probe(engines: dict[str, Callable[[], Engine]], requests: Sequence[Request], seconds: float) -> Sample:
     """Decode requests with each of the engines, by drafter, for so many seconds together at most.
 
-    Each has requests of its own while there are any, and some are left: who learns is told what was completed before,
-    and must not know what comes. Raises ValueError where no request can be decoded.
+    Each engine has requests of its own if there are enough, and some are left over for the final: a drafter that learns
+    gets what was completed before, and must not know what comes. Raises ValueError where no request can be decoded.
     """
     sample = Sample([])
     for name, make in engines.items():
@@ -54,16 +54,16 @@ def look(engines: dict[str, Callable[[], Engine]], requests: Sequence[Request], 
         if not sample.requests:
             sample.requests += _usable(engine, requests)
         share = len(sample.requests) // (len(engines) + 1)
-        its = sample.requests[sample.taken : sample.taken + share]
-        for prompt, completion in sample.completed if its else []:
+        own = sample.requests[sample.taken : sample.taken + share]
+        for prompt, completion in sample.completed if own else []:
             engine.drafter.learn(prompt, completion)
         engine.drafter.catch_up()
-        engine.learning = bool(its)
-        _decode(engine, its or sample.requests, seconds / len(engines))
-        sample.taken += len(its)
-        _note(sample, name, engine)
+        engine.learning = bool(own)
+        _decode(engine, own or sample.requests, seconds / len(engines))
+        sample.taken += len(own)
+        _record(sample, name, engine)
         del engine
-        gc.collect()  # engines refer to themselves, and their KV must not pile up
+        gc.collect()  # an engine refers to itself, and its KV must be freed before the next one
     return sample
 
 
@@ -89,12 +89,12 @@ def _usable(engine: Engine, requests: Sequence[Request]) -> list[Request]:
     return list(usable.values())
 
 
-def _note(sample: Sample, name: str, engine: Engine) -> None:
-    """What an engine's run tells."""
+def _record(sample: Sample, name: str, engine: Engine) -> None:
+    """Add what an engine's run has measured."""
     done, running = engine.take(), engine.pool.running
     total = sum([*(c.statistics for c in done), *(s.statistics for s in running)], start=SequenceStatistics())
     survival = [accepted / total.rounds for accepted in total.accepted_by_position]
-    draft = engine.given.draft
+    draft = engine.drafter_context.draft
     lengths = kind(engine.config).lengths_with(None if draft is None else draft.config)
     sample.survival[name] = _extrapolated(survival, max(lengths))
     spent, rows = engine.statistics.seconds, max(engine.statistics.busy_rows, 1)
@@ -106,7 +106,7 @@ def _note(sample: Sample, name: str, engine: Engine) -> None:
 
 
 def _extrapolated(survival: list[float], longest: int) -> tuple[float, ...]:
-    """Up to the longest K that is tried: the last ratio goes on."""
+    """Survival up to the longest K that is tried, by the last ratio that was measured."""
     while survival and len(survival) < longest:
         last = survival[-1] / survival[-2] if len(survival) > 1 and survival[-2] else survival[-1]
         survival.append(survival[-1] * min(last, 1.0))
@@ -114,9 +114,9 @@ def _extrapolated(survival: list[float], longest: int) -> tuple[float, ...]:
 
 
 class Feed:
-    """An engine that always has requests waiting. Its first ones end at any time, as if it had long been at work.
+    """An engine that always has requests waiting. Its first ones end at random times, as in the middle of a long job.
 
-    Its drafter knows what the looks have completed, is fed other requests, and learns nothing of them: they come again.
+    Its drafter knows what the probes have completed, gets other requests, and does not learn from them: they repeat.
     """
 
     def __init__(self, engine: Engine, sample: Sample) -> None:
@@ -130,7 +130,7 @@ class Feed:
         engine.drafter.catch_up()
 
     def run(self, end: float) -> float:
-        """Rounds until `end`, one at least; their tokens/s."""
+        """Run rounds until `end`, at least one; returns tokens/s."""
         start, before = time.perf_counter(), self.engine.statistics.tokens
         while self.engine.statistics.tokens == before or time.monotonic() < end:
             while len(self.engine.pool.waiting) < self.engine.pool.slots:

@@ -42,7 +42,7 @@ class Example:
         self.query = normal(len(spans), width, self.heads, size).transpose(1, 2)
 
     @property
-    def places(self) -> Tensor:
+    def page_table(self) -> Tensor:
         return torch.cat([torch.tensor(self.spans), self.table], dim=1)[:, None, None].int()
 
     def live(self) -> Tensor:
@@ -51,7 +51,7 @@ class Example:
 
     def attend(self, name: str = "attend_in_place", window: int = 0, softcap: float = 0.0) -> Tensor:
         operator = getattr(torch.ops.exspec, name)
-        arguments = (self.query, self.keys, self.values, self.places, self.scale, window, softcap)
+        arguments = (self.query, self.keys, self.values, self.page_table, self.scale, window, softcap)
         result: Tensor = operator(*arguments)
         return result
 
@@ -164,7 +164,7 @@ def test_a_row_of_one_shape_has_one_result(name: str, dtype: torch.dtype) -> Non
 def test_a_trace_sees_one_call(name: str) -> None:
     example = Example(RAGGED, 6, torch.bfloat16)
     operator = getattr(torch.ops.exspec, name)
-    arguments = (example.query, example.keys, example.values, example.places)
+    arguments = (example.query, example.keys, example.values, example.page_table)
     traced = make_fx(lambda *tensors: operator(*tensors, 0.125, 20))(*arguments)
     assert [node.target for node in traced.graph.nodes if node.op == "call_function"] == [operator.default]
     assert torch.equal(traced(*arguments), operator(*arguments, 0.125, 20))
@@ -174,7 +174,7 @@ def test_a_trace_sees_one_call(name: str) -> None:
 @pytest.mark.parametrize("where", ["exspec_in_place", "exspec_gathered"])
 def test_as_transformers_calls_it(where: str) -> None:
     example = Example(RAGGED, 6)
-    arguments = (torch.nn.Identity(), example.query, example.keys, example.values, example.places)
+    arguments = (torch.nn.Identity(), example.query, example.keys, example.values, example.page_table)
     attend = ALL_ATTENTION_FUNCTIONS[where]
     found, weights = attend(*arguments, dropout=0.0, scaling=None, is_causal=True)
     assert weights is None

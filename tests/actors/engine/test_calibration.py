@@ -10,9 +10,11 @@ import torch
 from exspec.actors.engine import Engine, EngineConfig, Request
 from exspec.actors.engine.drafters.suffix import CONTEXT, Suffix
 from exspec.actors.engine.scheduling import grouping
-from exspec.actors.engine.shape.calibration import FREE, calibrate, predict
+from exspec.actors.engine.shape.calibration import calibrate
+from exspec.actors.engine.shape.candidates import FREE
 from exspec.actors.engine.shape.plan import plan_memory
-from exspec.actors.engine.shape.sample import Feed, Sample, look
+from exspec.actors.engine.shape.prediction import predict
+from exspec.actors.engine.shape.sample import Feed, Sample, probe
 from tests import tiny
 
 SHAPE = EngineConfig(batch_size=4, window=8, draft_tokens=3, bucket=32, capacity=tiny.CONTEXT, prefill_columns=8,
@@ -25,8 +27,8 @@ class Costs:
     def __init__(self, verify: float, draft: float, prefill: float = 0.0, column: float = 0.0) -> None:
         self.verify, self.draft, self.each, self.column = verify, draft, prefill, column
 
-    def round(self, config: EngineConfig, attended: int) -> float:
-        return self.verify + self.column * attended + config.drafted * self.draft
+    def round(self, config: EngineConfig, kv_columns: int) -> float:
+        return self.verify + self.column * kv_columns + config.drafted * self.draft
 
     def prefill(self, config: EngineConfig, length: int) -> float:  # noqa: ARG002
         return self.each
@@ -47,7 +49,7 @@ def test_plain_decoding_takes_one_token_a_row_and_round() -> None:
 
 
 def test_the_prediction_groups_as_the_engine_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By one class, for a prediction with another would be wrong without a word."""
+    """By the same class: a prediction with another one would be wrong in silence."""
     rounds: list[int] = []
 
     class Watched(grouping.LengthBuckets):
@@ -139,20 +141,20 @@ def test_a_sample_that_cannot_be_decoded_is_refused_by_its_first() -> None:
 
 @pytest.mark.slow
 def test_without_a_draft_the_look_up_is_tried() -> None:
-    """Whatever drafter the config names, which may not be at hand."""
+    """Whatever drafter the config names, which may not be available."""
     found = calibrate(tiny.model(), None, requests(), SHAPE, seconds=1.0)
     assert {c.config.drafter for c in found.candidates if c.config.drafts} == {"suffix"}
     assert any(not c.config.drafts for c in found.candidates)
 
 
-def test_speculation_that_nobody_can_draft_for_is_refused() -> None:
-    with pytest.raises(ValueError, match="calibration: method exspec has no drafter at hand"):
+def test_speculation_without_a_drafter_is_refused() -> None:
+    with pytest.raises(ValueError, match="calibration: no drafter is available for method exspec"):
         calibrate(tiny.model(), None, requests(), SHAPE, ("batch_size",), seconds=0.5)
 
 
 @pytest.mark.parametrize("count", [1, 2, 12])
-def test_who_learns_is_never_asked_for_what_it_knows(count: int) -> None:
-    """Its look has other requests than those before, its final has others again; or it knows nothing."""
+def test_a_drafter_that_learns_never_drafts_what_it_has_learned(count: int) -> None:
+    """Its probe has other requests than the probes before it, and the final others again; or it has learned nothing."""
     made: dict[str, Engine] = {}
 
     def make(name: str) -> Engine:
@@ -161,7 +163,7 @@ def test_who_learns_is_never_asked_for_what_it_knows(count: int) -> None:
         return made[name]
 
     rows = requests()[:count]
-    sample = look({name: partial(make, name) for name in ("none", "suffix")}, rows, 60.0)
+    sample = probe({name: partial(make, name) for name in ("none", "suffix")}, rows, 60.0)
     drafter = made["suffix"].drafter
     assert isinstance(drafter, Suffix)
     told = {tuple(kept.tolist()) for kept in drafter.tree.kept}

@@ -29,7 +29,7 @@ from exspec.actors.engine.tokens.constraint import (
     tokens_of,
     unpacked,
 )
-from exspec.actors.engine.tokens.guide import Masks
+from exspec.actors.engine.tokens.constraint_walker import Masks
 from exspec.actors.engine.tokens.sampling import gumbel_noise
 from exspec.jobs.demo import TARGET
 from tests import tiny

@@ -15,7 +15,7 @@ from transformers.models.auto import AutoModelForCausalLM
 from exspec.actors import exactness
 from exspec.actors.engine import Engine, EngineConfig
 from exspec.actors.engine.layers import experts
-from exspec.actors.exactness import ModelError, check_forward, settle_experts
+from exspec.actors.exactness import ModelError, check_forward, choose_experts
 from tests import tiny
 
 EXPERTS, CHOSEN, HIDDEN, INNER = 6, 2, 256, 192
@@ -146,7 +146,7 @@ def _swaying(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_where_neighbours_change_bits_the_next_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts, "ways", lambda _: ("swaying", "batched_mm"))
     model = mixture(torch.bfloat16)
-    assert not settle_experts(model)
+    assert not choose_experts(model)
     assert model.config._experts_implementation == "batched_mm"
 
 

@@ -11,7 +11,7 @@ from tests import tiny
 
 
 def shapes_of(model: PreTrainedModel) -> list[tuple[int, ...]]:
-    """A list that grows by the shape of every forward of the model, or of the engine's twin of it."""
+    """A list that grows by the shape of every forward of the model, or of the engine's runtime_copy of it."""
     shapes: list[tuple[int, ...]] = []
 
     def note(_: Any, __: Any, options: dict[str, Any]) -> None:

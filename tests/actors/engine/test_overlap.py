@@ -15,7 +15,7 @@ SHAPE: dict[str, Any] = {"batch_size": 2, "window": 4, "overlap": True, "bucket"
 def test_a_round_is_committed_after_the_next_one_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
     target, log = tiny.model(), []
     engine = tiny.engine(target, draft=tiny.model(seed=1), **SHAPE)
-    verify, wait = engine._verify, engine._wait
+    verify, wait = engine.verify, engine.wait
 
     def started(group: Any, draft: Any) -> Any:
         log.append(("start", frozenset(s.request.id for s in group.sequences if s)))
@@ -25,8 +25,8 @@ def test_a_round_is_committed_after_the_next_one_was_started(monkeypatch: pytest
         log.append(("commit", frozenset(s.request.id for s in flying.group.sequences if s)))
         return wait(flying)
 
-    monkeypatch.setattr(engine, "_verify", started)
-    monkeypatch.setattr(engine, "_wait", landed)
+    monkeypatch.setattr(engine, "verify", started)
+    monkeypatch.setattr(engine, "wait", landed)
     prompts = tiny.prompts(8)
     found = tiny.decode(engine, tiny.requests(prompts, 12))
     assert found == {i: tiny.generate(target, row, 12) for i, row in enumerate(prompts)}
@@ -45,19 +45,19 @@ def test_a_round_is_committed_after_the_next_one_was_started(monkeypatch: pytest
     assert overlapped > len(starts) // 2
 
 
-def test_where_pages_run_out_no_sequence_of_a_flying_round_is_taken_back() -> None:
+def test_where_pages_run_out_no_sequence_of_a_running_round_is_preempted() -> None:
     prompts = tiny.prompts(10, seed=3)
     shape = SHAPE | {"pages": 13, "page": 8, "window": 8, "batch_size": 3}
     engine = tiny.engine(tiny.model(), draft=tiny.model(seed=1), **shape)
     taken = []
-    take_back = engine.pool._take_back
+    preempt = engine.pool._preempt
 
     def watched(sequence: Any) -> None:
-        assert engine._flying is None
+        assert engine._running is None
         taken.append(sequence)
-        take_back(sequence)
+        preempt(sequence)
 
-    engine.pool._take_back = watched  # type: ignore[method-assign]
+    engine.pool._preempt = watched  # type: ignore[method-assign]
     found = tiny.decode(engine, tiny.requests(prompts, 30), shuffle=1)
     assert found == {i: tiny.generate(tiny.model(), row, 30) for i, row in enumerate(prompts)}
     assert taken
@@ -73,8 +73,8 @@ def test_a_round_under_constraints_is_committed_at_once() -> None:
         engine.submit(row)
     while engine.busy:
         engine.step()
-        if engine._flying:
-            assert not any(isinstance(s.constraint, Barred) for s in engine._flying.group.sequences if s)
+        if engine._running:
+            assert not any(isinstance(s.constraint, Barred) for s in engine._running.group.sequences if s)
     found = {c.id: c.tokens for c in engine.take()}
     assert first not in found.pop(0)
     assert found == {i: tiny.generate(tiny.model(), prompts[i], 12) for i in range(1, 8)}

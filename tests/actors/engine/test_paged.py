@@ -55,7 +55,7 @@ def test_few_pages_change_no_token(method: str, pages: int, attention: str) -> N
         waited |= running & {s.request.id for s in engine.pool.waiting}
     assert done == expected()
     assert bool(waited) == (pages < 40), "what was admitted went back to the queue"
-    assert engine.statistics.found_tokens > 0
+    assert engine.statistics.cached_tokens > 0
 
 
 @pytest.mark.cover(1)
@@ -123,7 +123,7 @@ def test_what_prompts_have_in_common_is_computed_once() -> None:
     engine = tiny.engine(tiny.model(), draft=tiny.model(seed=1), capacity=96)
     found = tiny.decode(engine, tiny.requests(rows, 8))
     assert found == {i: tiny.generate(tiny.model(), row, 8) for i, row in enumerate(rows)}
-    assert engine.statistics.found_tokens == 64 + 64 + 72, "whole chunks of 8, of all but the first"
+    assert engine.statistics.cached_tokens == 64 + 64 + 72, "whole chunks of 8, of all but the first"
     assert engine.statistics.prefill_tokens == sum(len(row) - 1 for row in rows) - 200
 
 

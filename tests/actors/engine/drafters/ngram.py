@@ -10,7 +10,7 @@ class NGram(Drafter):
     """Proposes what followed the last two tokens of the sequence before."""
 
     lengths = (2, 4)
-    looked_at = 4
+    probed_with = 4
 
     def __init__(self) -> None:
         self.rows: dict[int, list[int]] = {}

@@ -11,11 +11,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from exspec.actors.engine import Engine, EngineConfig, Request, Sampling, SequenceStatistics
-from exspec.actors.engine.drafters import at_hand
+from exspec.actors.engine.drafters import available
 from exspec.actors.engine.drafters.clover import Clover
 from exspec.actors.engine.drafters.clover_head import CloverConfig, CloverHead
 from exspec.actors.engine.layers.spans import layers_of
-from exspec.actors.engine.shape.calibration import _candidates, calibrate
+from exspec.actors.engine.shape.calibration import calibrate
+from exspec.actors.engine.shape.candidates import candidates
+from exspec.actors.engine.shape.plan import Models
 from exspec.actors.exactness import ModelError
 from exspec.actors.models import load_head, load_pair
 from exspec.jobs.demo import TARGET
@@ -85,7 +87,7 @@ def test_prompts_that_begin_alike_share_features_too() -> None:
     for tail in ([3], [4, 5], [3, 9]):
         found = tiny.decode(made, tiny.requests([[*trunk, *tail]], 9))
         assert found[0] == tiny.generate(target, [*trunk, *tail], 9)
-    assert made.statistics.found_tokens == 2 * 24
+    assert made.statistics.cached_tokens == 2 * 24
 
 
 def save(head: CloverHead, folder: Path) -> Path:
@@ -168,7 +170,7 @@ def test_a_head_of_another_target_is_refused() -> None:
     assert refusal(tiny.clover(target).config, method="eqspec") == (
         "method eqspec moves the KV beside which its features lie"
     )
-    assert at_hand(target.config, tiny.clover(target).config, config) == ["clover", "suffix", "early_exit"]
+    assert available(target.config, tiny.clover(target).config, config) == ["clover", "suffix", "early_exit"]
 
 
 def test_a_pair_of_a_target_and_a_head_is_loaded(tmp_path: Path) -> None:
@@ -207,7 +209,7 @@ def test_what_the_target_keeps_of_prompts_is_bit_for_bit_that_of_plain_decoding(
     for slot, request in enumerate(rows[:4]):
         ours, theirs = (kept(e, slot, len(request.prompt) - 1) for e in (made, plain))
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-    made, plain = (Engine(target, e.given.draft, e.config) for e in (made, plain))
+    made, plain = (Engine(target, e.drafter_context.draft, e.config) for e in (made, plain))
     assert tiny.decode(made, rows, shuffle=3) == tiny.decode(plain, rows, shuffle=4)
 
 
@@ -217,8 +219,8 @@ def test_no_more_is_tried_than_the_head_can_draft(heads: int) -> None:
     head = tiny.clover(target, heads=heads)
     config = EngineConfig(drafter="clover", batch_size=4, window=4, draft_tokens=1, bucket=32, capacity=tiny.CONTEXT,
                           prefill_columns=8, page=8)  # fmt: skip
-    ways: list[dict[str, Any]] = [{"drafter": "clover"}]
-    tried = {c.draft_tokens for c in _candidates(config, ("draft_tokens",), ways, "cpu", head.config)}
+    shapes = candidates(Models(target, head), config, [{"drafter": "clover"}], ("draft_tokens",))
+    tried = {shape.draft_tokens for shape in shapes}
     assert tried == set(range(1, heads + 1))
     found = calibrate(target, head, tiny.requests(PROMPTS, 10), config, ("draft_tokens",), seconds=1.0)
     assert {c.config.draft_tokens for c in found.candidates} <= tried

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from exspec.actors.engine import Engine, EngineConfig
-from exspec.actors.engine.drafters import at_hand, eagle3_head
+from exspec.actors.engine.drafters import available, eagle3_head
 from exspec.actors.engine.drafters.eagle3 import Eagle3
 from exspec.actors.engine.drafters.eagle3_head import Eagle3Config, Eagle3Head, is_head
 from exspec.actors.exactness import ModelError
@@ -29,7 +29,7 @@ class SlowEagle3(Slow, Eagle3):
         """As the paper tells it: token j + 1 with the target's feature of token j; where the target has none yet, with
         what the layer gave for the token before."""
         hidden = self.whole(input_ids=torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
-        features = self.own.fc(torch.cat([hidden[n] for n in self.taps], dim=-1))
+        features = self.own.fc(torch.cat([hidden[n] for n in self.aux_layers], dim=-1))
         drafted: list[int] = []
         for _ in range(count):
             ids = torch.tensor([[*tokens[1:], *drafted]])
@@ -73,7 +73,7 @@ def test_prompts_that_begin_alike_share_features_too() -> None:
     for tail in ([3], [4, 5], [3, 9]):
         found = tiny.decode(made, tiny.requests([[*trunk, *tail]], 9))
         assert found[0] == tiny.generate(target, [*trunk, *tail], 9)
-    assert made.statistics.found_tokens == 2 * 24
+    assert made.statistics.cached_tokens == 2 * 24
 
 
 SHAPES = {  # of a head for Llama-3.1-8B, D = 4096, 32 and 8 heads of 128: by name in the authors' format
@@ -112,8 +112,8 @@ def test_tensors_have_the_published_names_and_shapes() -> None:
 
 def test_features_are_of_a_low_a_middle_and_a_high_layer_unless_the_head_says() -> None:
     target = tiny.model(num_hidden_layers=32).config
-    assert Eagle3.tapped(target, Eagle3Config()) == (2, 16, 29)
-    assert Eagle3.tapped(target, Eagle3Config(taps=[1, 2, 31])) == (1, 2, 31)
+    assert Eagle3.aux_layers_of(target, Eagle3Config()) == (2, 16, 29)
+    assert Eagle3.aux_layers_of(target, Eagle3Config(aux_layers=[1, 2, 31])) == (1, 2, 31)
 
 
 def as_published(head: Eagle3Head, folder: Path, layout: str, pickled: bool = False, **changes: Any) -> Path:
@@ -130,10 +130,10 @@ def as_published(head: Eagle3Head, folder: Path, layout: str, pickled: bool = Fa
     own = {"draft_vocab_size": config.draft_vocab_size, "norm_before_residual": config.norm_before_residual}
     if layout == "authors":
         found = {**llama, **own, "architectures": ["LlamaForCausalLMEagle3"], "torch_dtype": "float16"}
-        found["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": config.taps, "use_aux_hidden_state": True}
+        found["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": config.aux_layers, "use_aux_hidden_state": True}
     else:
         found = {**own, "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3",
-                 "transformer_layer_config": llama, "eagle_aux_hidden_state_layer_ids": config.taps,
+                 "transformer_layer_config": llama, "eagle_aux_hidden_state_layer_ids": config.aux_layers,
                  "target_hidden_size": None, "speculators_config": {"algorithm": "eagle3"}}  # fmt: skip
     (folder / "config.json").write_text(json.dumps(found | changes))
     layer = "midlayer." if layout == "authors" else "layers.0."
@@ -158,7 +158,7 @@ def test_both_published_formats_load(layout: str, own: dict[str, Any], tmp_path:
     folder = as_published(head, tmp_path / "head", layout)
     assert is_head(json.loads((folder / "config.json").read_text()))
     found = eagle3_head.load_head(folder, torch.float32)
-    assert found.config.taps == head.config.taps
+    assert found.config.aux_layers == head.config.aux_layers
     given = {"input_ids": torch.arange(9)[None], "position_ids": torch.arange(9)[None]}
     features = torch.randn(1, 9, 32, generator=torch.Generator().manual_seed(0))
     embeds = [h.embed_tokens or target.get_input_embeddings() for h in (found, head)]
@@ -281,14 +281,14 @@ def test_a_head_of_another_target_is_refused() -> None:
     assert "is for a vocabulary of 99 and hidden states of 32, and the target has 61 and 32" in told
     told = refusal(Eagle3Config(vocab_size=61, hidden_size=64, target_hidden_size=32))
     assert told == "the head has no embedding, and its width of 64 is not the target's"
-    told = refusal(Eagle3Config(taps=[1, 2, 5], vocab_size=61, hidden_size=32))
+    told = refusal(Eagle3Config(aux_layers=[1, 2, 5], vocab_size=61, hidden_size=32))
     assert told == "the head asks for the input of layer 5; the target has 5 layers"
 
 
 def test_a_draft_model_and_a_head_are_told_apart() -> None:
     target, config = tiny.deep(5), EngineConfig(capacity=64)
-    assert at_hand(target.config, tiny.head(target).config, config) == ["eagle3", "suffix", "early_exit"]
-    assert at_hand(target.config, tiny.model().config, config) == ["model", "suffix", "early_exit"]
+    assert available(target.config, tiny.head(target).config, config) == ["eagle3", "suffix", "early_exit"]
+    assert available(target.config, tiny.model().config, config) == ["model", "suffix", "early_exit"]
     with pytest.raises(ValueError, match="the drafter model: the draft is a head for eagle3"):
         Engine(target, tiny.head(target), EngineConfig())
 

@@ -9,9 +9,10 @@ import torch
 from transformers import PreTrainedModel
 
 from exspec.actors.engine import Engine, EngineConfig, Request, Sampling
-from exspec.actors.engine.drafters import DRAFTERS, NONE, at_hand
+from exspec.actors.engine.drafters import DRAFTERS, NONE, available
 from exspec.actors.engine.drafters.drafter import Draft, Drafter
 from exspec.actors.engine.graphs import Eager
+from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.methods import drafter_of
 from exspec.actors.engine.scheduling.group import Group
 from exspec.actors.engine.shape.calibration import calibrate
@@ -49,8 +50,8 @@ class Watched(Drafter):
         self.tokens[slot] = list(tokens)
         self.drafter.admit(slot, tokens)
 
-    def prefill(self, *fed: Any) -> None:
-        self.drafter.prefill(*fed)
+    def prefill(self, batch: Batch) -> None:
+        self.drafter.prefill(batch)
 
     def propose(self, group: Group, limits: list[int]) -> Draft:
         for row, sequence in enumerate(group.sequences):
@@ -61,7 +62,7 @@ class Watched(Drafter):
         assert draft.tokens.shape[1] <= max(limits)
         for row, length in enumerate(draft.lengths.tolist()):
             tokens = draft.tokens[row, :length].tolist()
-            assert draft.known is None or draft.known[row] == tokens
+            assert draft.on_host is None or draft.on_host[row] == tokens
             assert all(0 <= token < tiny.VOCABULARY for token in tokens)
         self.proposed += int(draft.lengths.sum())
         return draft
@@ -192,7 +193,7 @@ def test_it_is_planned_for_and_calibrated(name: str) -> None:
     target = model()
     draft = tiny.draft_of(name, target)
     config = EngineConfig(drafter=name, **SHAPE)
-    assert name in at_hand(target.config, draft and draft.config, config)
+    assert name in available(target.config, draft and draft.config, config)
     plan = plan_memory(target.config, draft and draft.config, config, torch.float32)
     without = plan_memory(target.config, None, config.plain(), torch.float32)
     assert plan.kv == Engine(target, draft, config).kv_bytes

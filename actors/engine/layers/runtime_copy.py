@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 
-def twin(model: PreTrainedModel, attention: str | None, packed: bool) -> PreTrainedModel:
+def runtime_copy(model: PreTrainedModel, attention: str | None, packed: bool) -> PreTrainedModel:
     """A copy of the modules that shares the model's weights. The caller's model stays as it is, for other uses.
 
     attention: the name of what it is to attend with; None leaves what it was loaded with.

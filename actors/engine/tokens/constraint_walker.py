@@ -72,7 +72,7 @@ def _put(row: Words, mask: Few | Words, before: Few | Words | None) -> None:
         row[:width] = mask[:width]
 
 
-class Guide:
+class ConstraintWalker:
     """Walks the constraints of a round's rows along their drafts: once to see what stands, once to write the masks.
 
     sequences: of the rows; None is a dead one. A row without a constraint is allowed everything; what a constrained one
@@ -148,7 +148,7 @@ class Guide:
 
     def along(self, width: int) -> Tensor:
         """The masks of `width` places, on the device: int32 [R, width, words]."""
-        self.back()
+        self.rewind()
         for place in range(width):
             here = {row: self.constrained[row][1] for row, tokens in self.walked.items() if len(tokens) >= place}
             self.masks.write(place, here)
@@ -157,8 +157,8 @@ class Guide:
                     constraint.advance(self.walked[row][place])
         return self.masks.device[:width, : self.rows].transpose(0, 1)
 
-    def back(self) -> None:
-        """Leave every constraint where the round found it."""
+    def rewind(self) -> None:
+        """Put every constraint back to the round's start."""
         for row, tokens in self.walked.items():
             self.constrained[row][1].rollback(len(tokens))
 
@@ -196,7 +196,7 @@ def candidate_ids(candidates: Candidates, rows: int, width: int, device: torch.d
 
 
 def narrowed(logits: Tensor, places: Tensor, must: Tensor, masks: Tensor) -> Tensor:
-    """Logits [R, Q, V] of a draft's places [R, Q] with what is known ahead of it: see `Guide.ahead`."""
+    """Logits [R, Q, V] of a draft's places [R, Q] with what is known ahead of it: see `ConstraintWalker.ahead`."""
     vocabulary, most = logits.shape[-1], must.shape[1]
     here = pad(must, (0, 1), value=-1).gather(1, places.clamp(max=most))[..., None]  # [R, Q, 1]
     other = torch.arange(vocabulary, device=logits.device) != here

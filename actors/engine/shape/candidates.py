@@ -1,0 +1,108 @@
+"""The shapes that calibration compares."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from exspec.actors.engine.config import EngineConfig, KernelsName, Method
+from exspec.actors.engine.drafters import NONE, available, drafter_class, label
+from exspec.actors.engine.shape.plan import Models
+
+FREE = ("method", "drafter", "batch_size", "window", "draft_tokens", "bucket", "kernels", "prefill")
+ROWS = {"cuda": (8, 16, 32, 64, 128, 256, 4, 2, 1), "cpu": (8, 16, 4, 2, 1)}  # B that are tried, the likeliest first
+# Kernels of the predictions. On a CPU only finalists are compiled: each shape takes seconds.
+PREDICTED: dict[str, tuple[KernelsName, ...]] = {"cuda": ("compiled", "eager"), "cpu": ("eager", "packed")}
+PREFILLS = {"cuda": ((1, 128), (4, 128), (16, 128)), "cpu": ((4, 32), (8, 16), (1, 128))}  # rows and columns
+BUCKETS = (128, 256, 512, 1024)
+USUAL = 5  # the K that B is chosen with
+
+DrafterChoice = dict[str, Any]  # a drafter's name and its own settings
+
+
+def device_kind(models: Models) -> str:
+    """The key of the tables above."""
+    return "cuda" if models.target.device.type == "cuda" else "cpu"
+
+
+def drafter_choices(models: Models, config: EngineConfig, free: Sequence[str]) -> list[DrafterChoice]:
+    """The drafters that may be compared, with their settings: that of the config, or all that are available, that of
+    the config first. None where plain decoding is asked for.
+
+    Raises ValueError where drafts are asked for and no drafter is available.
+    """
+    if not config.drafts and "method" not in free:
+        return []
+    target = models.target
+    names = available(target.config, models.draft_config, config)
+    if "drafter" not in free:
+        names = [name for name in names if name == config.drafter]
+    names.sort(key=lambda name: name != config.drafter)
+    choices = [{"drafter": n, **own} for n in names for own in drafter_class(n).variants(target.config, config)]
+    reasons = [drafter_class(c["drafter"]).trial(target, config.drafting(c)) for c in choices]
+    working = [choice for choice, reason in zip(choices, reasons, strict=True) if reason is None]
+    if not working and "method" not in free:
+        reason = f" ({reasons[0]})" if reasons else ""
+        raise ValueError(
+            f"calibration: no drafter is available for method {config.method}{reason}; expected one, or method plain"
+        )
+    return working
+
+
+def probe_shape(models: Models, config: EngineConfig, choice: DrafterChoice, free: Sequence[str]) -> EngineConfig:
+    """The shape in which a drafter is probed."""
+    drafter = drafter_class(choice["drafter"])
+    longest = min(drafter.probed_with, max(drafter.lengths_with(models.draft_config)))
+    drafted = longest if "draft_tokens" in free or not config.drafts else config.draft_tokens
+    if config.exact:
+        drafted = max(min(drafted, config.bucket - 1), 1)
+    method = config.method if config.drafts else "exspec"
+    return replace(config.drafting(choice), method=method, draft_tokens=drafted, draft_length="fixed", columns=None)
+
+
+def candidates(
+    models: Models, config: EngineConfig, choices: list[DrafterChoice], free: Sequence[str]
+) -> Iterator[EngineConfig]:
+    """Shapes that differ from `config` in what is free, the likeliest first."""
+
+    def options(name: str, values: Sequence[Any]) -> Sequence[Any]:
+        return values if name in free else (getattr(config, name),)
+
+    widths = (*BUCKETS, config.capacity) if config.attention == "gathered" else (config.capacity,)
+    buckets = options("bucket", sorted({min(b, config.capacity) for b in widths}))
+    speculating: Method = config.method if config.drafts else "exspec"
+    plain = {"method": "plain", "drafter": NONE, "draft_tokens": config.draft_tokens or 1}
+    methods: list[dict[str, Any]] = [plain] if "method" in free or not choices else []
+    for choice in choices:
+        lengths = options("draft_tokens", drafter_class(choice["drafter"]).lengths_with(models.draft_config))
+        methods += [{"method": speculating, **choice, "draft_tokens": k} for k in lengths]
+    for rows in options("batch_size", ROWS[device_kind(models)]):
+        if "window" not in free and rows > config.window:
+            continue
+        for bucket in buckets:
+            window = (2 if config.overlap else 1) * rows if bucket >= config.capacity else 3 * rows
+            windows = options("window", (window,))
+            for method in methods:
+                with suppress(ValueError):  # a bucket narrower than a verify forward, for example
+                    yield replace(config.drafting(method), batch_size=rows, window=windows[0], bucket=bucket)
+
+
+def coarse(shapes: list[EngineConfig]) -> list[EngineConfig]:
+    """The shapes that B is chosen with: of the middle bucket and, for each drafter, of the usual K."""
+    buckets = sorted({s.bucket for s in shapes})
+    middle = [s for s in shapes if s.bucket == buckets[len(buckets) // 2]]
+
+    def usual(shape: EngineConfig) -> int:
+        lengths = {s.drafted for s in middle if label(s) == label(shape)}
+        return min(lengths, key=lambda k: abs(k - USUAL))
+
+    return [s for s in middle if s.drafted == usual(s)]
+
+
+def prefill_shapes(models: Models, config: EngineConfig) -> list[EngineConfig]:
+    """The config with each of the prefill shapes that are tried on its device, and that its pages allow."""
+    shapes = []
+    for rows, columns in PREFILLS[device_kind(models)]:
+        with suppress(ValueError):
+            shapes.append(replace(config, prefill_rows=rows, prefill_columns=columns))
+    return shapes

@@ -1,0 +1,72 @@
+"""Tokens/s of a shape, predicted by a dry run of the scheduler."""
+
+import random
+from itertools import cycle
+from statistics import mean
+
+from exspec.actors.engine.config import EngineConfig
+from exspec.actors.engine.drafters import label
+from exspec.actors.engine.kv.pages import Boundless
+from exspec.actors.engine.request import Request
+from exspec.actors.engine.scheduling.grouping import grouping_of
+from exspec.actors.engine.scheduling.pool import Pool, Sequence
+from exspec.actors.engine.shape.costs import Costs
+from exspec.actors.engine.shape.sample import Sample
+
+ROUNDS = 100  # of a dry run
+
+
+def predict(config: EngineConfig, costs: Costs, sample: Sample) -> float:
+    """Tokens/s of a long job: the scheduler's own rounds, on sequences that are only lengths."""
+    rng = random.Random(0)
+    pool, grouping = Pool(config.slots, Boundless(), config.width), grouping_of(config)
+    source = cycle(sample.lengths)
+    # Plain decoding is not probed where a drafter was: its rounds take the bookkeeping of any probe.
+    name = label(config) if label(config) in sample.overhead else next(iter(sample.overhead))
+    survival = sample.survival[name]
+    seconds, tokens = 0.0, 0
+    for number in range(ROUNDS):
+        for _ in range(len(pool.free)):
+            prompt, completion = next(source)
+            sequence = Sequence(Request(number, [0] * prompt, max_new_tokens=max(completion, 1)), config.capacity)
+            if number == 0:  # the dry run begins in the middle of a long job
+                sequence.tokens += [0] * rng.randrange(sequence.budget or 1)
+            else:
+                seconds += costs.prefill(config, prompt)
+            pool.waiting.append(sequence)
+        pool.admit(len(pool.free))
+        rows = grouping.select(pool.running)
+        for sequence in pool.running:
+            sequence.waited = 0 if sequence in rows else sequence.waited + 1
+        kv_columns = round_kv_columns(config, [s.length + 1 for s in rows])
+        device, host = costs.round(config, kv_columns), sample.overhead[name] * len(rows)
+        seconds += max(device, host) if config.overlap else device + host
+        for sequence in rows:
+            chance, kept = rng.random(), 1
+            kept += sum(chance < s for s in survival[: config.drafted])
+            kept = min(kept, sequence.budget, max(kv_columns - sequence.length, 1))
+            sequence.tokens += [0] * kept
+            tokens += kept
+            if sequence.budget <= 0:
+                pool.end(sequence, "length", None)
+    return tokens / seconds
+
+
+def best_threshold(config: EngineConfig, costs: Costs, sample: Sample) -> float:
+    """The chance of acceptance below which one more draft step costs more than it brings.
+
+    A step takes D seconds for R rows; a committed token is worth the round's time T over the R * E tokens that it
+    commits. So place i of a row's draft pays while its chance is at least (D / R) / (T / (R * E)) = D * E / T.
+    """
+    if not config.drafts:
+        return config.threshold
+    kv_columns = round_kv_columns(config, [round(mean(p + n / 2 for p, n in sample.lengths))])
+    ratio = costs.draft_step(config, kv_columns) * sample.gain(config) / costs.round(config, kv_columns)
+    return min(max(ratio, 0.01), 0.9)
+
+
+def round_kv_columns(config: EngineConfig, lengths: list[int]) -> int:
+    """KV columns that a row attends to in a round of rows of these lengths."""
+    if config.attention == "in_place":
+        return min(round(mean(lengths)) + config.drafted, config.capacity)
+    return config.round_shape(len(lengths), max(lengths))[1]
