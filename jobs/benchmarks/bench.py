@@ -18,18 +18,15 @@ from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBa
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from exspec.actors.engine import Engine, EngineConfig, Request
-from exspec.actors.engine.drafters import NONE, at_hand, kind, label
+from exspec.actors.engine.drafters import NONE, available, kind, label
 from exspec.actors.engine.engine import model_end_ids
 from exspec.actors.engine.kv.cached_model import context_length
 from exspec.actors.engine.layers import fused
-from exspec.actors.engine.methods import settle
-from exspec.actors.engine.shape.calibration import (
-    Calibration,
-    calibrate,
-    fastest_kernels,
-    fastest_prefill,
-    prefill_shapes,
-)
+from exspec.actors.engine.methods import resolve
+from exspec.actors.engine.shape.calibration import Calibration, calibrate
+from exspec.actors.engine.shape.candidates import prefill_shapes
+from exspec.actors.engine.shape.costs import Trials
+from exspec.actors.engine.shape.plan import Models
 from exspec.actors.exactness import transformers_generate
 from exspec.actors.hardware import describe_hardware
 from exspec.actors.models import Pair, forget_sampling, load_draft, load_model, load_pair
@@ -61,14 +58,14 @@ class Bench:
         capacity = max(map(len, prompts)) + settings.max_new_tokens
         drafter = settings.drafter
         if drafter == "auto":
-            drafter = at_hand(
+            drafter = available(
                 pair.target.config, pair.draft.config if pair.draft else None, EngineConfig(capacity=capacity)
             )[0]
         self.usual = "plain" if drafter == NONE else "exspec"
         shape = {"batch_size": EngineConfig.batch_size, "window": EngineConfig.window, **settings.shape}
         shape["window"] = max(shape["batch_size"], shape["window"])
         kernels: Any = "eager" if settings.kernels == "auto" else settings.kernels
-        self.base = EngineConfig("plain", drafter=drafter, capacity=capacity, kernels=kernels, **shape)
+        self.base = EngineConfig(method="plain", drafter=drafter, capacity=capacity, kernels=kernels, **shape)
         self.calibration: Calibration | None = None
         self.engines: dict[EngineConfig, Engine] = {}
 
@@ -82,17 +79,16 @@ class Bench:
         if method == "auto":
             assert self.calibration is not None, "tune() comes before auto"
             return self.calibration.config
-        variant = VARIANT.fullmatch(method)
-        if variant is None:
-            return replace(self.base, method=method)
-        name, drafter, draft_length, drafted = variant.groups()
-        return replace(
-            self.base,
-            method=name,
-            drafter=drafter or self.base.drafter,
-            draft_length=draft_length or self.base.draft_length,
-            draft_tokens=int(drafted or self.base.draft_tokens),
-        )
+        changes: dict[str, Any] = {"method": method}
+        if variant := VARIANT.fullmatch(method):
+            name, drafter, draft_length, drafted = variant.groups()
+            changes = {
+                "method": name,
+                "drafter": drafter or self.base.drafter,
+                "draft_length": draft_length or self.base.draft_length,
+                "draft_tokens": int(drafted or self.base.draft_tokens),
+            }
+        return replace(self.base, **changes)
 
     def draft_for(self, config: EngineConfig) -> PreTrainedModel | None:
         """The first draft that the config's drafter can use."""
@@ -107,13 +103,13 @@ class Bench:
     def settle(self) -> None:
         """Choose the fastest kernels and the fastest prefill for all methods."""
         asked, usual = self.settings.kernels, self.config(self.usual)
-        if asked not in ("auto", settle(self.pair.target, self.pair.draft, self.base).kernels):
+        if asked not in ("auto", resolve(self.pair.target, self.pair.draft, self.base).kernels):
             raise ValueError(f"--kernels: {asked} does not work here; expected auto, or eager")
-        sample = self.pair.target, self.draft_for(usual), self.requests(), self.base.capacity
+        models = Models(self.pair.target, self.draft_for(usual))
+        trials = Trials(models, self.requests(), self.base.capacity)
         if asked == "auto":
-            self.base = replace(self.base, kernels=fastest_kernels(*sample, usual).kernels)
-        shapes = prefill_shapes(self.config(self.usual), self.device.type)
-        found = fastest_prefill(*sample, shapes)
+            self.base = replace(self.base, kernels=trials.fastest_kernels(usual).kernels)
+        found = trials.fastest_prefill(prefill_shapes(models, self.config(self.usual)))
         self.base = replace(self.base, prefill_rows=found.prefill_rows, prefill_columns=found.prefill_columns)
 
     def tune(self) -> Calibration:

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from exspec.actors.engine.drafters.drafter import Draft, Drafter
+from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.scheduling.group import Group
 from exspec.actors.engine.scheduling.pool import Sequence as Decoded
 
@@ -25,8 +26,8 @@ class ReplayDrafter(Drafter):
             for number, tokens in enumerate(completions)
         }
 
-    def prefill(self, slots: torch.Tensor, tokens: torch.Tensor, starts: torch.Tensor, columns: int) -> None:
-        self.drafter.prefill(slots, tokens, starts, columns)
+    def prefill(self, batch: Batch) -> None:
+        self.drafter.prefill(batch)
 
     def propose(self, group: Group, limits: list[int]) -> Draft:
         draft = self.drafter.propose(group, limits)

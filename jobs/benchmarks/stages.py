@@ -14,11 +14,12 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import GenerationConfig
 
 from exspec.actors.engine import Engine, EngineConfig, Request, Sampling
-from exspec.actors.engine.config import AttentionName, KernelsName
+from exspec.actors.engine.config import AttentionName
 from exspec.actors.engine.graphs import Eager, Recorder
 from exspec.actors.engine.layers.fused import compiler_trial
-from exspec.actors.engine.methods import drafter_of, recorder_for, settle
+from exspec.actors.engine.methods import drafter_of, recorder_for, resolve
 from exspec.actors.engine.shape.costs import Costs
+from exspec.actors.engine.shape.plan import Models
 from exspec.actors.exactness import transformers_generate
 from exspec.actors.hardware import describe_hardware
 from exspec.jobs.benchmarks.decoding import Outcome, check_time, decode, synchronize, timed
@@ -49,24 +50,19 @@ class Measurement:
         self.capacity = -(-(max(lengths) + s.max_new_tokens) // 64) * 64
 
     def config(self, rows: int, drafted: int, **changes: Any) -> EngineConfig:
-        kernels: KernelsName = "compiled" if self.device.type == "cuda" else "eager"
-        prefill_rows, prefill_columns = self.settings.prefills[0]
-        base = EngineConfig(
-            capacity=self.capacity,
-            bucket=self.capacity,
-            kernels=kernels,
-            prefill_rows=prefill_rows,
-            prefill_columns=prefill_columns,
-        )
-        return replace(base, batch_size=rows, window=max(rows, 8), draft_tokens=drafted, **changes)
+        shape: dict[str, Any] = {"batch_size": rows, "window": max(rows, 8), "draft_tokens": drafted}
+        shape |= {"capacity": self.capacity, "bucket": self.capacity}
+        shape |= {"kernels": "compiled" if self.device.type == "cuda" else "eager"}
+        shape |= dict(zip(("prefill_rows", "prefill_columns"), self.settings.prefills[0], strict=True))
+        return EngineConfig(**shape | changes)
 
-    def settled(self, rows: int, drafted: int, attentions: Sequence[AttentionName] = ("auto",)) -> list[EngineConfig]:
+    def resolved(self, rows: int, drafted: int, attentions: Sequence[AttentionName] = ("auto",)) -> list[EngineConfig]:
         """Every combination of attention and kernels that works here, once."""
         configs = [
             self.config(rows, drafted, attention=attention, kernels=kernels)
             for attention, kernels in product(attentions, self.settings.kernels)
         ]
-        return list(dict.fromkeys(settle(self.target, self.draft, config) for config in configs))
+        return list(dict.fromkeys(resolve(self.target, self.draft, config) for config in configs))
 
     def replaying(self, config: EngineConfig) -> tuple[Engine, ReplayDrafter]:
         """An engine whose acceptance can be set, and its drafter."""
@@ -110,10 +106,11 @@ class Measurement:
 
     def setup(self, _: float) -> Iterator[Result]:
         """The hardware, the attention and kernels that work on it, and why the others do not."""
-        chosen = [settle(self.target, self.draft, replace(self.config(1, 1), kernels=k)) for k in self.settings.kernels]
+        configs = [self.config(1, 1, kernels=kernels) for kernels in self.settings.kernels]
+        chosen = [resolve(self.target, self.draft, config) for config in configs]
         try:
             not_in_place = None
-            settle(self.target, self.draft, self.config(1, 1, attention="in_place"))
+            resolve(self.target, self.draft, self.config(1, 1, attention="in_place"))
         except ValueError as error:
             not_in_place = str(error)
         yield {
@@ -128,7 +125,7 @@ class Measurement:
     def independence(self, deadline: float) -> Iterator[Result]:
         """Whether the bits of a row's logits depend on its place in the batch, its neighbours or later tokens."""
         for rows, drafted in self.settings.shapes:
-            for config in self.settled(rows, drafted, ("auto", "gathered")):
+            for config in self.resolved(rows, drafted, ("auto", "gathered")):
                 check_time(deadline)
                 compared = RowIndependence(self.target, config).compare()
                 yield {"rows": rows, "columns": drafted + 1, **_computed_by(config), **compared}
@@ -137,7 +134,7 @@ class Measurement:
     def profile(self, deadline: float) -> Iterator[Result]:
         """The kernels of one round by phase, with and without recording."""
         rows, drafted = self.settings.shapes[0]
-        for config in self.settled(rows, drafted):
+        for config in self.resolved(rows, drafted):
             recorders: list[Recorder] = [recorder_for(self.device, config)]
             if recorders[0].records:
                 recorders.append(Eager())
@@ -164,10 +161,10 @@ class Measurement:
 
     def _phases(self, engine: Engine, measure: Callable[[Callable[[], Any]], tuple[Any, Any]]) -> Result:
         """Run a round of an engine whose rows are admitted, and measure each phase by itself."""
-        group = engine._group()
-        draft, drafting = measure(lambda: engine._draft(group))
-        verified, verifying = measure(lambda: engine._verify(group, draft))
-        _, committing = measure(lambda: engine._commit(group, engine._wait(verified)))
+        group = engine.group()
+        draft, drafting = measure(lambda: engine.draft(group))
+        verified, verifying = measure(lambda: engine.verify(group, draft))
+        _, committing = measure(lambda: engine.commit(group, engine.wait(verified)))
         return {"draft": drafting, "verify": verifying, "commit": committing}
 
     def _kernels(self, run: Callable[[], Any]) -> tuple[Any, Result]:
@@ -191,7 +188,7 @@ class Measurement:
     def exact(self, deadline: float) -> Iterator[Result]:
         """Speculation against plain decoding in the same shape: all tokens must be equal."""
         for rows, drafted in reversed(self.settings.shapes):
-            for config, sampled in product(self.settled(rows, drafted), (False, True)):
+            for config, sampled in product(self.resolved(rows, drafted), (False, True)):
                 yield from self._exact(config, sampled, deadline)
 
     def _exact(self, config: EngineConfig, sampled: bool, deadline: float) -> Iterator[Result]:
@@ -274,7 +271,7 @@ class Measurement:
     def _phase_costs(self, rows: int, drafted: int) -> Result:
         """Milliseconds of each phase beside its floor, the time in which the device can read the phase's bytes."""
         config, columns, bandwidth = self.config(rows, drafted), self.capacity, copy_bandwidth(self.device)
-        costs = Costs(self.target, self.draft, self.requests(), columns, config)
+        costs = Costs(Models(self.target, self.draft), self.requests(), columns, config)
         target, draft = (model_bytes(m) + rows * columns * kv_bytes(m) for m in (self.target, self.draft))
         measured = {
             "plain": (costs.verify(rows, 1, columns), target),
@@ -296,7 +293,7 @@ class Measurement:
             check_time(deadline)
             capacity = max(self.capacity, columns)
             config = self.config(8, 1, method="plain", prefill_rows=rows, prefill_columns=columns, capacity=capacity)
-            seconds = Costs(self.target, None, self.requests(8), capacity, config).chunk(config)
+            seconds = Costs(Models(self.target, None), self.requests(8), capacity, config).chunk(config)
             yield {
                 "method": "prefill",
                 "rows": rows,

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from exspec.actors.engine import EngineConfig
 from exspec.actors.engine.shape.calibration import PREFILLS, ROWS
 from exspec.actors.engine.shape.plan import fit, plan_memory
-from exspec.jobs.benchmarks.synthetic import SHAPES
+from exspec.jobs.benchmarks.shapes import SHAPES
 from exspec.jobs.cli import app
 from exspec.pipeline.shape import LONGEST, SHARE
 from tests.k8s import policy, rules, schemas
