@@ -47,7 +47,7 @@ class Measurement:
         lengths = [rng.randint(s.prompt_tokens // 2, s.prompt_tokens * 3 // 2) for _ in range(s.limit)]
         self.prompts = [[rng.randrange(1, TOKENS) for _ in range(n)] for n in lengths]
         self.warm_prompt = [rng.randrange(1, TOKENS) for _ in range(s.prompt_tokens // 2)]  # shares no KV with others
-        self.capacity = -(-(max(lengths) + s.max_new_tokens) // 64) * 64
+        self.capacity = -(-(max(lengths) + max(s.max_new_tokens, 64)) // 64) * 64
 
     def config(self, rows: int, drafted: int, **changes: Any) -> EngineConfig:
         shape: dict[str, Any] = {"batch_size": rows, "window": max(rows, 8), "draft_tokens": drafted}
@@ -150,7 +150,7 @@ class Measurement:
         """By phase: milliseconds, the median of three rounds, and the kernels of a fourth round."""
         self.warm(engine)
         for request in self.requests(engine.config.batch_size):
-            engine.submit(request)
+            engine.submit(replace(request, max_new_tokens=6 * engine.config.width))  # more than five rounds can commit
         engine.step()
         rounds = [self._phases(engine, lambda run: timed(run, self.device)) for _ in range(3)]
         kernels = self._phases(engine, self._kernels)

@@ -240,10 +240,8 @@ def test_an_error_of_the_setup_ends_the_work(monkeypatch: pytest.MonkeyPatch) ->
     assert messages[-1].ending["error"].startswith("RuntimeError: no memory for the weights (")
 
 
-WORDS = (
-    "tiny:tiny out.json --device cpu --seconds 7 --batch-sizes 2,1 --draft-tokens 3 --acceptances 0.5 --limit 9 "
-    "--max-new-tokens 8 --dtype float32"
-).split()
+WORDS = ["tiny:tiny", "out.json", "--device", "cpu", "--seconds", "7", "--batch-sizes", "2,1", "--draft-tokens", "3",
+         "--acceptances", "0.5", "--limit", "9", "--max-new-tokens", "8", "--dtype", "float32"]  # fmt: skip
 
 
 def test_both_programs_take_the_same_options(monkeypatch: pytest.MonkeyPatch) -> None:
