@@ -100,7 +100,7 @@ class Bench:
         new = self.settings.max_new_tokens
         return [Request(i, p, max_new_tokens=new) for i, p in enumerate(prompts or self.prompts)]
 
-    def settle(self) -> None:
+    def choose_kernels_and_prefill(self) -> None:
         """Choose the fastest kernels and the fastest prefill for all methods."""
         asked, usual = self.settings.kernels, self.config(self.usual)
         if asked not in ("auto", resolve(self.pair.target, self.pair.draft, self.base).kernels):
@@ -190,7 +190,7 @@ def run(settings: BenchSettings) -> None:
     progress.stage("loading the models")
     bench = load(settings)
     progress.stage("measuring what runs the layers fastest")
-    bench.settle()
+    bench.choose_kernels_and_prefill()
     if "auto" in settings.names:
         progress.stage(f"measuring the shape of auto, about {settings.tune_seconds:.0f} s")
         found = bench.tune()

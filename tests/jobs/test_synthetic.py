@@ -71,8 +71,8 @@ def test_engine_and_benchmark_need_torch_and_transformers_alone() -> None:
 
 TINY = SyntheticSettings(
     "tiny:tiny", device="cpu", seconds=300, shapes=((2, 2), (4, 2)), batch_sizes="2", draft_tokens="2,1", limit=4,
-    acceptances="0.6", rival_batch_sizes=(2,), prefills=((4, 32), (1, 64)), kernels=("eager",), prompt_tokens=24,
-    max_new_tokens=20,
+    acceptances="0.6", rivals=("generate",), rival_batch_sizes=(2,), prefills=((4, 32), (1, 64)), kernels=("eager",),
+    prompt_tokens=24, max_new_tokens=20,
 )  # fmt: skip
 
 
@@ -91,10 +91,24 @@ def stages(settings: SyntheticSettings, *names: str) -> dict[str, dict[str, Any]
     return found
 
 
+def test_acceptance_is_what_was_asked_for_and_every_token_is_plain() -> None:
+    measurement = Measurement(replace(TINY, limit=8, max_new_tokens=40))
+    config = measurement.config(4, 5)
+    expected = measurement.decode(Engine(measurement.target, None, config.plain())).tokens
+    engine, drafter = measurement.replaying(config)
+    for acceptance in (0.3, 0.9):
+        drafter.replay(expected, acceptance)
+        outcome = measurement.decode(engine, order=1)
+        assert outcome.tokens == expected
+        drafted, accepted = outcome.sequences.drafted_by_position, outcome.sequences.accepted_by_position
+        assert accepted[0] / drafted[0] == pytest.approx(acceptance, abs=0.15)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_stage_of_a_measurement_gives_its_figures(dtype: str) -> None:
-    found = stages(replace(TINY, dtype=dtype), *STAGES)
+    rivals = ("generate", "continuous batching") if dtype == "float32" else TINY.rivals
+    found = stages(replace(TINY, dtype=dtype, rivals=rivals), *STAGES)
     (setup,) = found["setup"]["results"]
     assert {"hardware", "bandwidth_gb_per_s", "attention", "not_in_place", "kernels", "not_compiled"} == set(setup)
     for name in STAGES:
@@ -128,7 +142,7 @@ def test_every_stage_of_a_measurement_gives_its_figures(dtype: str) -> None:
     timed = found["speed"]["results"]
     assert {(t["rows"], t["draft_tokens"]) for t in timed if t.get("method") == "exspec"} == {(2, 1), (2, 2)}
     assert all(t["exact"] == 1.0 and t["ratio_to_plain"] > 0 for t in timed if t.get("method") == "exspec")
-    methods = {"plain", "plain in this shape", "exspec", "prefill", "generate", "continuous batching"}
+    methods = {"plain", "plain in this shape", "exspec", "prefill", *rivals}
     assert {t["method"] for t in timed if "method" in t} == methods
     (costs,) = [t for t in timed if "phases_of" in t]
     assert costs["phases_of"] == 2
