@@ -2,23 +2,22 @@
 
 import inspect
 import json
-import re
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn
 
 import typer
 
-from exspec.actors.engine.config import SETTINGS
-from exspec.jobs.benchmarks.settings import SHAPE, BenchSettings
+from exspec.jobs.benchmarks.settings import SHAPE, BenchSettings, SyntheticSettings
 from exspec.jobs.options import GroupedCommand, with_flags, with_settings
 from exspec.pipeline.cluster.connect import show_token
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job.labels import LabelJob
-from exspec.pipeline.job.settings import Dtype, Job
+from exspec.pipeline.job.settings import Job
 from exspec.pipeline.progress import Progress
 from exspec.pipeline.secrets import redacted
 
@@ -322,22 +321,6 @@ def messages(
     write_shards(output, rows, shards, seed)
 
 
-def _device(text: str) -> str:
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
-        raise typer.BadParameter(f"expected cpu, cuda or cuda:N, not {text!r}")
-    return text
-
-
-Number = TypeVar("Number", int, float)
-
-
-def _numbers(option: str, text: str, kind: type[Number]) -> tuple[Number, ...]:
-    try:
-        return tuple(kind(word) for word in text.split(","))
-    except ValueError as error:
-        raise ValueError(f"{option}: expected numbers with commas between them, not {text!r}") from error
-
-
 @command(
     "exspec bench --limit 16 --repeats 1",
     "exspec bench --methods plain,exspec:3,exspec:8 --batch-size 4",
@@ -353,38 +336,22 @@ def bench(settings: BenchSettings) -> None:
 
 
 @command(
-    "exspec synthetic Qwen/Qwen3-8B:Qwen/Qwen3-0.6B",
-    "exspec synthetic Qwen/Qwen3-8B:Qwen/Qwen3-0.6B --dtype bfloat16 --output figures.json",
+    "exspec synthetic Qwen/Qwen3-8B:Qwen/Qwen3-0.6B out.json",
+    "exspec synthetic Qwen/Qwen3-8B:Qwen/Qwen3-0.6B out.json --seconds 240 --batch-sizes 8,64 --draft-tokens 5",
 )
+@with_flags(SyntheticSettings)
 def synthetic(
-    pair: Annotated[str, typer.Argument(metavar="TARGET:DRAFT", help="Shapes of models that are known.")],
-    batch_sizes: Annotated[str, typer.Option(help="Every B.")] = "1,2,4,8,16,32,64",
-    acceptances: Annotated[str, typer.Option(help="Chances of a right draft.")] = "0.2,0.4,0.6,0.8,0.9",
-    draft_tokens: Annotated[int, typer.Option(min=1, help=SETTINGS["draft_tokens"].help)] = 5,
-    limit: Annotated[int, typer.Option(min=1, help="Prompts to decode.")] = 64,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a completion, at most.")] = 128,
-    dtype: Annotated[Dtype, typer.Option(help="Dtype of weights and KV.")] = Dtype.bfloat16,
-    device: Annotated[str, typer.Option(parser=_device, metavar="DEVICE", help="cpu, cuda or cuda:N.")] = "cuda",
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs, in turn.")] = 2,
-    tune_seconds: Annotated[float, typer.Option(min=0.1, help="Seconds of the calibration of auto.")] = 15.0,
-    output: Annotated[Path | None, typer.Option(help="File for the JSON report.")] = None,
+    settings: SyntheticSettings,
+    pair: Annotated[str, typer.Argument(metavar="TARGET:DRAFT", help="Shapes of known models.")],
+    output: Annotated[Path, typer.Argument(metavar="OUT.json", help="File for the report.")],
 ) -> None:
-    """Time shapes of known models with random weights, for every B and acceptance. Nothing is downloaded."""
+    """Measure a device with random weights in the shapes of known models. Nothing is downloaded.
+
+    Checks that tokens are exact and times plain decoding, speculation and transformers, within a number of seconds.
+    """
     from exspec.jobs.benchmarks import synthetic as job
 
-    settings = job.Settings(
-        pair=pair,
-        batch_sizes=_numbers("--batch-sizes", batch_sizes, int),
-        acceptances=_numbers("--acceptances", acceptances, float),
-        draft_tokens=draft_tokens,
-        prompts=limit,
-        max_new_tokens=max_new_tokens,
-        dtype=dtype.value,
-        device=device,
-        repeats=repeats,
-        tune_seconds=tune_seconds,
-    )
-    job.run(settings, output)
+    job.measure(replace(settings, pair=pair), output)
 
 
 @command(

@@ -26,11 +26,6 @@ def with_settings(model: type[Job]) -> Callable[[Callable[..., None]], Callable[
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = [
-            p.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-            for p in inspect.signature(command).parameters.values()
-            if p.name != "job"
-        ]
         every = grouped(model.model_fields)
         fields = {name: option for name, field in every.items() if (option := _option(name, field))}
 
@@ -42,27 +37,38 @@ def with_settings(model: type[Job]) -> Callable[[Callable[..., None]], Callable[
         file = Annotated[Path | None, typer.Option("--job", help="YAML file of settings. Flags override it.")]
         parameters = [_parameter(n, o) for n, o in {"job": file, **fields}.items()]
         run.settings = model  # type: ignore[attr-defined]
-        return _signed(run, command, [*parameters, *own])
+        return _signed(run, command, [*parameters, *_own(command, "job")])
 
     return decorate
 
 
-def with_flags(model: type, shape: Iterable[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_flags(model: type, shape: Iterable[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command a flag for every setting of a dataclass, and for the engine's settings named in `shape`.
 
-    The command is called with an instance of the dataclass. Its `shape` has the engine's settings by name.
+    The command is called with an instance of the dataclass as `settings`, and with its own arguments. The field `shape`
+    of the instance has the engine's settings by name.
     """
     own, engines = settings_of(model), {name: SETTINGS[name] for name in shape}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        arguments = _own(command, "settings")
+
         def run(**values: Any) -> None:
+            passed = {p.name: values.pop(p.name) for p in arguments}
             given = {n: tuple(v) if isinstance(v, list) else getattr(v, "value", v) for n, v in values.items()}
-            command(model(**{n: given[n] for n in own}, shape={n: given[n] for n in engines}))
+            engine = {"shape": {n: given.pop(n) for n in engines}} if engines else {}
+            command(settings=model(**given, **engine), **passed)
 
         parameters = [_parameter(n, _flag(known), _usual(known)) for n, known in (own | engines).items()]
-        return _signed(run, command, parameters)
+        return _signed(run, command, [*arguments, *parameters])
 
     return decorate
+
+
+def _own(command: Callable[..., None], made: str) -> list[inspect.Parameter]:
+    """The parameters of a command except `made`, as keywords."""
+    parameters = inspect.signature(command).parameters.values()
+    return [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters if p.name != made]
 
 
 def _parameter(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:

@@ -88,9 +88,9 @@ def test_a_folder_that_is_not_an_output(
         ("bench --prompts text.parquet", "text.parquet: not a Parquet file"),
         ("bench --prompts bytes.jsonl", "bytes.jsonl, line 2: expected UTF-8 text"),
         ("bench --prompts list.jsonl", "list.jsonl, row 0: expected a JSON object, not list"),
-        ("synthetic tiny:tiny --batch-sizes a", "--batch-sizes: expected numbers with commas between"),
-        ("synthetic tiny", "no shape ''"),
-        ("synthetic tiny:tiny", "--device: cuda is not at hand, this machine has no GPU that torch can use"),
+        ("synthetic tiny:tiny out.json --batch-sizes a", "--batch-sizes: expected numbers with commas between"),
+        ("synthetic tiny out.json", "no shape ''"),
+        ("synthetic tiny:tiny out.json", "--device: cuda is not available: this machine has no GPU that torch can use"),
     ],
 )  # fmt: skip
 def test_a_wrong_command_line(line: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
