@@ -121,7 +121,7 @@ def run(
     """Generate completions for all rows of the input. To resume, run the same command again: only missing rows run.
 
     Exit codes: 0 all rows are done, including rows with an error; 1 rows are missing, because chunks were set aside
-    or the job broke off (run it again); 2 the job was refused before it started; 3 a fault of exspec;
+    or the job broke off (run it again); 2 the job was refused before it started; 3 a bug in exspec;
     130 interrupted.
     """
     _run(job, restart, retry_errors, quiet)
@@ -191,7 +191,7 @@ def label(
     Run it every night on a folder that grows: each row is labeled once.
 
     Exit codes: 0 all rows are done, including rows with an error; 1 rows are missing, because chunks were set aside
-    or the job broke off (run it again); 2 the job was refused before it started; 3 a fault of exspec;
+    or the job broke off (run it again); 2 the job was refused before it started; 3 a bug in exspec;
     130 interrupted.
     """
     if plan:
@@ -451,7 +451,7 @@ def main() -> None:
     except Exception as error:
         if (problems := _problems(error)) is None:
             traceback.print_exception(error)
-            print("exspec: this is a fault of exspec; rows that are committed are not lost", file=sys.stderr)
+            print("exspec: this is a bug in exspec; committed rows are not lost", file=sys.stderr)
             sys.exit(3)
         lines = [redacted(" ".join(problem.split())) for problem in problems]
         if len(lines) > 1:

@@ -118,4 +118,4 @@ def test_a_bug_prints_a_traceback(broken: Callable[..., object], monkeypatch: py
     monkeypatch.setattr("exspec.jobs.demo.shards.write_shards", broken)
     assert call(monkeypatch, "messages", "out") == 3
     assert "Traceback" in (printed := capsys.readouterr().err)
-    assert "this is a fault of exspec" in printed
+    assert "this is a bug in exspec" in printed
