@@ -4,8 +4,6 @@ import csv
 import gzip
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from exspec.pipeline.output.owner import Output, take
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
 from exspec.pipeline.storage import Folder
-from tests.jobs.calls import MAIN, call, rows_of, succeed
+from tests.jobs.calls import call, rows_of, succeed
 from tests.pipeline import jobs
 from tests.pipeline.in_process import in_process
 
@@ -68,14 +66,6 @@ def test_files_are_read_without_threads(output: Path, tmp_path: Path, monkeypatc
     succeed("convert", output, tmp_path / "out.csv")
     assert len(calls) >= 4
     assert all(options == {"use_threads": False} for options in calls)
-
-
-@pytest.mark.slow
-def test_a_refused_conversion_always_exits_with_2(output: Path, tmp_path: Path) -> None:
-    words = ["convert", str(output), str(tmp_path / "x.csv"), "--columns", "complition"]
-    for _ in range(12):
-        done = subprocess.run([sys.executable, "-c", MAIN, *words], capture_output=True, text=True, check=False)
-        assert (done.returncode, "did you mean completion?" in done.stderr) == (2, True), done.stderr
 
 
 def test_folders_by_the_values_of_a_column(output: Path, tmp_path: Path) -> None:

@@ -6,17 +6,16 @@ from typing import Any, Literal
 
 import pytest
 from pydantic import ValidationError, create_model
-from typer.testing import CliRunner
 
 from exspec.actors.engine import EngineConfig
 from exspec.actors.engine.config import DRAFTING, SETTINGS
 from exspec.actors.engine.settings import Setting, setting, settings_of
-from exspec.jobs import cli
 from exspec.jobs.benchmarks import bench
 from exspec.jobs.benchmarks.settings import SHAPE, BenchSettings
 from exspec.jobs.options import _flag, _option
 from exspec.pipeline.job.settings import Job, _engines
 from tests.jobs import docs
+from tests.jobs.calls import succeed
 
 COMMANDS: Any = docs.commands()
 
@@ -82,20 +81,20 @@ def test_a_drafters_own_settings_are_declared_in_its_folder() -> None:
     assert DRAFTING == ("exit_depth", "check_depth", "exit_tokens")
     folder = Path(__file__).parents[2] / "actors" / "engine"
     for name in DRAFTING:
-        declared = [
-            path.name for path in folder.rglob("*.py") if f"    {name}: int | None = setting(" in path.read_text()
-        ]
-        assert declared == ["early_exit_settings.py"]
+        declaration = f"    {name}: int | None = setting("
+        files = [path.name for path in folder.rglob("*.py") if declaration in path.read_text()]
+        assert files == ["early_exit_settings.py"]
 
 
 def test_the_bench_takes_the_engines_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[BenchSettings] = []
     monkeypatch.setattr(bench, "run", given.append)
     usual = {name: getattr(EngineConfig(), name) for name in SHAPE}
-    for words, changed in (([], {}), (["--batch-size", "4", "--no-exact"], {"batch_size": 4, "exact": False})):
-        assert CliRunner().invoke(cli.app, ["bench", *words], catch_exceptions=False).exit_code == 0
+    for line, changed in (
+        ("", {}),
+        ("--batch-size 4 --no-exact", {"batch_size": 4, "exact": False}),
+        ("--draft a --draft b --target t --draft-length both", {"draft_length": "both"}),
+    ):
+        succeed("bench", *line.split())
         assert given[-1].shape == usual | changed
-    words = ["bench", "--draft", "a", "--draft", "b", "--target", "t", "--draft-length", "both"]
-    assert CliRunner().invoke(cli.app, words, catch_exceptions=False).exit_code == 0
     assert given[-1].draft == ("a", "b")
-    assert given[-1].shape["draft_length"] == "both"

@@ -47,21 +47,16 @@ def _operator(item: Manifest) -> list[str]:
         "deletion rules in their strategy": strategy is None or rules,
         "a deadline that is positive": spec.get("activeDeadlineSeconds", 1) > 0,
         "a backoff limit that is not negative": spec.get("backoffLimit", 0) >= 0,
+        "a submitter pod": spec.get("submissionMode") == "K8sJobMode",
         "its own cluster": "rayClusterSpec" in spec and "clusterSelector" not in spec,
     }
-    if spec.get("submissionMode") == "SidecarMode":
-        conditions |= {
-            "no submitter in sidecar mode": not {"submitterPodTemplate", "submitterConfig"} & set(spec),
-            "a head that is not restarted in sidecar mode": _head(item)["spec"].get("restartPolicy", "Never")
-            == "Never",
-        }
     return expected(conditions) + _rules(item, rules)
 
 
 def _rules(item: Manifest, rules: list[Manifest]) -> list[str]:
     found, times = [], {}
     for rule in rules:
-        state = rule["condition"].get("jobStatus") or rule["condition"].get("jobDeploymentStatus")
+        state = rule["condition"].get("jobStatus") or rule["condition"]["jobDeploymentStatus"]
         if (state, rule["policy"]) in times:
             found.append(f"two rules {rule['policy']} on {state}")
         times[state, rule["policy"]] = rule["condition"].get("ttlSeconds", 0)
@@ -72,10 +67,6 @@ def _rules(item: Manifest, rules: list[Manifest]) -> list[str]:
         if stages != sorted(stages):
             found.append(f"deletion on {state} is out of order: {stages}")
     return found
-
-
-def _head(item: Manifest) -> Any:
-    return item["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]
 
 
 def _cluster(item: Manifest) -> list[str]:

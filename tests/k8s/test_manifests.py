@@ -96,7 +96,7 @@ TYPOS = [
     (
         "RayJob",
         "spec.rayClusterSpec.headGroupSpec.template.spec.containers.0.securityContext.readOnlyRootFileSystem",
-        True,
+        1,
     ),
     ("RayJob", "spec.activeDeadlineSeconds", "2 days"),
     ("NetworkPolicy", "spec.egres", []),
@@ -128,7 +128,7 @@ BROKEN = [
     ("kueue", "spec.shutdownAfterJobFinishes", False, "Kueue: expected shutdown"),
     ("kueue", "spec.rayClusterSpec.enableInTreeAutoscaling", True, "Kueue: expected no autoscaling"),
     ("kueue", "spec.rayClusterSpec.workerGroupSpecs.0.groupName", "head", "none called head"),
-    ("base", "spec.submissionMode", "SidecarMode", "no submitter in sidecar"),
+    ("base", "spec.submissionMode", "SidecarMode", "a submitter pod"),
     ("autoscale", "spec.rayClusterSpec.workerGroupSpecs.0.minReplicas", 5, "minReplicas <= replicas"),
     ("autoscale", "spec.rayClusterSpec.workerGroupSpecs.0.maxReplicas", 8, "the job says 1:4"),
     ("autoscale", "spec.rayClusterSpec.workerGroupSpecs.0.template.spec.restartPolicy", "Always", "not restarted"),
@@ -200,11 +200,7 @@ def test_only_named_traffic_goes_in_or_out(name: str) -> None:
     """The default is to deny. Ray's ports are open to Ray's pods only, which may send HTTPS to the internet."""
     policies = {item["metadata"]["name"]: item["spec"] for item in of_kind(overlay(name), "NetworkPolicy")}
     assert policies["default-deny"] == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
-    ray = {
-        "app.kubernetes.io/part-of": "exspec",
-        "app.kubernetes.io/instance": "exspec",
-        "ray.io/is-ray-node": "yes",
-    }
+    ray = {f"app.kubernetes.io/{key}": "exspec" for key in ("part-of", "instance")} | {"ray.io/is-ray-node": "yes"}
     for spec in policies.values():
         for rule in spec.get("ingress", []):
             assert rule["from"], "open to every source"

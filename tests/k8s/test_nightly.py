@@ -37,10 +37,8 @@ class Api(BaseHTTPRequestHandler):
             state = self.states.pop(0)
             if state == 0:
                 return self._answer(500, {"message": "try again"})
-            found["status"] = {
-                "jobDeploymentStatus": state,
-                "jobStatus": "SUCCEEDED" if state == "Complete" else "FAILED",
-            }
+            ended = "SUCCEEDED" if state == "Complete" else "FAILED"
+            found["status"] = {"jobDeploymentStatus": state, "jobStatus": ended}
         return self._answer(200, found)
 
     def do_POST(self) -> None:
@@ -93,19 +91,13 @@ def made_tonight() -> Manifest:
 def night(objects: list[Manifest], api: str, folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
     """Run the program of the ConfigMap like the CronJob's container."""
     (container,) = containers(one(objects, "CronJob")["spec"]["jobTemplate"]["spec"]["template"])
-    fields = {"NAMESPACE": "exspec", "OWNER_NAME": "exspec-nightly-1", "OWNER_UID": "1-2-3"}
-    variables = values(container) | fields
+    assert container["command"] == ["python", "/etc/exspec/nightly.py"]
     (folder / "token").write_text("night")
     program = folder / "nightly.py"
     program.write_text(one(objects, "ConfigMap", "exspec-nightly")["data"]["nightly.py"])
-    assert container["command"] == ["python", "/etc/exspec/nightly.py"]
-    return subprocess.run(
-        [sys.executable, "-I", str(program)],
-        env={"PATH": os.environ["PATH"], "ACCOUNT": str(folder), "API": api, "EVERY": "0.01", **variables, **more},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    env = {"PATH": os.environ["PATH"], "ACCOUNT": str(folder), "API": api, "EVERY": "0.01", **values(container)}
+    env |= {"NAMESPACE": "exspec", "OWNER_NAME": "exspec-nightly-1", "OWNER_UID": "1-2-3", **more}
+    return subprocess.run([sys.executable, "-I", program], env=env, capture_output=True, text=True, timeout=60)
 
 
 def test_a_night_creates_a_rayjob(objects: list[Manifest], api: str, tmp_path: Path) -> None:
