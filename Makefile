@@ -1,5 +1,5 @@
-# Two commands: `make demo` and `make test`. Both set up .venv where it is missing; PYTHON picks the interpreter.
-# `make slow` runs the tests that `make test` leaves out, and .ci/run runs everything.
+# `make demo` and `make test` set up .venv if it is missing. PYTHON is the interpreter. `make slow` runs the tests that
+# `make test` leaves out, and .ci/run runs everything.
 PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -u -m pytest -n auto --maxprocesses 4 --dist loadgroup
@@ -19,10 +19,10 @@ slow: setup
 
 setup: .venv/installed
 
-# Made again when the dependencies change. The package itself is installed from the checkout, in place.
+# Runs again when the dependencies change. The package itself is an editable install of the checkout.
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; sys.exit(None if sys.version_info >= (3, 11) else 'exspec needs Python 3.11 or newer; set PYTHON')"
-	@echo "setting up .venv: torch, Ray and what else is needed; a few minutes, and no word until it is done"
+	@echo "setting up .venv with torch, Ray and other dependencies; this takes a few minutes and prints nothing"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@

@@ -1,12 +1,13 @@
 """Checks that reject models which the engine cannot decode exactly."""
 
 import copy
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from exspec.actors.engine.kv.batch import Batch
@@ -244,6 +245,38 @@ def _same(logits: Tensor, expected: Tensor) -> bool:
     off = (logits.float() - expected.float()).abs().amax(-1) / expected.float().abs().max()  # [Q]
     half = logits.dtype in (torch.bfloat16, torch.float16)
     return bool(off.median() <= 0.1 if half else off.max() <= 1e-3)
+
+
+def transformers_generate(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    end_ids: Collection[int],
+    settings: dict[str, Any] | None = None,
+    **options: Any,
+) -> list[list[int]]:
+    """Greedy completions by transformers' `generate`, the reference that the engine's tokens are compared with.
+
+    The prompts are one batch, padded on the left. A completion ends with its first end token. settings: of the
+    GenerationConfig. options: of `generate` itself.
+    """
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=model.device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+    config = GenerationConfig(
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=sorted(end_ids) or None,
+        pad_token_id=min(end_ids, default=0),
+        **settings or {},
+    )
+    output = model.generate(input_ids=ids, attention_mask=mask, generation_config=config, **options)  # type: ignore[operator]
+    return [_until_end(row, end_ids) for row in output[:, width:].tolist()]
+
+
+def _until_end(tokens: list[int], end_ids: Collection[int]) -> list[int]:
+    end = next((i + 1 for i, token in enumerate(tokens) if token in end_ids), len(tokens))
+    return tokens[:end]
 
 
 class Waits(TorchDispatchMode):

@@ -11,6 +11,13 @@ def hardware(device: torch.device) -> dict[str, str]:
     return {"device": _model(device), "torch": torch.__version__}
 
 
+def describe_hardware(device: torch.device) -> str:
+    """The device in a few words, for a benchmark's report."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
 def _model(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)

@@ -1,4 +1,4 @@
-"""What a person runs: the command line, and `generate` for notebooks."""
+"""The user interface: the command line, and `generate` for notebooks."""
 
 from exspec.jobs.api import generate
 

@@ -1,24 +1,24 @@
-"""`generate`: a job on a table that is at hand, for notebooks. Imports what it needs when it is called."""
+"""`generate`: runs a job on a table in memory, for notebooks. Imports what it needs when it is called."""
 
 import json
 import tempfile
 from typing import Any
 
-REASONS = 5  # why a job failed, that are told
-WRITTEN = "_INPUT.json"  # beside an input whose rows are all there: how many, and their columns
+REASONS = 5  # for a failed job, that its error lists
+WRITTEN = "_INPUT.json"  # marks an input whose rows are all written; holds their number and columns
 
 
 def generate(data: Any, folder: str | None = None, **settings: Any) -> Any:
     """Generate a completion for every row, as `exspec run` does, and return the rows with the columns of its output.
 
-    data: a pyarrow table, a pandas DataFrame or a Ray Dataset; what comes back is of the same kind. The rows of a table
-        keep their order.
-    folder: where input and output lie, a path or an fsspec URL. A table needs none; the same table with the same folder
-        resumes a job that broke off there. A Ray Dataset needs one that every node can reach; it resumes where all of
-        its rows were written.
-    settings: those of `exspec run`, such as `target`, `draft`, `max_new_tokens`. Without a pair: the demo pair.
+    data: a pyarrow table, a pandas DataFrame or a Ray Dataset. The result is of the same type. Rows of a table keep
+        their order.
+    folder: a path or fsspec URL for the input and the output. Optional for a table; with the same table and folder, a
+        job that broke off resumes. Required for a Ray Dataset, and every node must be able to reach it; the job resumes
+        if all rows of the dataset were written.
+    settings: settings of `exspec run`, such as `target`, `draft`, `max_new_tokens`. Default pair: the demo pair.
 
-    Raises JobError where the job is refused or chunks were set aside. Rows that cannot be generated have an `error`.
+    Raises JobError if the job is refused or chunks were set aside. Rows that cannot be generated have an `error`.
 
     Example: generate(pa.table({"prompt": ["Hello"]}), max_new_tokens=16)
     """
@@ -51,11 +51,11 @@ def _table(table: Any, folder: str | None, settings: dict[str, Any], kept: bool 
             return _table(table, temporary, settings, kept=False)
     source = Folder(f"{folder}/input", settings.get("storage_options"))
     if source.names() - {"rows.parquet"}:
-        raise JobError(f"generate: {anonymous(source.url)} holds other files; give another folder")
+        raise JobError(f"generate: {anonymous(source.url)} holds other files; choose another folder")
     buffer = io.BytesIO()
     pq.write_table(table, buffer)
     if not source.create("rows.parquet", buffer.getvalue()):
-        raise JobError(f"generate: {anonymous(source.url)} holds other rows; give another folder")
+        raise JobError(f"generate: {anonymous(source.url)} holds other rows; choose another folder")
     output = _run(folder, settings, kept)
     return pa.concat_tables(tables(read_output(output), None)).replace_schema_metadata()
 
@@ -66,7 +66,7 @@ def _dataset(dataset: Any, folder: str | None, settings: dict[str, Any]) -> Any:
     from exspec.pipeline.errors import JobError
 
     if folder is None:
-        raise JobError("generate: a Ray Dataset needs a folder that every node can reach")
+        raise JobError("generate: a Ray Dataset needs `folder`, which every node must be able to reach")
     _write_rows(dataset, folder, settings.get("storage_options"))
     output = _run(folder, settings)
     parts = sorted(f"{output.path}/{name}" for name in output.names() if name.startswith("part-"))
@@ -74,7 +74,7 @@ def _dataset(dataset: Any, folder: str | None, settings: dict[str, Any]) -> Any:
 
 
 def _write_rows(dataset: Any, folder: str, options: dict[str, Any] | None) -> None:
-    """Write the rows as the job's input, unless an earlier call has written them all."""
+    """Write the rows as the job's input, unless an earlier call wrote all of them."""
     import ray
 
     from exspec.pipeline.errors import JobError
@@ -85,12 +85,12 @@ def _write_rows(dataset: Any, folder: str, options: dict[str, Any] | None) -> No
     place = anonymous(source.url)
     if WRITTEN in beside.names():
         if json.loads(beside.read(WRITTEN)) != _described(dataset):
-            raise JobError(f"generate: {place} holds other rows; give another folder")
+            raise JobError(f"generate: {place} holds other rows; choose another folder")
         return
     if source.names():
         raise JobError(
-            f"generate: {place} is not empty, and not all rows of a dataset were written there; "
-            "give another folder, or remove that one"
+            f"generate: {place} is not empty and does not hold all rows of a dataset; "
+            "choose another folder, or remove this one"
         )
     dataset.write_parquet(source.path, filesystem=source.fs)
     if names := source.names():
@@ -99,14 +99,14 @@ def _write_rows(dataset: Any, folder: str, options: dict[str, Any] | None) -> No
 
 
 def _described(dataset: Any) -> dict[str, Any]:
-    """What tells a dataset from most others without reading its rows twice."""
+    """What identifies a dataset, cheaply: most other datasets differ in it."""
     return {"rows": dataset.count(), "columns": dataset.columns()}
 
 
 def _run(folder: str, settings: dict[str, Any], kept: bool = True) -> Any:
-    """Run the job between the folder's input and output; returns the output's folder.
+    """Run the job on the folder's input, and return the output folder.
 
-    kept: the folder stays, so that it makes sense to speak of it.
+    kept: the folder is not temporary, so messages may name it.
     """
     from exspec.jobs.demo import DEMO_PAIR
     from exspec.pipeline.errors import JobError

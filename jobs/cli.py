@@ -1,24 +1,23 @@
-"""The command line. Every command imports what it needs when it runs, so that `--help` loads neither torch nor Ray."""
+"""The command line. Commands import what they need when they run, so that `--help` loads neither torch nor Ray."""
 
 import inspect
 import json
-import re
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NoReturn
 
 import typer
 
-from exspec.actors.engine.config import SETTINGS
-from exspec.jobs.benchmarks.settings import SHAPE, BenchSettings
+from exspec.jobs.benchmarks.settings import SHAPE, BenchSettings, SyntheticSettings
 from exspec.jobs.options import GroupedCommand, with_flags, with_settings
 from exspec.pipeline.cluster.connect import show_token
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job.labels import LabelJob
-from exspec.pipeline.job.settings import Dtype, Job
+from exspec.pipeline.job.settings import Job
 from exspec.pipeline.progress import Progress
 from exspec.pipeline.secrets import redacted
 
@@ -36,7 +35,7 @@ Command = Callable[..., Any]
 
 
 def command(*examples: str, **settings: Any) -> Callable[[Command], Command]:
-    """Register a command. Its help is its docstring, whose paragraphs the terminal wraps, and ends with examples."""
+    """Register a command. Its help is its docstring with the paragraphs unwrapped, followed by the examples."""
 
     def register(function: Command) -> Command:
         paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
@@ -56,16 +55,55 @@ def _version(asked: bool) -> None:
 @app.callback()
 def _root(
     shown: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Large offline LLM generation with exact batch speculative decoding."""
 
 
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise typer.BadParameter(f"not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise typer.BadParameter("expected a JSON object")
+    return value
+
+
+def _size(text: str) -> int:
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
+    try:
+        size = int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        size = 0
+    if size < 1:
+        raise typer.BadParameter(f"expected bytes with a unit, such as 256MiB or 1GB, not {text!r}")
+    return size
+
+
 Restart = Annotated[bool, typer.Option(help="Move the output aside and start over.")]
-RetryErrors = Annotated[bool, typer.Option(help="Run rows again that have an error.")]
-Price = Annotated[float | None, typer.Option(min=0, help="Of one GPU, to tell what tokens cost.")]
+RetryErrors = Annotated[bool, typer.Option(help="Run the rows that have an error again.")]
+Price = Annotated[float | None, typer.Option(min=0, help="Price of a GPU for an hour, to print the cost.")]
 Quiet = Annotated[bool, typer.Option(help="Show no progress.")]
+OutputFolder = Annotated[str, typer.Argument(help="Output folder of a finished job: a path or an fsspec URL.")]
+StorageOptions = Annotated[
+    Any, typer.Option(parser=_json_object, metavar="JSON", help="Options of the file system, as fsspec takes them.")
+]
+Address = Annotated[
+    str | None,
+    typer.Option(
+        help="URL of the cluster's dashboard. Default: RAY_API_SERVER_ADDRESS, RAY_DASHBOARD_ADDRESS or RAY_ADDRESS."
+    ),
+]
+Token = Annotated[
+    str | None,
+    typer.Option(
+        help="The cluster's token. Default: RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token."
+    ),
+]
+JobId = Annotated[str, typer.Argument(metavar="ID", help="Id of the job, as submit printed it.", show_default=False)]
 
 
 @command(
@@ -80,17 +118,28 @@ def run(
     retry_errors: RetryErrors = False,
     quiet: Quiet = False,
 ) -> None:
-    """Generate completions for all rows of the input. Run it again to resume: only what is missing runs.
+    """Generate completions for all rows of the input. To resume, run the same command again: only missing rows run.
 
-    Exit codes: 0 all rows done (row errors included), 1 rows are missing (chunks set aside, or broken off: run it
-    again), 2 refused before starting, 3 a fault of exspec, 130 interrupted.
+    Exit codes: 0 all rows are done, including rows with an error; 1 rows are missing, because chunks were set aside
+    or the job broke off (run it again); 2 the job was refused before it started; 3 a bug in exspec;
+    130 interrupted.
     """
+    _run(job, restart, retry_errors, quiet)
+
+
+def _run(job: Job, restart: bool, retry_errors: bool, quiet: bool) -> NoReturn:
     with Progress(quiet) as progress:
-        progress.stage("checking the job")
+        progress.stage("checking the job")  # before the slow imports
         show_token()
         from exspec.jobs.commands import run as jobs
 
         raise typer.Exit(jobs.run(job, restart, retry_errors, progress))
+
+
+def _plan(job: Job, estimate: bool = False, price: float | None = None) -> NoReturn:
+    from exspec.jobs.commands.plan import plan as show
+
+    raise typer.Exit(show(job, estimate, price))
 
 
 @command(
@@ -101,17 +150,15 @@ def run(
 def plan(
     job: Job,
     estimate: Annotated[
-        bool, typer.Option("--estimate", help="Decode some rows here, and tell what all of them will take.")
+        bool, typer.Option("--estimate", help="Decode some rows on this machine, and estimate the time for all rows.")
     ] = False,
     price_per_gpu_hour: Price = None,
 ) -> None:
-    """Show what a job would do, and everything that is wrong with it. Writes nothing.
+    """Show what a job would do and every problem with it. Writes nothing.
 
-    Exit codes: 0 the job may start, 2 it would be refused, or none of the rows looked at could be decoded.
+    Exit codes: 0 the job can start; 2 the job would be refused, or no row that was checked can be decoded.
     """
-    from exspec.jobs.commands.plan import plan as show
-
-    raise typer.Exit(show(job, estimate, price_per_gpu_hour))
+    _plan(job, estimate, price_per_gpu_hour)
 
 
 @command(
@@ -120,7 +167,7 @@ def plan(
 )
 @with_settings(Job)
 def tune(job: Job) -> None:
-    """Measure the shape that a job should decode in, on this machine: the settings that are auto."""
+    """Measure the best values of a job's auto settings on this machine."""
     from exspec.jobs.commands import run as jobs
 
     jobs.tune(job)
@@ -139,38 +186,17 @@ def label(
     retry_errors: RetryErrors = False,
     quiet: Quiet = False,
 ) -> None:
-    """Label the rows of the input: one label of a list, one of each of several fields, or JSON of a schema.
+    """Label the rows of the input: one label from a list, one for each of several fields, or JSON of a schema.
 
-    Run it every night over a folder that grows: each row is labeled once.
+    Run it every night on a folder that grows: each row is labeled once.
 
-    Exit codes: 0 all rows done (row errors included), 1 rows are missing (chunks set aside, or broken off: run it
-    again), 2 refused before starting, 3 a fault of exspec, 130 interrupted.
+    Exit codes: 0 all rows are done, including rows with an error; 1 rows are missing, because chunks were set aside
+    or the job broke off (run it again); 2 the job was refused before it started; 3 a bug in exspec;
+    130 interrupted.
     """
     if plan:
-        from exspec.jobs.commands.plan import plan as show
-
-        raise typer.Exit(show(job))
-    with Progress(quiet) as progress:
-        progress.stage("checking the job")
-        show_token()
-        from exspec.jobs.commands import label as jobs
-
-        raise typer.Exit(jobs.label(job, restart, retry_errors, progress))
-
-
-Options = Annotated[
-    str | None, typer.Option("--storage-options", help="JSON of the file system's options, as fsspec takes them.")
-]
-
-
-def _options(text: str | None) -> dict[str, Any]:
-    try:
-        options = json.loads(text or "{}")
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--storage-options: not JSON: {error}") from error
-    if not isinstance(options, dict):
-        raise ValueError("--storage-options: expected a JSON object")
-    return options
+        _plan(job)
+    _run(job, restart, retry_errors, quiet)
 
 
 @command(
@@ -178,29 +204,29 @@ def _options(text: str | None) -> dict[str, Any]:
     "exspec audit out/ --share 0.01 --seed 7 --no-generate",
 )
 def audit(
-    output: Annotated[str, typer.Argument(help="Output folder of a job, a path or an fsspec URL.")],
+    output: OutputFolder,
     count: Annotated[int, typer.Option(min=1, help="Rows to decode again, spread over the shards.")] = 64,
-    share: Annotated[float | None, typer.Option(min=0, max=1, help="Share of all rows, in place of a count.")] = None,
+    share: Annotated[float | None, typer.Option(min=0, max=1, help="Share of all rows, instead of a count.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the sample.")] = 0,
-    generate: Annotated[bool, typer.Option(help="Compare with transformers' generate in float32 too.")] = True,
+    generate: Annotated[bool, typer.Option(help="Also compare with generate of transformers in float32.")] = True,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
     ] = False,
     allow_pickle: Annotated[
         bool, typer.Option("--allow-pickle", help="Load weights that are not safetensors.")
     ] = False,
-    storage_options: Options = None,
+    storage_options: StorageOptions = None,
 ) -> None:
-    """Decode a sample of a finished job again by plain decoding, and compare.
+    """Decode a sample of a finished job again by plain decoding, and compare the completions.
 
     Writes _audit.json and a section of the report.
 
-    Exit codes: 0 all equal in the job's own shape, 1 some differ, 2 refused.
+    Exit codes: 0 all rows are equal in the job's own shape; 1 some rows differ; 2 refused.
     """
     from exspec.jobs.commands import audit as job
 
     permissions = {"trust_remote_code": trust_remote_code, "allow_pickle": allow_pickle}
-    raise typer.Exit(job.audit(output, _options(storage_options), count, share, seed, generate, permissions))
+    raise typer.Exit(job.audit(output, storage_options or {}, count, share, seed, generate, permissions))
 
 
 @command(
@@ -208,29 +234,17 @@ def audit(
     "exspec report out/plain out/exspec --price-per-gpu-hour 3",
 )
 def report(
-    outputs: Annotated[list[str], typer.Argument(help="Output folders of jobs, paths or fsspec URLs.")],
+    outputs: Annotated[list[str], typer.Argument(help="Output folders of jobs: paths or fsspec URLs.")],
     price_per_gpu_hour: Price = None,
-    storage_options: Options = None,
+    storage_options: StorageOptions = None,
 ) -> None:
-    """Build the report of a job again from its parts, and compare jobs side by side.
+    """Rebuild the report of a job from its parts, or compare several jobs side by side.
 
     The last line is JSON: a list with an object for each output.
     """
     from exspec.jobs.commands import report as job
 
-    job.report(outputs, _options(storage_options), price_per_gpu_hour)
-
-
-def _size(text: str) -> int:
-    from pydantic import ByteSize, TypeAdapter, ValidationError
-
-    try:
-        size = int(TypeAdapter(ByteSize).validate_python(text))
-    except ValidationError:
-        size = 0
-    if size < 1:
-        raise typer.BadParameter(f"{text!r} is no size, expected bytes with a unit such as 256MiB or 1GB")
-    return size
+    job.report(outputs, storage_options or {}, price_per_gpu_hour)
 
 
 @command(
@@ -238,24 +252,24 @@ def _size(text: str) -> int:
     "exspec compact s3://bucket/out/ --target-size 1GiB",
 )
 def compact(
-    output: Annotated[str, typer.Argument(help="Output folder of a finished job, a path or an fsspec URL.")],
+    output: OutputFolder,
     target_size: Annotated[
-        int, typer.Option(parser=_size, metavar="SIZE", help="Size of a file, at most, about: 256MiB, 1GB.")
+        int, typer.Option(parser=_size, metavar="SIZE", help="Approximate maximum size of a file: 256MiB, 1GB.")
     ] = "256MiB",  # type: ignore[assignment]
-    wait: Annotated[bool, typer.Option("--wait", help="Wait for the end of who is at work on the output.")] = False,
-    storage_options: Options = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until no other process works on the output.")] = False,
+    storage_options: StorageOptions = None,
 ) -> None:
     """Merge the small parts of a finished job into larger files.
 
-    The rows and their order stay, and so does what works on an output: run, report and audit. A killed compaction
-    loses nothing: run it, or the job, again. A reader of the folder never sees a row twice; the rows of one file at
-    a time may be missing for a moment while _SUCCESS is away. Where a job is at work on the output, it leaves.
+    Rows and their order do not change, and run, report and audit work as before. If compaction is killed, nothing is
+    lost: run it, or the job, again. Readers of the folder never see a row twice. While _SUCCESS is absent, the rows of
+    one file at a time may be missing for a moment. If a job is working on the output, compact exits.
 
-    Exit codes: 0 done, 2 refused.
+    Exit codes: 0 done; 2 refused.
     """
     from exspec.jobs.commands import compact as job
 
-    job.compact(output, _options(storage_options), target_size, wait)
+    job.compact(output, storage_options or {}, target_size, wait)
 
 
 @command(
@@ -264,25 +278,26 @@ def compact(
     "exspec convert out/ by-label/ --partition-by label",
 )
 def convert(
-    output: Annotated[str, typer.Argument(help="Output folder of a finished job, a path or an fsspec URL.")],
+    output: OutputFolder,
     file: Annotated[
-        str, typer.Argument(help="File to write: NAME.jsonl or NAME.csv, perhaps with .gz; or a new folder.")
+        str,
+        typer.Argument(help="File to write: NAME.jsonl or NAME.csv, optionally with .gz. Or a new folder."),
     ],
     columns: Annotated[list[str] | None, typer.Option(help="Columns to write. Default: all.")] = None,
     partition_by: Annotated[
         list[str] | None, typer.Option(help="Write Parquet into folders by the values of this column.")
     ] = None,
-    storage_options: Options = None,
+    storage_options: StorageOptions = None,
 ) -> None:
-    """Write the rows of a finished job into one file of JSON Lines or CSV, in their order, or into folders of Parquet.
+    """Write the rows of a finished job, in order, to one JSON Lines or CSV file, or to folders of Parquet.
 
-    Where the input was a file of the batch API, JSON Lines are its answers, unless columns are named.
+    If the input was a file of the batch API, JSON Lines holds its answers, unless columns are named.
 
-    Exit codes: 0 written, 2 refused.
+    Exit codes: 0 written; 2 refused.
     """
     from exspec.jobs.commands import convert as job
 
-    options = _options(storage_options)
+    options = storage_options or {}
     if partition_by:
         rows = job.partition(output, file, options, partition_by, columns)
     else:
@@ -296,30 +311,14 @@ def convert(
 )
 def messages(
     output: Annotated[Path, typer.Argument(help="Folder for the shards.")],
-    rows: Annotated[int, typer.Option(min=1, help="Messages in all.")] = 512,
-    shards: Annotated[int, typer.Option(min=1, help="Files to spread them over.")] = 4,
+    rows: Annotated[int, typer.Option(min=1, help="Total number of messages.")] = 512,
+    shards: Annotated[int, typer.Option(min=1, help="Number of files.")] = 4,
     seed: Annotated[int, typer.Option(help="Seed of the messages.")] = 5,
 ) -> None:
-    """Write demo messages as Parquet shards, to try a job with."""
+    """Write demo messages as Parquet shards, as input for a first job."""
     from exspec.jobs.demo.shards import write_shards
 
     write_shards(output, rows, shards, seed)
-
-
-def _device(text: str) -> str:
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
-        raise typer.BadParameter(f"expected cpu, cuda or cuda:N, not {text!r}")
-    return text
-
-
-Number = TypeVar("Number", int, float)
-
-
-def _numbers(option: str, text: str, kind: type[Number]) -> tuple[Number, ...]:
-    try:
-        return tuple(kind(word) for word in text.split(","))
-    except ValueError as error:
-        raise ValueError(f"{option}: expected numbers with commas between them, not {text!r}") from error
 
 
 @command(
@@ -337,52 +336,22 @@ def bench(settings: BenchSettings) -> None:
 
 
 @command(
-    "exspec synthetic Qwen/Qwen3-8B:Qwen/Qwen3-0.6B",
-    "exspec synthetic Qwen/Qwen3-8B:Qwen/Qwen3-0.6B --dtype bfloat16 --output figures.json",
+    "exspec synthetic Qwen/Qwen3-8B:Qwen/Qwen3-0.6B out.json",
+    "exspec synthetic Qwen/Qwen3-8B:Qwen/Qwen3-0.6B out.json --seconds 240 --batch-sizes 8,64 --draft-tokens 5",
 )
+@with_flags(SyntheticSettings)
 def synthetic(
-    pair: Annotated[str, typer.Argument(metavar="TARGET:DRAFT", help="Shapes of models that are known.")],
-    batch_sizes: Annotated[str, typer.Option(help="Every B.")] = "1,2,4,8,16,32,64",
-    acceptances: Annotated[str, typer.Option(help="Chances of a right draft.")] = "0.2,0.4,0.6,0.8,0.9",
-    draft_tokens: Annotated[int, typer.Option(min=1, help=SETTINGS["draft_tokens"].help)] = 5,
-    limit: Annotated[int, typer.Option(min=1, help="Prompts to decode.")] = 64,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a completion, at most.")] = 128,
-    dtype: Annotated[Dtype, typer.Option(help="Dtype of weights and KV.")] = Dtype.bfloat16,
-    device: Annotated[str, typer.Option(parser=_device, metavar="DEVICE", help="cpu, cuda or cuda:N.")] = "cuda",
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs, in turn.")] = 2,
-    tune_seconds: Annotated[float, typer.Option(min=0.1, help="Seconds of the calibration of auto.")] = 15.0,
-    output: Annotated[Path | None, typer.Option(help="File for the JSON report.")] = None,
+    settings: SyntheticSettings,
+    pair: Annotated[str, typer.Argument(metavar="TARGET:DRAFT", help="Shapes of known models.")],
+    output: Annotated[Path, typer.Argument(metavar="OUT.json", help="File for the report.")],
 ) -> None:
-    """Time shapes of known models with random weights, for every B and acceptance. Nothing is downloaded."""
+    """Measure a device with random weights in the shapes of known models. Nothing is downloaded.
+
+    Checks that tokens are exact and times plain decoding, speculation and transformers, within a number of seconds.
+    """
     from exspec.jobs.benchmarks import synthetic as job
 
-    settings = job.Settings(
-        pair=pair,
-        batch_sizes=_numbers("--batch-sizes", batch_sizes, int),
-        acceptances=_numbers("--acceptances", acceptances, float),
-        draft_tokens=draft_tokens,
-        prompts=limit,
-        max_new_tokens=max_new_tokens,
-        dtype=dtype.value,
-        device=device,
-        repeats=repeats,
-        tune_seconds=tune_seconds,
-    )
-    job.run(settings, output)
-
-
-Address = Annotated[
-    str | None,
-    typer.Option(
-        help="URL of the cluster's dashboard. Default: RAY_API_SERVER_ADDRESS, RAY_DASHBOARD_ADDRESS or RAY_ADDRESS."
-    ),
-]
-Token = Annotated[
-    str | None,
-    typer.Option(
-        help="The cluster's token. Default: RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token."
-    ),
-]
+    job.measure(replace(settings, pair=pair), output)
 
 
 @command(
@@ -395,45 +364,37 @@ def submit(
     context: typer.Context,
     command: Annotated[str, typer.Argument(help="run, label or audit.", show_default=False)],
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="The command's own arguments.", show_default=False)
+        list[str] | None, typer.Argument(help="Arguments of that command.", show_default=False)
     ] = None,
     address: Address = None,
     token: Token = None,
-    name: Annotated[str | None, typer.Option(help="Id of the job, which no other job may have.")] = None,
-    detach: Annotated[bool, typer.Option(help="Print the job's id and do not follow it.")] = False,
+    name: Annotated[str | None, typer.Option(help="Id of the job. It must be new to the cluster.")] = None,
+    detach: Annotated[bool, typer.Option(help="Print the job's id and do not follow the job.")] = False,
     wheel: Annotated[
-        bool, typer.Option(help="Send this exspec along as a wheel, or use the one in the cluster's image.")
+        bool, typer.Option(help="Send this version of exspec as a wheel, or use the one in the cluster's image.")
     ] = True,
     env: Annotated[
         list[str] | None,
         typer.Option(
-            help="NAME=VALUE, or NAME as it is here: a variable for the job. All who have the token can read it."
+            help="Environment variable for the job: NAME=VALUE, or NAME to copy its value from here. Everyone who has "
+            "the token can read it."
         ),
     ] = None,
-    gpus: Annotated[float, typer.Option(min=0, help="GPUs of the command's own process: an audit decodes there.")] = 0,
+    gpus: Annotated[float, typer.Option(min=0, help="GPUs for the command's own process. An audit decodes in it.")] = 0,
 ) -> None:
-    """Send a command to a Ray cluster as a job, and follow its log. Its own options come before the command's name.
+    """Send a command to a Ray cluster as a job, and follow its log. Options of submit come before the command's name.
 
-    The arguments are checked here first. Paths are URLs, or folders that all nodes share; a job file is sent along.
-    Ctrl-C leaves the job running.
+    The arguments are checked before the job is sent. Paths must be URLs, or folders that all nodes share. A job file
+    is sent with the job. Ctrl-C leaves the job running.
 
-    Exit codes: those of the command (0, 1, 2; 2 also where it could not be sent), 3 the job failed otherwise, 4 it was
-    stopped, 130 left running by Ctrl-C.
+    Exit codes: those of the command (0, 1, 2); 2 also if the job could not be sent; 3 the job failed in another way;
+    4 the job was stopped; 130 Ctrl-C left the job running.
     """
     from exspec.jobs.cluster import submit as job
     from exspec.jobs.cluster.client import Cluster
 
-    assert context.parent is not None
-    known: dict[str, Any] = context.parent.command.commands  # type: ignore[attr-defined]
-    if command not in job.COMMANDS or command not in known:
-        expected = ", ".join(name for name in job.COMMANDS if name in known)
-        raise ValueError(f"submit {command}: expected one of {expected}, after the options of submit itself")
-    parsed = known[command].make_context(command, list(arguments or []), parent=context)
-    call = job.check(known[command], parsed.params, arguments or [])
+    call = job.parse(context, command, arguments or [])
     raise typer.Exit(job.submit(call, Cluster(address, token), name, detach, wheel, env or [], gpus))
-
-
-JobId = Annotated[str, typer.Argument(metavar="ID", help="Id of the job, as submit printed it.", show_default=False)]
 
 
 @command(
@@ -441,14 +402,14 @@ JobId = Annotated[str, typer.Argument(metavar="ID", help="Id of the job, as subm
     "exspec status exspec-run-20260101-120000-ab12",
 )
 def status(
-    job: Annotated[str | None, typer.Argument(metavar="[ID]", help="Id of a job. Default: all of them.")] = None,
+    job: Annotated[str | None, typer.Argument(metavar="[ID]", help="Id of a job. Default: all jobs.")] = None,
     address: Address = None,
     token: Token = None,
 ) -> None:
-    """Show a submitted job, or all that exspec submitted to a cluster."""
-    from exspec.jobs.cluster import client as cluster
+    """Show one submitted job, or all jobs that exspec submitted to a cluster."""
+    from exspec.jobs.cluster.client import Cluster, show_status
 
-    cluster.show_status(cluster.Cluster(address, token), job)
+    show_status(Cluster(address, token), job)
 
 
 @command(
@@ -456,13 +417,13 @@ def status(
 )
 def logs(
     job: JobId,
-    follow: Annotated[bool, typer.Option(help="Go on until the job ends, and end as it did.")] = False,
+    follow: Annotated[bool, typer.Option(help="Follow the log until the job ends, and exit with its code.")] = False,
     address: Address = None,
     token: Token = None,
 ) -> None:
     """Print the log of a submitted job.
 
-    Exit codes: 0, or with --follow those of submit.
+    Exit codes: 0; with --follow, those of submit.
     """
     from exspec.jobs.cluster.client import Cluster
 
@@ -476,38 +437,35 @@ def logs(
     "exspec cancel exspec-run-20260101-120000-ab12",
 )
 def cancel(job: JobId, address: Address = None, token: Token = None) -> None:
-    """Stop a submitted job and wait until it has stopped. What it finished is kept; the same command again resumes."""
+    """Stop a submitted job and wait until it has stopped. Finished rows are kept. The same command resumes the job."""
     from exspec.jobs.cluster.client import Cluster
 
     print(Cluster(address, token).cancel(job))
 
 
 def main() -> None:
-    """Entry point: an error that a person can act on becomes a sentence, or a line for each problem, and exit code 2,
-    a fault of exspec 3.
-
-    A ValueError raised here was worded for a person; one raised in a library was not, and is a fault.
-    """
+    """Entry point. Prints an error that the user can fix as one line per problem and exits with 2. Prints any other
+    error as a traceback and exits with 3."""
     try:
         app()
     except Exception as error:
-        if isinstance(error, OSError) and error.filename and error.strerror:
-            problems = [f"{error.filename}: {error.strerror}"]
-        elif isinstance(error, JobError):
-            problems = list(error.problems)
-        elif isinstance(error, OSError) or (isinstance(error, ValueError) and _is_ours(error)):
-            problems = [str(error)]
-        else:
+        if (problems := _problems(error)) is None:
             traceback.print_exception(error)
-            print("exspec: this is a fault of exspec; nothing that is committed is lost", file=sys.stderr)
+            print("exspec: this is a bug in exspec; committed rows are not lost", file=sys.stderr)
             sys.exit(3)
-        said = [redacted(" ".join(problem.split())) for problem in problems]
-        print("exspec:", said[0] if len(said) == 1 else f"{len(said)} problems", file=sys.stderr)
-        for problem in said if len(said) > 1 else ():
-            print(f"  {problem}", file=sys.stderr)
+        lines = [redacted(" ".join(problem.split())) for problem in problems]
+        if len(lines) > 1:
+            lines = [f"{len(lines)} problems", *(f"  {line}" for line in lines)]
+        print("exspec:", "\n".join(lines), file=sys.stderr)
         sys.exit(getattr(error, "code", 2))
 
 
-def _is_ours(error: Exception) -> bool:
+def _problems(error: Exception) -> list[str] | None:
+    """What the user can fix, or None. A ValueError is a message to the user only if exspec raised it."""
+    if isinstance(error, JobError):
+        return list(error.problems)
+    if isinstance(error, OSError):
+        return [f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)]
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__")).startswith("exspec.")
+    ours = str(frame.f_globals.get("__name__")).startswith("exspec.")
+    return [str(error)] if isinstance(error, ValueError) and ours else None

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The image's install steps in a clean environment, for machines without a container engine: the build context as
-# Dockerfile.dockerignore leaves it, install.sh on it, and the check at the end of the Dockerfile.
+# Runs the image's install steps in a clean environment, for machines without a container engine: copies the build
+# context that Dockerfile.dockerignore allows, runs install.sh on it, and then the check at the end of the Dockerfile.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 work=$(mktemp -d)

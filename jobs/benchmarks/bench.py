@@ -1,182 +1,166 @@
 """`exspec bench`: the engine's methods beside transformers' own, on the same prompts, in one run.
 
-All methods are run in turn, several times over; a ratio is the median of the ratios within each turn, so that a
-machine that slows down slows all of them. Tokens are counted up to and with the end token, for everyone.
+The methods run in turns. A ratio is the median of the ratios within each turn, so that a machine that slows down does
+not favour a method. Tokens are counted up to the end token, which counts too, for every method.
 """
 
 import json
-import platform
 import random
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from exspec.actors.engine import Engine, EngineConfig, EngineStatistics, Request, SequenceStatistics
-from exspec.actors.engine.drafters import NONE, at_hand, kind, label
+from exspec.actors.engine import Engine, EngineConfig, Request
+from exspec.actors.engine.drafters import NONE, available, kind, label
 from exspec.actors.engine.engine import model_end_ids
 from exspec.actors.engine.kv.cached_model import context_length
 from exspec.actors.engine.layers import fused
-from exspec.actors.engine.methods import settle
-from exspec.actors.engine.shape.calibration import (
-    Calibration,
-    calibrate,
-    fastest_kernels,
-    fastest_prefill,
-    prefill_shapes,
-)
-from exspec.actors.engine.statistics import EngineCounters
+from exspec.actors.engine.methods import resolve
+from exspec.actors.engine.shape.calibration import Calibration, calibrate
+from exspec.actors.engine.shape.candidates import prefill_shapes
+from exspec.actors.engine.shape.costs import Trials
+from exspec.actors.engine.shape.plan import Models
+from exspec.actors.exactness import transformers_generate
+from exspec.actors.hardware import describe_hardware
 from exspec.actors.models import Pair, forget_sampling, load_draft, load_model, load_pair
+from exspec.jobs.benchmarks.decoding import Outcome, check_device, decode, timed
 from exspec.jobs.benchmarks.settings import RIVALS, SHAPE, VARIANT, BenchSettings
 from exspec.jobs.demo import DRAFT, TARGET
 from exspec.jobs.demo.messages import examples
 
-# B is the bench's own, for all methods.
-CHOSEN_BY_AUTO = (
-    "method",
-    "drafter",
-    "window",
-    "draft_tokens",
-    "bucket",
-    "prefill",
-)
-RUNNER = ("kernels", "page", "prefill_rows", "prefill_columns")  # measured for all methods alike
+CHOSEN_BY_AUTO = ("method", "drafter", "window", "draft_tokens", "bucket", "prefill")  # B is the same for all methods
 DEMO_SEED = 5  # messages that neither training nor its evaluation saw
 
 
-@dataclass
-class Outcome:
-    """One run of one method: the completions by prompt, how long it took, and what an engine counted."""
-
-    tokens: list[list[int]]
-    seconds: float = 0.0
-    sequences: SequenceStatistics = field(default_factory=SequenceStatistics)
-    engine: EngineStatistics = field(default_factory=EngineStatistics)
-
-    @property
-    def tokens_per_second(self) -> float:
-        return sum(map(len, self.tokens)) / self.seconds
-
-
 class Bench:
-    """Runs methods over one list of prompts with one pair. others: drafts for drafters that cannot use the pair's."""
+    """Runs methods on one list of prompts with one pair. others: drafts for the drafters that cannot use the pair's.
+
+    base: the shape of decoding that all methods share, but for what a method's name changes.
+    """
 
     def __init__(
         self, pair: Pair, prompts: list[list[int]], settings: BenchSettings, others: Sequence[PreTrainedModel] = ()
     ) -> None:
-        self.pair, self.others, self.prompts, self.settings = pair, others, prompts, settings
+        self.pair, self.prompts, self.settings = pair, prompts, settings
+        self.device = pair.target.device
+        self.drafts = [draft for draft in (pair.draft, *others) if draft is not None]
         self.end_ids = model_end_ids(pair.target)
-        for model in (pair.target, pair.draft, *others):
+        for model in (pair.target, *self.drafts):
             if isinstance(model, GenerationMixin):
                 forget_sampling(model)
-        self.capacity = max(map(len, prompts)) + settings.max_new_tokens
-        rows = settings.shape.get("batch_size", EngineConfig.batch_size)
-        window = max(rows, settings.shape.get("window", EngineConfig.window))
-        self.shape = {n: getattr(EngineConfig, n) for n in SHAPE} | settings.shape | {"window": window}
+        capacity = max(map(len, prompts)) + settings.max_new_tokens
+        drafter = settings.drafter
+        if drafter == "auto":
+            drafter = available(
+                pair.target.config, pair.draft.config if pair.draft else None, EngineConfig(capacity=capacity)
+            )[0]
+        self.usual = "plain" if drafter == NONE else "exspec"
+        shape = {"batch_size": EngineConfig.batch_size, "window": EngineConfig.window, **settings.shape}
+        shape["window"] = max(shape["batch_size"], shape["window"])
+        kernels: Any = "eager" if settings.kernels == "auto" else settings.kernels
+        self.base = EngineConfig(method="plain", drafter=drafter, capacity=capacity, kernels=kernels, **shape)
         self.calibration: Calibration | None = None
         self.engines: dict[EngineConfig, Engine] = {}
-        self.drafters = at_hand(
-            pair.target.config, pair.draft.config if pair.draft else None, EngineConfig(capacity=self.capacity)
-        )
-        self.runner = EngineConfig() if settings.kernels == "auto" else EngineConfig(kernels=settings.kernels)  # type: ignore[arg-type]
 
-    def run(self, method: str, count: int | None = None) -> Outcome:
-        """Decode the prompts, or the first `count`, with the clock running."""
-        prompts = self.prompts[:count]
-        runner: Callable[[list[list[int]]], Outcome] = {
-            "generate": self.generate,
-            "assisted": self.assisted,
-        }.get(method, lambda rows: self.engine(self.config(method), rows))
-        self.synchronize()
-        start = time.perf_counter()
-        outcome = runner(prompts)
-        self.synchronize()
-        outcome.seconds = time.perf_counter() - start
-        return outcome
+    @property
+    def shape(self) -> dict[str, Any]:
+        """The engine's settings that all methods share, by name."""
+        return {name: getattr(self.base, name) for name in SHAPE}
 
     def config(self, method: str) -> EngineConfig:
-        """The shape of a method: `exspec@suffix+implicit:3` is exspec with that drafter and draft length, and K = 3."""
+        """The config of a method: `exspec@suffix+implicit:3` has that drafter, that draft length and K = 3."""
         if method == "auto":
             assert self.calibration is not None, "tune() comes before auto"
             return self.calibration.config
-        options = self.shape | {name: getattr(self.runner, name) for name in RUNNER}
-        options |= {"method": method, "drafter": self.drafter, "capacity": self.capacity}
+        changes: dict[str, Any] = {"method": method}
         if variant := VARIANT.fullmatch(method):
-            name, drafter, policy, drafted = variant.groups()
-            options |= {"method": name, "drafter": drafter or self.drafter}
-            options |= {"draft_length": policy} if policy else {}
-            options |= {"draft_tokens": int(drafted)} if drafted else {}
-        return EngineConfig(**options)
+            name, drafter, draft_length, drafted = variant.groups()
+            changes = {
+                "method": name,
+                "drafter": drafter or self.base.drafter,
+                "draft_length": draft_length or self.base.draft_length,
+                "draft_tokens": int(drafted or self.base.draft_tokens),
+            }
+        return replace(self.base, **changes)
 
     def draft_for(self, config: EngineConfig) -> PreTrainedModel | None:
-        """The first draft that the drafter of a config can use."""
-        drafts = [draft for draft in (self.pair.draft, *self.others) if draft is not None]
-        usable = (d for d in drafts if kind(config).refusal(self.pair.target.config, d.config, config) is None)
+        """The first draft that the config's drafter can use."""
+        target = self.pair.target.config
+        usable = (d for d in self.drafts if kind(config).refusal(target, d.config, config) is None)
         return next(usable, self.pair.draft)
 
-    @property
-    def drafter(self) -> str:
-        """Who drafts where a method does not say."""
-        return self.drafters[0] if self.settings.drafter == "auto" else self.settings.drafter
+    def requests(self, prompts: list[list[int]] | None = None) -> list[Request]:
+        new = self.settings.max_new_tokens
+        return [Request(i, p, max_new_tokens=new) for i, p in enumerate(prompts or self.prompts)]
 
-    def settle(self) -> None:
-        """Find what runs the layers fastest here, and how prompts are prefilled fastest, for all methods alike."""
-        requests = [Request(i, p, max_new_tokens=self.settings.max_new_tokens) for i, p in enumerate(self.prompts)]
-        asked, usual = self.settings.kernels, "plain" if self.drafter == NONE else "exspec"
-        options = self.pair.target, self.draft_for(self.config(usual)), requests, self.capacity
-        if asked not in ("auto", settle(self.pair.target, self.pair.draft, self.config("plain")).kernels):
+    def choose_kernels_and_prefill(self) -> None:
+        """Choose the fastest kernels and the fastest prefill for all methods."""
+        asked, usual = self.settings.kernels, self.config(self.usual)
+        if asked not in ("auto", resolve(self.pair.target, self.pair.draft, self.base).kernels):
             raise ValueError(f"--kernels: {asked} does not work here; expected auto, or eager")
+        models = Models(self.pair.target, self.draft_for(usual))
+        trials = Trials(models, self.requests(), self.base.capacity)
         if asked == "auto":
-            self.runner = fastest_kernels(*options, self.config(usual))
-        shapes = prefill_shapes(self.config(usual), self.pair.target.device.type)
-        self.runner = fastest_prefill(*options, shapes)
+            self.base = replace(self.base, kernels=trials.fastest_kernels(usual).kernels)
+        found = trials.fastest_prefill(prefill_shapes(models, self.config(self.usual)))
+        self.base = replace(self.base, prefill_rows=found.prefill_rows, prefill_columns=found.prefill_columns)
 
     def tune(self) -> Calibration:
         """Choose the shape of `auto` on the bench's own prompts."""
-        requests = [Request(i, p, max_new_tokens=self.settings.max_new_tokens) for i, p in enumerate(self.prompts)]
-        config, seconds = self.config("plain" if self.drafter == NONE else "exspec"), self.settings.tune_seconds
-        free: tuple[str, ...] = (*CHOSEN_BY_AUTO, "kernels") if self.settings.kernels == "auto" else CHOSEN_BY_AUTO
+        fixed: set[str] = set()
         if self.settings.drafter != "auto":
-            fixed = ("drafter", "method") if self.drafter == NONE else ("drafter",)
-            free = tuple(name for name in free if name not in fixed)
-        self.calibration = calibrate(self.pair.target, self.draft_for(config), requests, config, free, seconds)
+            fixed = {"drafter", "method"} if self.base.drafter == NONE else {"drafter"}
+        kernels = ("kernels",) if self.settings.kernels == "auto" else ()
+        free = [name for name in (*CHOSEN_BY_AUTO, *kernels) if name not in fixed]
+        config = self.config(self.usual)
+        draft, seconds = self.draft_for(config), self.settings.tune_seconds
+        self.calibration = calibrate(self.pair.target, draft, self.requests(), config, free, seconds)
         return self.calibration
 
-    def plain_in_shape_of(self, config: EngineConfig) -> list[list[int]]:
-        """Plain decoding in the method's own shape, in another order of admission."""
-        order = list(range(len(self.prompts)))
-        random.Random(0).shuffle(order)
-        outcome = self.engine(config.plain(), [self.prompts[i] for i in order])
-        by_prompt = dict(zip(order, outcome.tokens, strict=True))
-        return [by_prompt[i] for i in range(len(order))]
+    def run(self, method: str, count: int | None = None) -> Outcome:
+        """Decode the prompts, or the first `count`, against the clock."""
+        prompts = self.prompts[:count]
+        if method not in RIVALS:
+            return self.decode(self.config(method), prompts)
+        generate = self.generate if method == "generate" else self.assisted
+        return Outcome(*timed(lambda: generate(prompts), self.device))
 
-    def engine(self, config: EngineConfig, prompts: list[list[int]]) -> Outcome:
+    def decode(self, config: EngineConfig, prompts: list[list[int]]) -> Outcome:
         if config not in self.engines:
             self.engines[config] = Engine(self.pair.target, self.draft_for(config), config)
         engine = self.engines[config]
-        engine.forget()  # what a run before has cached of these prompts
-        engine.counters = EngineCounters()
-        for i, prompt in enumerate(prompts):
-            engine.submit(Request(i, prompt, max_new_tokens=self.settings.max_new_tokens))
-        completions = sorted(engine.run(), key=lambda c: int(str(c.id)))
-        total = sum((c.statistics for c in completions), start=SequenceStatistics())
-        return Outcome([c.tokens for c in completions], sequences=total, engine=engine.statistics)
+        engine.forget()  # the prompts' KV that an earlier run has cached
+        return decode(engine, self.requests(prompts))
 
-    def generate(self, prompts: list[list[int]]) -> Outcome:
-        """transformers' batched `generate`: batches of B in the order given, padded on the left."""
-        size = self.shape["batch_size"]
-        return Outcome([row for i in range(0, len(prompts), size) for row in self._generate(prompts[i : i + size])])
+    def plain_in_shape_of(self, config: EngineConfig) -> list[list[int]]:
+        """The tokens of plain decoding in the method's shape, with another order of admission."""
+        order = list(range(len(self.prompts)))
+        random.Random(0).shuffle(order)
+        outcome = self.decode(config.plain(), [self.prompts[i] for i in order])
+        by_prompt = dict(zip(order, outcome.tokens, strict=True))
+        return [by_prompt[i] for i in range(len(order))]
 
-    def assisted(self, prompts: list[list[int]]) -> Outcome:
-        """transformers' assisted generation, which takes one prompt at a time, with the same K."""
-        return Outcome([row for prompt in prompts for row in self._generate([prompt], assistant_model=self.pair.draft)])
+    def generate(self, prompts: list[list[int]]) -> list[list[int]]:
+        """transformers' batched `generate`: batches of B in the order given."""
+        size = self.base.batch_size
+        return [row for i in range(0, len(prompts), size) for row in self._generate(prompts[i : i + size])]
+
+    def assisted(self, prompts: list[list[int]]) -> list[list[int]]:
+        """transformers' assisted generation with the same K. It takes one prompt at a time."""
+        assistant = {
+            "num_assistant_tokens": self.base.draft_tokens,
+            "num_assistant_tokens_schedule": "constant",
+            "assistant_confidence_threshold": 0.0,
+        }
+        draft = self.pair.draft
+        return [self._generate([prompt], settings=assistant, assistant_model=draft)[0] for prompt in prompts]
 
     def oracle(self, dtype: torch.dtype) -> list[list[int]]:
         """transformers' `generate` on one prompt at a time."""
@@ -189,49 +173,50 @@ class Bench:
     def _generate(
         self, prompts: list[list[int]], model: PreTrainedModel | None = None, **options: Any
     ) -> list[list[int]]:
-        width = max(map(len, prompts))
-        ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=self.pair.target.device)
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=ids.device)
-        output = (model or self.pair.target).generate(  # type: ignore[operator]
-            input_ids=ids,
-            attention_mask=mask,
-            generation_config=GenerationConfig(
-                do_sample=False,
-                max_new_tokens=self.settings.max_new_tokens,
-                eos_token_id=sorted(self.end_ids) or None,
-                pad_token_id=min(self.end_ids, default=0),
-                num_assistant_tokens=self.shape["draft_tokens"],
-                num_assistant_tokens_schedule="constant",
-                assistant_confidence_threshold=0.0,
-            ),
-            **options,
-        )
-        return [self._until_end(row[width:]) for row in output.tolist()]
-
-    def _until_end(self, tokens: list[int]) -> list[int]:
-        end = next((i + 1 for i, token in enumerate(tokens) if token in self.end_ids), len(tokens))
-        return tokens[:end]
-
-    def synchronize(self) -> None:
-        if self.pair.target.device.type == "cuda":
-            torch.cuda.synchronize()
+        new = self.settings.max_new_tokens
+        return transformers_generate(model or self.pair.target, prompts, new, self.end_ids, **options)
 
 
 def run(settings: BenchSettings) -> None:
-    """Load, time, compare, print."""
+    """Load the models, time the methods, compare their tokens, and print tables and one JSON object."""
     from rich.console import Console
-    from rich.progress import Progress
 
     from exspec.jobs.commands.tables import bench_tables, candidates_table
-    from exspec.pipeline.progress import Progress as Stages
+    from exspec.pipeline.progress import Progress
 
-    console = Console()
-    disable_progress_bar()
+    console, progress = Console(), Progress(quiet=False)
     torch.set_num_threads(settings.threads or torch.get_num_threads())
     check_device(settings.device)
+    progress.stage("loading the models")
+    bench = load(settings)
+    progress.stage("measuring what runs the layers fastest")
+    bench.choose_kernels_and_prefill()
+    if "auto" in settings.names:
+        progress.stage(f"measuring the shape of auto, about {settings.tune_seconds:.0f} s")
+        found = bench.tune()
+        console.print(candidates_table(found.table(), found.seconds))
+    progress.stage(f"timing {', '.join(settings.names)}, {settings.repeats} times in turn")
+    progress.stop()
+    rows = time_and_compare(bench, console)
+    for table in bench_tables(rows, _title(bench)):
+        console.print(table)
+    report = {
+        "settings": asdict(settings) | bench.shape | {"prompts": settings.prompts and str(settings.prompts)},
+        "hardware": describe_hardware(bench.device),
+        "kernels": bench.base.kernels,
+        "compiled": str(fused.CODE) if fused.CODE.kept else None,
+        "prompts": len(bench.prompts),
+        "methods": rows,
+    }
+    if report["compiled"]:
+        console.print(report["compiled"], highlight=False)
+    print(json.dumps(report))
+
+
+def load(settings: BenchSettings) -> Bench:
+    """The models, and those prompts that fit them. Raises ValueError if none fits."""
+    disable_progress_bar()
     set_verbosity_error()
-    stages = Stages(quiet=False)
-    stages.stage("loading the models")
     target, drafts = settings.target or str(TARGET), settings.draft if settings.target else (str(DRAFT),)
     pair = load_pair(target, drafts[0] if drafts else None, getattr(torch, settings.dtype), settings.device)
     others = [load_draft(pair, name, target) for name in drafts[1:]]
@@ -240,63 +225,44 @@ def run(settings: BenchSettings) -> None:
     prompts = [pair.tokenizer(text)["input_ids"] for text in islice(_texts(settings, pair.tokenizer), settings.limit)]
     room = context_length(pair.target.config) - settings.max_new_tokens
     fitting = [p for p in prompts if 0 < len(p) <= room]
-    if len(fitting) < len(prompts):
-        console.print(
-            f"{len(prompts) - len(fitting)} of {len(prompts)} prompts left out: empty, or longer than {room} tokens"
-        )
     if not fitting:
         raise ValueError(f"no prompt is left that fits the model's context with {settings.max_new_tokens} new tokens")
-    bench = Bench(pair, fitting, settings, others)
-    stages.stage("measuring what runs the layers fastest")
-    bench.settle()
-    if "auto" in settings.names:
-        stages.stage(f"measuring the shape of auto, about {settings.tune_seconds:.0f} s")
-        found = bench.tune()
-        console.print(candidates_table(found.table(), found.seconds))
-    stages.stage(f"timing {', '.join(settings.names)}, {settings.repeats} times in turn")
-    stages.stop()
+    if left := len(prompts) - len(fitting):
+        print(f"{left} of {len(prompts)} prompts left out: empty, or longer than {room} tokens")
+    return Bench(pair, fitting, settings, others)
+
+
+def time_and_compare(bench: Bench, console: Any) -> list[dict[str, Any]]:
+    """Run every method once to warm up, then in turns, behind a progress bar. Returns a row of figures per method."""
+    from rich.progress import Progress
+
+    names, repeats = bench.settings.names, bench.settings.repeats
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("warm-up", total=len(settings.names) * (settings.repeats + 1) + 1)
-        for method in settings.names:
-            bench.run(method, count=bench.shape["batch_size"])
+        task = progress.add_task("warm-up", total=len(names) * (repeats + 1) + 1)
+        for method in names:
+            bench.run(method, count=bench.base.batch_size)
             progress.advance(task)
-        turns: list[dict[str, Outcome]] = []
-        for turn in range(settings.repeats):
-            turns.append({})
-            for method in settings.names:
-                progress.update(task, description=f"{method}, run {turn + 1}")
-                turns[-1][method] = bench.run(method)
+        turns: list[dict[str, Outcome]] = [{} for _ in range(repeats)]
+        for number, turn in enumerate(turns, 1):
+            for method in names:
+                progress.update(task, description=f"{method}, run {number}")
+                turn[method] = bench.run(method)
                 progress.advance(task)
         progress.update(task, description="comparing tokens")
-        rows = compare(bench, turns)
+        return compare(bench, turns)
 
-    hardware = describe_hardware(pair.target.device)
-    title = (
-        f"{len(fitting)} prompts, B={bench.shape['batch_size']}, W={bench.shape['window']}, "
-        f"K={bench.shape['draft_tokens']}, "
-        f"at most {settings.max_new_tokens} tokens, {settings.dtype}, layers {bench.runner.kernels}, {hardware}"
-    )
-    for table in bench_tables(rows, title):
-        console.print(table)
-    compiled = str(fused.CODE) if fused.CODE.kept else None
-    if compiled:
-        console.print(compiled, highlight=False)
-    print(
-        json.dumps(
-            {
-                "settings": asdict(settings) | bench.shape | {"prompts": settings.prompts and str(settings.prompts)},
-                "hardware": hardware,
-                "kernels": bench.runner.kernels,
-                "compiled": compiled,
-                "prompts": len(fitting),
-                "methods": rows,
-            }
-        )
+
+def _title(bench: Bench) -> str:
+    base, settings = bench.base, bench.settings
+    return (
+        f"{len(bench.prompts)} prompts, B={base.batch_size}, W={base.window}, K={base.draft_tokens}, "
+        f"at most {settings.max_new_tokens} tokens, {settings.dtype}, layers {base.kernels}, "
+        f"{describe_hardware(bench.device)}"
     )
 
 
 def compare(bench: Bench, turns: list[dict[str, Outcome]]) -> list[dict[str, Any]]:
-    """One row of figures for each method."""
+    """A row of figures for each method. The tokens are those of the last turn."""
     same_dtype = bench.oracle(bench.pair.target.dtype)
     float32 = same_dtype if bench.pair.target.dtype == torch.float32 else bench.oracle(torch.float32)
     shaped: dict[EngineConfig, list[list[int]]] = {}
@@ -311,7 +277,7 @@ def compare(bench: Bench, turns: list[dict[str, Outcome]]) -> list[dict[str, Any
             {
                 "method": method,
                 "drafter": None if method in RIVALS else label(bench.config(method)),
-                "tokens_per_second": round(statistics.median(speeds), 1),
+                "tokens_per_second": round(median(speeds), 1),
                 "tokens_per_second_range": [round(min(speeds), 1), round(max(speeds), 1)],
                 "ratio_to_generate": _ratio(turns, method, "generate"),
                 "ratio_to_plain": _ratio(turns, method, "plain"),
@@ -338,27 +304,15 @@ def _ratio(turns: list[dict[str, Outcome]], method: str, base: str) -> float | N
     if base not in turns[0]:
         return None
     ratios = [turn[method].tokens_per_second / turn[base].tokens_per_second for turn in turns]
-    return round(statistics.median(ratios), 3)
+    return round(median(ratios), 3)
 
 
 def _share_equal(ours: list[list[int]], theirs: list[list[int]]) -> float:
     return round(sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours), 4)
 
 
-def check_device(device: str) -> None:
-    """Raise ValueError where a benchmark asks for a GPU on a machine without one."""
-    if device != "cpu" and not torch.cuda.is_available():
-        raise ValueError(f"--device: {device} is not at hand, this machine has no GPU that torch can use")
-
-
-def describe_hardware(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-
-
 def _texts(settings: BenchSettings, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """The prompts as texts: rendered demo messages, or a column of a file as it stands."""
+    """The texts of the prompts: a column of a file, or demo messages in the chat template."""
     if settings.prompts is None:
         for example in examples(DEMO_SEED):
             messages = [{"role": "user", "content": example.message}]
@@ -368,9 +322,9 @@ def _texts(settings: BenchSettings, tokenizer: PreTrainedTokenizerBase) -> Itera
 
 
 def read_column(path: Path, column: str) -> Iterator[str]:
-    """Texts of a Parquet or JSONL column; `name[2]` takes the third item of a list.
+    """Texts of a Parquet or JSONL column. `name[2]` takes the third item of a list.
 
-    Raises ValueError naming file, row and column where there is no such text.
+    Raises ValueError with the file, row and column if there is no such text.
     """
     name, _, index = column.partition("[")
     for number, row in enumerate(_rows(path)):

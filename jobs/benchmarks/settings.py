@@ -1,51 +1,52 @@
-"""What `exspec bench` is told: settings of its own, and those of the engine."""
+"""The settings of `exspec bench` and `exspec synthetic`. A field's name is its flag's name."""
 
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from exspec.actors.engine.config import KERNELS, METHODS, SETTINGS
+from exspec.actors.engine.config import KERNELS, METHODS, SETTINGS, KernelsName
 from exspec.actors.engine.drafters import DRAFTERS, NONE
-from exspec.actors.engine.settings import setting
+from exspec.actors.engine.settings import setting, settings_of
+from exspec.jobs.benchmarks.shapes import pair_names
 
 RIVALS = ("generate", "assisted")
 VARIANT = re.compile(r"(eqspec|exspec)(?:@(\w+))?(?:\+(explicit|implicit|both))?(?::(\d+))?")
-# The engine's settings that are flags here: methods say the others, or the prompts.
+# The engine's settings that are flags of `bench`. The others follow from the methods and the prompts.
 SHAPE = tuple(name for name in SETTINGS if name not in ("method", "drafter", "capacity"))
+DEVICE_HELP = "cpu, cuda or cuda:N."
 
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """The names are the flags'. shape: settings of the engine, by name."""
+    """shape: settings of the engine, by name."""
 
     target: str | None = setting(None, "Hub id or folder. Default: the demo pair.")
     draft: tuple[str, ...] = setting(
         (),
-        "Hub id or folder of the draft: a model, or a head for the target. May be given again: a drafter takes the "
-        "first that it can use; auto compares what one draft allows, that of --drafter or the first.",
+        "Hub id or folder of the draft: a model, or a head for the target. Repeatable: each drafter takes the first "
+        "draft that it can use. auto tries the drafters that one draft allows: that of --drafter, or the first.",
     )
     prompts: Path | None = setting(None, "Parquet or JSONL file. Default: demo messages.")
-    prompt_column: str = setting("prompt", "Column of the prompts; `turns[0]` takes a list's item.")
+    prompt_column: str = setting("prompt", "Column of the prompts; `turns[0]` takes the first item of a list.")
     limit: int = setting(48, "Prompts to decode.", ge=1)
     max_new_tokens: int = setting(64, "Tokens of a completion, at most.", ge=1)
     methods: str = setting(
         "plain,eqspec,exspec,auto,generate,assisted",
-        f"Comma-separated: {', '.join(METHODS)}, auto, generate, assisted; exspec@suffix+both:3 has a drafter, a "
-        "policy and a K.",
+        f"Comma-separated: {', '.join(METHODS)}, auto, generate, assisted; exspec@suffix+both:3 names the drafter, the "
+        "draft length and K.",
     )
-    drafter: str = setting("auto", f"Who drafts where a method does not say: {', '.join(DRAFTERS)} or auto.")
-    kernels: str = setting("auto", f"What runs the layers: {', '.join(KERNELS)}, or auto for what is fastest here.")
+    drafter: str = setting("auto", f"Drafter of methods that name none: {', '.join(DRAFTERS)} or auto.")
+    kernels: str = setting("auto", f"What runs the layers: {', '.join(KERNELS)}, or auto: the fastest here.")
     dtype: Literal["float32", "bfloat16"] = setting("float32", "Dtype of weights and KV.")
-    device: str = setting("cpu", "cpu, cuda or cuda:N.")
+    device: str = setting("cpu", DEVICE_HELP)
     threads: int | None = setting(None, "CPU threads. Default: one per core.", ge=1)
-    repeats: int = setting(3, "Timed runs of every method, in turn.", ge=1)
+    repeats: int = setting(3, "Timed runs of every method, in turns.", ge=1)
     tune_seconds: float = setting(20.0, "Seconds of the calibration of auto.", ge=0.1)
     shape: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
-            raise ValueError(f"--device: expected cpu, cuda or cuda:N, not {self.device!r}")
+        check_device_name(self.device)
         if self.drafter not in ("auto", *DRAFTERS):
             raise ValueError(f"--drafter: expected one of auto, {', '.join(DRAFTERS)}, not {self.drafter!r}")
         if self.kernels not in ("auto", *KERNELS):
@@ -70,5 +71,53 @@ class BenchSettings:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the methods."""
+        """The methods."""
         return tuple(self.methods.split(","))
+
+
+@dataclass(frozen=True)
+class SyntheticSettings:
+    """Runs come in the order of batch_sizes, draft_tokens and acceptances. Put what matters most first: time may end.
+
+    shapes: (B, K) of the stages before `speed`. rivals: methods of transformers; the first is timed after the first K,
+    the others at the end. rival_batch_sizes: B of the rivals. prefills: (rows, columns) of the prefill forwards that
+    are timed; decoding uses the first.
+    """
+
+    pair: str = "Qwen/Qwen3-8B:Qwen/Qwen3-0.6B"
+    device: str = setting("cuda", DEVICE_HELP)
+    seconds: float = setting(490.0, "Time for all stages together.", ge=1)
+    batch_sizes: str = setting("8,64,1,32,256,16,4,128,2", "Every B to time.")
+    draft_tokens: str = setting("5,3,8", "Every K to time.")
+    acceptances: str = setting("0.8,0.6", "Chances that a drafted token is right.")
+    limit: int = setting(512, "Prompts, at most.", ge=1)
+    max_new_tokens: int = setting(64, "Tokens of a completion.", ge=1)
+    dtype: Literal["float32", "bfloat16"] = setting("bfloat16", "Dtype of weights and KV.")
+    prompt_tokens: int = 200
+    shapes: tuple[tuple[int, int], ...] = ((8, 5), (64, 5))
+    rivals: tuple[str, ...] = ("generate", "continuous batching")
+    rival_batch_sizes: tuple[int, ...] = (8, 64)
+    prefills: tuple[tuple[int, int], ...] = ((4, 128), (1, 128), (16, 128), (4, 32), (1, 512))
+    kernels: tuple[KernelsName, ...] = ("eager", "compiled")
+
+    def __post_init__(self) -> None:
+        for name, known in settings_of(SyntheticSettings).items():
+            known.check(getattr(self, name))
+        check_device_name(self.device)
+        pair_names(self.pair)
+        for name, kind in (("batch_sizes", int), ("draft_tokens", int), ("acceptances", float)):
+            self.numbers(name, kind)
+
+    def numbers(self, name: str, kind: type = int) -> tuple[Any, ...]:
+        """A setting that is a list of numbers."""
+        text = getattr(self, name)
+        try:
+            return tuple(kind(word) for word in text.split(","))
+        except ValueError as error:
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag}: expected numbers with commas between them, not {text!r}") from error
+
+
+def check_device_name(device: str) -> None:
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ValueError(f"--device: expected cpu, cuda or cuda:N, not {device!r}")

@@ -1,1 +1,1 @@
-"""Commands sent to a Ray cluster."""
+"""Submits commands to a Ray cluster and follows them."""

@@ -1,6 +1,6 @@
-"""A Ray cluster behind its Jobs API: where it is, who may use it, and how the jobs there end.
+"""A client of a Ray cluster's Jobs API, for `exspec submit`, `status`, `logs` and `cancel`.
 
-`exspec status`, `exspec logs` and `exspec cancel` are here: they name jobs by id and know nothing of their work.
+It names jobs by id and does not know what they compute.
 """
 
 import asyncio
@@ -21,42 +21,44 @@ from exspec.pipeline.errors import JobError
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 ADDRESSES = ("RAY_API_SERVER_ADDRESS", "RAY_DASHBOARD_ADDRESS", "RAY_ADDRESS")
-FAILED, STOPPED, DETACHED = 3, 4, 130  # exit codes beside those of the commands themselves: 0, 1 and 2
-MARK = "exspec"  # key in the metadata of our jobs: the version that submitted them
-TALKATIVE = (
+FAILED, STOPPED, DETACHED = 3, 4, 130  # exit codes; the commands themselves use 0, 1 and 2
+MARK = "exspec"  # key in the metadata of a job that exspec submitted; the value is the version of exspec
+NOISY_LOGGERS = (
     "ray.dashboard.modules.job.sdk", "ray.dashboard.modules.dashboard_sdk", "ray._private.runtime_env.packaging",
 )  # fmt: skip
-AGENT = (
-    "a node's agent takes up to a minute to start, and cannot where another Ray on its machine has its port: start the "
-    "node with `ray start --dashboard-agent-listen-port PORT`, a free one"
+AGENT_HINT = (
+    "a node's agent takes up to a minute to start, and does not start if another Ray on its machine uses its port: "
+    "start the node with `ray start --dashboard-agent-listen-port PORT` and a free port"
 )
-PATIENCE = 120  # seconds that a lost connection may take to come back, and a job to stop
+PATIENCE = 120  # seconds to wait for a lost connection, or for a job to stop
 
 
 class Cluster:
-    """The jobs of one cluster. Every method raises JobError where the cluster cannot be asked.
+    """The jobs of one cluster. Every method raises JobError if the cluster does not answer or refuses.
 
-    address: URL of the dashboard; default: as Ray's own commands find it, RAY_API_SERVER_ADDRESS, RAY_DASHBOARD_ADDRESS
-    or RAY_ADDRESS. token: default: as Ray finds it, RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token.
+    address: URL of the dashboard. Default, as for Ray's own commands: RAY_API_SERVER_ADDRESS, RAY_DASHBOARD_ADDRESS or
+    RAY_ADDRESS. token: default, as for Ray: RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token.
     """
 
     def __init__(self, address: str | None = None, token: str | None = None) -> None:
         from ray.job_submission import JobSubmissionClient
 
-        for talkative in TALKATIVE:
-            logging.getLogger(talkative).setLevel(logging.WARNING)
+        for name in NOISY_LOGGERS:
+            logging.getLogger(name).setLevel(logging.WARNING)
         self.address = address or find_address()
         if not self.address.startswith(("http://", "https://")):
-            raise JobError(f"address {self.address}: expected the URL of the cluster's dashboard, as http://HOST:8265")
+            raise JobError(
+                f"address {self.address}: expected the URL of the cluster's dashboard, such as http://HOST:8265"
+            )
         self.token = token or find_token()
-        os.environ["RAY_API_SERVER_ADDRESS"] = self.address  # Ray's client puts its variables above what it is given
+        os.environ["RAY_API_SERVER_ADDRESS"] = self.address  # Ray's client prefers its variables to its arguments
         headers = {"Authorization": f"Bearer {self.token}"} if self.token else None
-        with self._asking():
+        with self._errors():
             self.client = JobSubmissionClient(self.address, headers=headers)
 
     @contextmanager
-    def _asking(self, job: str | None = None) -> Iterator[None]:
-        """Turn what may go wrong into one sentence; `job` is the id that is asked for."""
+    def _errors(self, job: str | None = None) -> Iterator[None]:
+        """Turn errors of Ray's client into JobErrors. job: id of the job that the request is about."""
         from ray.exceptions import AuthenticationError
 
         try:
@@ -64,59 +66,60 @@ class Cluster:
         except JobError:
             raise
         except AuthenticationError as error:
-            wrong = "refused the token" if self.token else "asks for a token"
+            wrong = "rejected the token" if self.token else "requires a token"
             raise JobError(
-                f"{self.address}: the cluster {wrong}; set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH, or give --token"
+                f"{self.address}: the cluster {wrong}; set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH, or pass --token"
             ) from error
         except RuntimeError as error:
             if job is not None and "status code 404" in str(error):
                 raise JobError(f"{job}: no such job at {self.address}") from error
-            hint = f"; {AGENT}" if "agent" in str(error) else ""
+            hint = f"; {AGENT_HINT}" if "agent" in str(error) else ""
             raise JobError(f"{self.address}: {_last_line(error).rstrip('.')}{hint}") from error
         except (OSError, ValueError, KeyError) as error:
-            raise JobError(f"{self.address}: no Ray dashboard answers there ({_last_line(error)})") from error
+            raise JobError(f"{self.address}: no Ray dashboard answers at this address ({_last_line(error)})") from error
 
     def submit(self, **request: Any) -> str:
-        """Send a job, as `JobSubmissionClient.submit_job` takes it; returns its id."""
-        with self._asking():
+        """Send a job and return its id. request: the arguments of `JobSubmissionClient.submit_job`."""
+        with self._errors():
             try:
                 return str(self.client.submit_job(**request))
             except RuntimeError as error:
                 if "already exists" in str(error):
                     raise JobError(
-                        f"{request['submission_id']}: the cluster has a job of this id; give another"
+                        f"{request['submission_id']}: the cluster already has a job with this id; choose another"
                     ) from error
                 raise
 
     def details(self, job: str) -> Any:
-        """What Ray knows of a job (`JobDetails`)."""
-        with self._asking(job):
+        """Ray's `JobDetails` of a job."""
+        with self._errors(job):
             return self.client.get_job_info(job)
 
     def jobs(self) -> list[Any]:
         """The jobs that exspec submitted, oldest first."""
-        with self._asking():
-            found = [job for job in self.client.list_jobs() if MARK in (job.metadata or {})]
-        return sorted(found, key=lambda job: job.start_time or 0)
+        with self._errors():
+            ours = [job for job in self.client.list_jobs() if MARK in (job.metadata or {})]
+        return sorted(ours, key=lambda job: job.start_time or 0)
 
     def logs(self, job: str) -> str:
-        with self._asking(job):
+        with self._errors(job):
             return str(self.client.get_job_logs(job))
 
     def follow(self, job: str) -> int:
-        """Print a job's log from its beginning as it grows, to the job's end; returns the exit code that says how it
-        ended. An interrupt from the keyboard leaves the job running."""
+        """Print a job's log from the start until the job ends, and return the exit code for how it ended. Ctrl-C leaves
+        the job running."""
         import aiohttp
 
-        self.details(job)  # an unknown job is refused at once
-        shown, answered = _Shown(), time.monotonic()
+        self.details(job)  # raises now if there is no such job
+        log, answered = _LogPrinter(), time.monotonic()
         try:
             while True:
                 try:
-                    asyncio.run(self._print_log(job, shown))
-                except (RuntimeError, OSError, aiohttp.ClientError):  # cut off, or something between takes no WebSocket
+                    asyncio.run(self._print_log(job, log))
+                except (RuntimeError, OSError, aiohttp.ClientError):  # disconnected, or a proxy without WebSockets
                     with suppress(JobError):
-                        shown.print_all(self.logs(job))
+                        log.restart()
+                        log.print(self.logs(job))
                 try:
                     details = self.details(job)
                     answered = time.monotonic()
@@ -124,66 +127,63 @@ class Cluster:
                         break
                 except JobError as error:
                     if time.monotonic() - answered > PATIENCE:
-                        raise JobError(f"{error}; {job} may go on: exspec logs {job} --follow") from error
+                        raise JobError(f"{error}; {job} may still be running: exspec logs {job} --follow") from error
                 time.sleep(1)
         except KeyboardInterrupt:
             print(
-                f"\n{job} goes on; see it again: exspec logs {job} --follow; stop it: exspec cancel {job}",
+                f"\n{job} is still running. To follow it: exspec logs {job} --follow. To stop it: exspec cancel {job}",
                 file=sys.stderr,
             )
             return DETACHED
         print(outcome(details), file=sys.stderr)
         return exit_code(details)
 
-    async def _print_log(self, job: str, shown: "_Shown") -> None:
-        shown.again()
+    async def _print_log(self, job: str, log: "_LogPrinter") -> None:
+        log.restart()
         async for text in self.client.tail_job_logs(job):
-            shown.print(text)
+            log.print(text)
 
     def cancel(self, job: str) -> str:
-        """Stop a job and wait until it has stopped; returns how it ended, by itself or so."""
+        """Stop a job, wait until it has ended, and return a sentence on how it ended."""
         until = time.monotonic() + PATIENCE
         while not (details := self.details(job)).status.is_terminal():
             if time.monotonic() > until:
                 raise JobError(f"{job}: still {details.status.value} after {PATIENCE} seconds")
-            with self._asking(job):
-                self.client.stop_job(job)  # again and again: a job whose process has not begun does not hear it
+            with self._errors(job):
+                self.client.stop_job(job)  # repeated, because a job whose process has not started ignores it
             time.sleep(1)
         return outcome(details)
 
 
-class _Shown:
-    """How much of a log has been printed. One that is asked for again begins at its beginning."""
+class _LogPrinter:
+    """Prints a log that may be streamed several times, each time from the start. Skips what it has printed before."""
 
     def __init__(self) -> None:
-        self.characters = self.skip = 0
+        self.printed = self.skip = 0  # characters
 
-    def again(self) -> None:
-        self.skip = self.characters
+    def restart(self) -> None:
+        """The next text is the start of the log."""
+        self.skip = self.printed
 
     def print(self, text: str) -> None:
         new = text[self.skip :]
         self.skip = max(0, self.skip - len(text))
-        self.characters += len(new)
+        self.printed += len(new)
         print(new, end="", flush=True)
-
-    def print_all(self, text: str) -> None:
-        self.again()
-        self.print(text)
 
 
 def find_address() -> str:
-    """The address of the dashboard out of the environment. Raises JobError where there is none."""
+    """The address of the dashboard from the environment. Raises JobError if there is none."""
     for name in ADDRESSES:
         if os.environ.get(name, "").startswith(("http://", "https://")):
             return os.environ[name]
     raise JobError(
-        "no Ray cluster: give --address http://HOST:8265, the address of its dashboard, or set RAY_API_SERVER_ADDRESS"
+        "no Ray cluster: pass --address http://HOST:8265, the address of the dashboard, or set RAY_API_SERVER_ADDRESS"
     )
 
 
 def exit_code(details: Any) -> int:
-    """A command's exit code for a job that has ended: its own 0, 1 or 2, or how else it ended."""
+    """The exit code for a job that has ended: 0, 1 or 2 as its command exited, else FAILED or STOPPED."""
     status = details.status.value
     if status == "SUCCEEDED":
         return 0
@@ -193,41 +193,41 @@ def exit_code(details: Any) -> int:
 
 
 def outcome(details: Any) -> str:
-    """How a job ended, or what it does, in one sentence."""
+    """A sentence on how a job ended, or on its state."""
     job, status, code = details.submission_id, details.status.value, details.driver_exit_code
     if status == "SUCCEEDED":
         return f"{job} succeeded"
     if status == "STOPPED":
-        return f"{job} was stopped; what it finished is kept, and the same command again does the rest"
+        return f"{job} was stopped. Finished rows are kept; run the same command again to resume"
     if status == "FAILED" and code in (1, 2):
-        return f"{job} ended with exit code {code}; the end of its log says why: exspec logs {job}"
+        return f"{job} ended with exit code {code}; the end of its log has the reason: exspec logs {job}"
     if status == "FAILED" and code is not None:
-        return f"{job}: its process ended with {code}, so it did not come to its end; see exspec logs {job}"
+        return f"{job}: the process crashed with exit code {code}; see exspec logs {job}"
     if status == "FAILED":
-        return f"{job} failed outside of its own process: {_last_line(details.message)}"
+        return f"{job} failed outside its own process: {_last_line(details.message)}"
     return f"{job} is {status.lower()}"
 
 
 def show_status(cluster: Cluster, job: str | None) -> None:
-    """Print what is known of one job, or a table of all that exspec submitted."""
+    """Print the details of one job, or a table of all jobs that exspec submitted."""
     console = Console()
     if job is not None:
         details = cluster.details(job)
         table = Table(show_header=False, title=job)
-        for name, value in (*_row(details).items(), ("what", outcome(details))):
+        for name, value in (*_row(details).items(), ("outcome", outcome(details))):
             table.add_row(name, value)
         console.print(table)
         return
-    found = cluster.jobs()
+    jobs = cluster.jobs()
     table = Table(title=f"jobs at {cluster.address}", box=None, padding=(0, 1, 0, 0), title_justify="left")
     for heading in ("id", "status", "command", "started", "time", "code"):
-        table.add_column(heading, no_wrap=True)  # an id is there to be copied
-    for details in found:
+        table.add_column(heading, no_wrap=True)  # so that an id can be copied
+    for details in jobs:
         row = _row(details)
         command = (details.metadata or {}).get("command", "-")
-        told = (row["status"], command, row["started"][5:16], row["duration"], row["exit code"])
-        table.add_row(details.submission_id, *told)
-    console.print(table if found else f"no jobs of exspec at {cluster.address}")
+        cells = (row["status"], command, row["started"][5:16], row["duration"], row["exit code"])
+        table.add_row(details.submission_id, *cells)
+    console.print(table if jobs else f"no jobs of exspec at {cluster.address}")
 
 
 def _row(details: Any) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""`exspec submit`: a command with its arguments, checked here and sent to a Ray cluster as a job."""
+"""`exspec submit`: checks a command and its arguments here, and sends them to a Ray cluster as a job."""
 
 import inspect
 import json
@@ -9,11 +9,11 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
 
 from exspec.jobs.cluster.client import MARK, Cluster
-from exspec.jobs.cluster.submitted import ARGUMENTS
 from exspec.jobs.cluster.wheel import build_wheel
 from exspec.jobs.demo import DEMO_PAIR
 from exspec.pipeline.errors import JobError
@@ -21,12 +21,13 @@ from exspec.pipeline.job.settings import load_job, read_job_file
 from exspec.pipeline.secrets import anonymous
 
 COMMANDS = ("run", "label", "audit")
-PLACES = ("input", "output", "target", "draft")  # settings and arguments that may be paths
+PATHS = ("input", "output", "target", "draft")  # settings and arguments that may be paths
+ARGUMENTS = "arguments.json"  # the file with the command line, in the job's folder
 
 
 @dataclass(frozen=True)
 class Call:
-    """A command as the cluster will run it: its arguments, the files that they name, and what may be shown of it."""
+    """A command for the cluster: its arguments, the files that they name, and the paths that the dashboard may show."""
 
     command: str
     arguments: list[str]
@@ -37,7 +38,7 @@ class Call:
 def submit(
     call: Call, cluster: Cluster, name: str | None, detach: bool, wheel: bool, env: list[str], gpus: float
 ) -> int:
-    """Send the call and follow its log; returns the exit code, 0 at once with `detach`."""
+    """Send the call, follow the log and return the exit code. With `detach`, return 0 without following."""
     if name is not None and not re.fullmatch(r"[\w.-]+", name):
         raise JobError(f"--name {name!r}: expected letters, digits and any of _ . -")
     variables = dict(_variable(text) for text in env)
@@ -51,56 +52,60 @@ def submit(
         if wheel:
             environment["py_modules"] = [str(build_wheel(Path(temporary)))]
         job = cluster.submit(
-            entrypoint="python -m exspec.jobs.cluster.submitted",
+            entrypoint=f"python -m exspec.jobs.cluster.submitted {ARGUMENTS}",
             submission_id=name or f"exspec-{call.command}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}",
             runtime_env=environment,
-            metadata={MARK: version(), "command": call.command, **call.shown},
+            metadata={MARK: version("exspec"), "command": call.command, **call.shown},
             entrypoint_num_gpus=gpus or None,
         )
     if detach:
-        print(f"sent; follow it: exspec logs {job} --follow; stop it: exspec cancel {job}", file=sys.stderr)
+        print(f"sent. To follow it: exspec logs {job} --follow. To stop it: exspec cancel {job}", file=sys.stderr)
         print(job)
         return 0
-    print(f"{job}: Ctrl-C leaves it running; see it again: exspec logs {job} --follow", file=sys.stderr)
+    print(f"{job}: Ctrl-C leaves it running. To follow it again: exspec logs {job} --follow", file=sys.stderr)
     return cluster.follow(job)
 
 
-def version() -> str:
-    from importlib.metadata import version as installed
+def parse(context: Any, name: str, arguments: list[str]) -> Call:
+    """Parse the arguments as the command itself would, and check them.
 
-    return installed("exspec")
+    context: the command line's context of `submit`. Raises JobError.
+    """
+    if name not in COMMANDS:
+        raise JobError(f"submit {name}: expected one of {', '.join(COMMANDS)}, after the options of submit itself")
+    command = context.parent.command.commands[name]
+    return check(command, command.make_context(name, list(arguments), parent=context).params, arguments)
 
 
 def check(command: Any, values: dict[str, Any], arguments: list[str]) -> Call:
-    """Everything about a call that can be known here: its settings, and that its paths mean something elsewhere.
+    """Check all that can be checked before a job is sent: its settings, and that its paths are valid on the cluster.
 
-    command: as the command line knows it. values: its parameters as parsed from `arguments`. Raises JobError.
+    command: the command line's own object. values: the parameters parsed from `arguments`. Raises JobError.
     """
     arguments, files = _with_files(command, values, arguments)
     model = getattr(command.callback, "settings", None)
-    places = values
     if model is not None:
         file = Path(values["job"]) if values["job"] is not None else None
         flags = {n: _plain(v) for n, v in values.items() if n in model.model_fields and v not in (None, (), [])}
-        checked = load_job(model, file, flags, DEMO_PAIR)
-        if checked.ray_address is not None:
-            raise JobError("ray_address: a job that is submitted runs on the cluster that it is sent to; leave it out")
-        places = read_job_file(file) | flags
-        arguments += [
-            word for name, value in checked.inlined.items() for word in (f"--{name.replace('_', '-')}", value)
-        ]
+        job = load_job(model, file, flags, DEMO_PAIR)
+        if job.ray_address is not None:
+            raise JobError("ray_address: expected none, a submitted job runs on the cluster that it is sent to")
+        for setting, value in job.inlined.items():
+            arguments += [f"--{setting.replace('_', '-')}", value]
+        values = read_job_file(file) | flags
     shown = {}
-    for key in PLACES:
-        given = places.get(key) or []
-        for place in [given] if isinstance(given, str) else given:
-            _check_place(key, place)
-        if key in ("input", "output") and given:
-            shown[key] = anonymous(given if isinstance(given, str) else " ".join(given))
+    for key in PATHS:
+        paths = values.get(key) or []
+        paths = [paths] if isinstance(paths, str) else paths
+        for path in paths:
+            _check_path(key, path)
+        if key in ("input", "output") and paths:
+            shown[key] = " ".join(anonymous(path) for path in paths)
     return Call(command.name, arguments, files, shown)
 
 
 def _with_files(command: Any, values: dict[str, Any], arguments: list[str]) -> tuple[list[str], dict[str, bytes]]:
-    """The arguments with the names that their files have in the job's folder, and the contents of those files."""
+    """The arguments with each file's path replaced by its name in the job's folder, and the contents of the files."""
     arguments, files = list(arguments), {}
     annotations = {p.name: p.annotation for p in inspect.signature(command.callback).parameters.values()}
     for parameter in command.params:
@@ -126,15 +131,15 @@ def _is_path(annotation: Any) -> bool:
     return annotation is Path or any(_is_path(part) for part in get_args(annotation))
 
 
-def _check_place(key: str, place: str) -> None:
-    if "://" in place or (key in ("target", "draft") and not Path(place).is_dir()):
+def _check_path(key: str, path: str) -> None:
+    if "://" in path or (key in ("target", "draft") and not Path(path).is_dir()):
         return  # a URL or a hub id
-    if not Path(place).is_absolute():
+    if not Path(path).is_absolute():
         raise JobError(
-            f"{key} {place}: a relative path means nothing on a cluster; expected a URL such as s3://bucket/folder, or "
-            "the whole path of a folder that all nodes share"
+            f"{key} {path}: a cluster cannot resolve a relative path; expected a URL such as s3://bucket/folder, or "
+            "the absolute path of a folder that all nodes share"
         )
-    print(f"{key} {place}: taken for a folder that all nodes of the cluster share", file=sys.stderr)
+    print(f"{key} {path}: assumed to be a folder that all nodes of the cluster share", file=sys.stderr)
 
 
 def _plain(value: Any) -> Any:
@@ -144,5 +149,5 @@ def _plain(value: Any) -> Any:
 def _variable(text: str) -> tuple[str, str]:
     name, given, value = text.partition("=")
     if not given and name not in os.environ:
-        raise JobError(f"--env {name}: it is not set here; set it, or give --env {name}=VALUE")
+        raise JobError(f"--env {name}: the variable is not set; set it, or pass --env {name}=VALUE")
     return name, value if given else os.environ[name]

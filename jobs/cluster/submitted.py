@@ -1,6 +1,7 @@
-"""What runs on the cluster, as `python -m exspec.jobs.cluster.submitted`: the command whose arguments were sent along.
+"""The entry point of a submitted job: `python -m exspec.jobs.cluster.submitted FILE` runs the command in FILE.
 
-They come in a file and not on the command line, which everyone who can see the cluster's dashboard can read.
+FILE holds the command line as JSON. It is a file because everyone who can open the cluster's dashboard can read the
+command line of a job.
 """
 
 import json
@@ -8,14 +9,13 @@ import sys
 import traceback
 from pathlib import Path
 
-ARGUMENTS = "arguments.json"
-CRASHED = 70  # exit code; Python's own for an error, 1, has a meaning for every command
+CRASHED = 70  # exit code. Python itself would exit with 1, which has a meaning for every command
 
 
 def main() -> None:
-    sys.argv = ["exspec", *json.loads(Path(ARGUMENTS).read_text(encoding="utf-8"))]
+    sys.argv = ["exspec", *json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))]
     try:
-        from exspec.jobs import cli  # here: what it needs may be missing in the cluster's image
+        from exspec.jobs import cli  # imported here because the cluster's image may lack its dependencies
 
         cli.main()
     except Exception:

@@ -1,4 +1,4 @@
-"""This package as a wheel that a Ray cluster installs for one job: built from the files that run here."""
+"""Builds a wheel of the running package, which a Ray cluster installs for one job."""
 
 import hashlib
 import zipfile
@@ -9,23 +9,21 @@ from pathlib import Path
 import exspec
 from exspec.pipeline.errors import JobError
 
-FOLDERS = ("actors", "jobs", "pipeline")  # an editable install lies in a checkout, which holds other folders too
-LONG_AGO = (1980, 1, 1, 0, 0, 0)  # one date for all files: the same files give the same wheel
+FOLDERS = ("actors", "jobs", "pipeline")  # the checkout of an editable install has other folders too
+DATE = (1980, 1, 1, 0, 0, 0)  # of every file, so that equal files give an equal wheel
 
 
 def build_wheel(folder: Path) -> Path:
-    """Write the wheel into the folder. Raises JobError where the package is not installed.
+    """Write the wheel into the folder. Raises JobError if the package is not installed.
 
-    It names no dependencies: Ray installs it with pip into a folder of the job's, and pip would put another torch and
-    another Ray beside it. They come from the image of the cluster. Its build tag is a digest of the files, because Ray
-    tells wheels apart by their names alone.
+    The wheel declares no dependencies. Ray installs it with pip into a folder for the job, and pip would install a
+    second torch and a second Ray there; the cluster's image provides them. The build tag is a digest of the files,
+    because Ray identifies a wheel by its name alone.
     """
     try:
         number = version("exspec")
     except PackageNotFoundError as error:
-        raise JobError(
-            "exspec is not installed, so it has no version to ship; install it, or use --no-wheel"
-        ) from error
+        raise JobError("exspec is not installed, so its version is unknown; install it, or use --no-wheel") from error
     root = Path(exspec.__file__).parent
     found = [*root.glob("*.py"), root / "py.typed", *(p for top in FOLDERS for p in (root / top).rglob("*"))]
     files = {f"exspec/{p.relative_to(root).as_posix()}": p.read_bytes() for p in sorted(found) if _belongs(p, root)}
@@ -38,7 +36,7 @@ def build_wheel(folder: Path) -> Path:
     wheel = folder / f"exspec-{number}-0_{build}-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in files.items():
-            archive.writestr(zipfile.ZipInfo(name, LONG_AGO), content, zipfile.ZIP_DEFLATED)
+            archive.writestr(zipfile.ZipInfo(name, DATE), content, zipfile.ZIP_DEFLATED)
     return wheel
 
 

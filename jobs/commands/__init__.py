@@ -1,1 +1,1 @@
-"""What each command does."""
+"""The implementation of each command."""

@@ -1,4 +1,4 @@
-"""`exspec compact`: the parts of a finished job merged into files of a size that readers like."""
+"""`exspec compact`: merges the parts of a finished job into larger files."""
 
 from typing import Any
 
@@ -7,9 +7,9 @@ from exspec.pipeline.storage import Folder
 
 
 def compact(output: str, options: dict[str, Any], target_size: int, wait: bool) -> None:
-    """Compact an output and print what came of it."""
+    """Compact an output and print the result."""
     done = merge(Folder(output, options), target_size, wait)
     if not done.written:
-        print(f"nothing to do: {output} holds {done.before} files, and no two neighbours fit into one")
+        print(f"nothing to do: {output} has {done.before} files, and no two consecutive files fit into one")
         return
-    print(f"{done.before} files are {done.after} now in {output}, {done.written} of them merged")
+    print(f"{output}: {done.after} files instead of {done.before}, {done.written} of them merged")

@@ -1,4 +1,4 @@
-"""`exspec convert`: the rows of an output as one file of another kind."""
+"""`exspec convert`: writes the rows of an output to one file of another format, or to folders of Parquet."""
 
 import csv
 import gzip
@@ -24,32 +24,32 @@ from exspec.pipeline.secrets import anonymous
 from exspec.pipeline.storage import Folder
 
 J = TypeVar("J", bound=Job)
-BESIDE = ".job"  # what the name of the folder ends with that stands behind an output that is a file
+JOB_SUFFIX = ".job"  # of the folder that a job works in if its output is a file
 Write = Callable[[TextIO, list[str], Iterator[dict[str, Any]]], int]
 
 
-def kind_of(name: str) -> str | None:
-    """The suffix by which a file is of a kind that can be written; None where it is none."""
+def format_of(name: str) -> str | None:
+    """The suffix that names a file's format, or None if it cannot be written."""
     return next((suffix for suffix in WRITERS if name.removesuffix(".gz").endswith(suffix)), None)
 
 
 def behind(job: J) -> tuple[J, str | None]:
-    """A job whose output is a folder, and the file that is to be made of it, where its output was one.
+    """The job with a folder as its output, and the file to make from it, or None if the output already is a folder.
 
-    Raises JobError where that file would be an input, now or when the job is run again.
+    Raises JobError if the file would be part of the job's input.
     """
-    if kind_of(job.output) is None:
+    if format_of(job.output) is None:
         return job, None
-    own = Folder(job.output, job.storage_options).path
+    output = Folder(job.output, job.storage_options).path
     for url in job.input:
         path = Folder(url, job.storage_options).path
-        if own == path or own.startswith(f"{path}/") or fnmatch(own, path):
-            raise JobError(f"output {anonymous(job.output)}: lies in the input {anonymous(url)}; give it another place")
-    return job.model_copy(update={"output": f"{job.output}{BESIDE}"}), job.output
+        if output == path or output.startswith(f"{path}/") or fnmatch(output, path):
+            raise JobError(f"output {anonymous(job.output)}: is in the input {anonymous(url)}; choose another place")
+    return job.model_copy(update={"output": f"{job.output}{JOB_SUFFIX}"}), job.output
 
 
 def finish(job: Job, file: str | None, code: int) -> int:
-    """Make the file of a job that has one, where all its rows are done. Returns the exit code, as it was."""
+    """Write the file, if the job has one and all rows are done. Returns the exit code unchanged."""
     if file and code == 0:
         print(f"{convert(job.output, file, job.storage_options)} rows in {anonymous(file)}")
     return code
@@ -58,22 +58,21 @@ def finish(job: Job, file: str | None, code: int) -> int:
 def partition(
     output: str, folder: str, options: dict[str, Any], by: list[str], columns: list[str] | None = None
 ) -> int:
-    """Write the rows of an output as Parquet into folders named after the values of columns; returns how many.
+    """Write the rows of an output as Parquet into folders named after the values of columns. Returns their number.
 
-    columns: of the rows; all unless given. Raises JobError where rows are missing, a column is, or the folder holds
-    something.
+    columns: the columns to write. Default: all. Raises JobError if a row or a column is missing, or the folder exists.
     """
-    found, target = _complete(output, options), Folder(folder, options)
+    done, target = _complete(output, options), Folder(folder, options)
     if target.exists(""):
-        raise JobError(f"{folder}: is there already; expected a folder that is to be made")
-    names = _columns(found, [*(columns or []), *by])
-    every = tables(found, list(dict.fromkeys([*columns, *by])) if columns else names)
-    first = next(every)
+        raise JobError(f"{folder}: already exists; expected a new folder")
+    names = _columns(done, [*(columns or []), *by])
+    remaining = tables(done, list(dict.fromkeys([*columns, *by])) if columns else names)
+    first = next(remaining)
     count = 0
 
     def counted() -> Iterator[pa.RecordBatch]:
         nonlocal count
-        for table in chain([first], every):
+        for table in chain([first], remaining):
             count += table.num_rows
             yield from table.to_batches()
 
@@ -87,7 +86,7 @@ def partition(
             partitioning=by,
             partitioning_flavor="hive",
         )
-    except pa.ArrowException as error:  # too many values, or such as no folder can be named after
+    except pa.ArrowException as error:  # too many values, or values that cannot name a folder
         target.fs.rm(target.path, recursive=True)
         raise JobError(f"--partition-by {', '.join(by)}: {first_line(error)}") from error
     target.write(SUCCESS, b"")
@@ -95,46 +94,46 @@ def partition(
 
 
 def convert(output: str, file: str, options: dict[str, Any], columns: list[str] | None = None) -> int:
-    """Write the rows of an output, in their order, into one file, whole or not at all; returns how many there are.
+    """Write the rows of an output in order to one file, atomically. Returns their number.
 
-    Where the input was requests of the batch API, JSON Lines are its answers. file: a path or fsspec URL, whose suffix
-    tells the kind. columns: all unless given. Raises JobError where rows are missing, or a column is.
+    If the input was requests of the batch API, JSON Lines holds its answers. file: a path or fsspec URL, whose suffix
+    names the format. columns: the columns to write. Default: all. Raises JobError if a row or a column is missing.
     """
-    if kind_of(file) is None:
-        raise JobError(f"{file}: expected a name that ends with {' or '.join(WRITERS)}, or with .gz after it")
-    found = _complete(output, options)
+    if format_of(file) is None:
+        raise JobError(f"{file}: expected a name that ends with {' or '.join(WRITERS)}, optionally followed by .gz")
+    done = _complete(output, options)
     folder, _, name = file.rpartition("/")
-    with Folder(folder or ".", options).writing(name) as place:
-        return _write(place, file, found, columns)
+    with Folder(folder or ".", options).writing(name) as path:
+        return _write(path, file, done, columns)
 
 
 def _complete(output: str, options: dict[str, Any]) -> Output:
-    found = read_output(Folder(output, options))
-    if not found.state.complete:
-        missing = sum(chunk.rows for chunk in found.state.missing())
-        raise JobError(f"{output}: {missing} of {found.state.plan.rows} rows are missing; run the job again first")
-    return found
+    done = read_output(Folder(output, options))
+    if not done.state.complete:
+        missing = sum(chunk.rows for chunk in done.state.missing())
+        raise JobError(f"{output}: {missing} of {done.state.plan.rows} rows are missing; run the job again first")
+    return done
 
 
 def _columns(output: Output, wanted: list[str]) -> list[str]:
-    """The columns of an output. Raises JobError naming those of the wanted that it has not."""
+    """The columns of an output. Raises JobError if a wanted column is not one of them."""
     names: list[str] = columns_of(output).names
     if missing := [name for name in wanted if name not in names]:
         raise JobError(*(f"{output.folder.url}: has no column {name!r}{meant(name, names)}" for name in missing))
     return names
 
 
-def _write(place: Path, file: str, output: Output, columns: list[str] | None) -> int:
+def _write(path: Path, file: str, output: Output, columns: list[str] | None) -> int:
     every = _columns(output, columns or [])
     names = columns or every
     rows = (row for table in tables(output, names) for row in table.select(names).to_pylist())
     job = settings(output.state.description, output.folder.options)
-    if kind_of(file) == ".jsonl" and columns is None and is_batch(job, decode_schema(output.state.plan.schema)):
+    if format_of(file) == ".jsonl" and columns is None and is_batch(job, decode_schema(output.state.plan.schema)):
         model, began = output.state.description["job"]["target"], int(output.state.began)
         rows = (answer(row, model, began) for row in rows)
     opened: Any = gzip.open if file.endswith(".gz") else open
-    with opened(place, "wt", encoding="utf-8", newline="") as text:
-        return WRITERS[str(kind_of(file))](text, names, rows)
+    with opened(path, "wt", encoding="utf-8", newline="") as text:
+        return WRITERS[str(format_of(file))](text, names, rows)
 
 
 def _json_lines(text: TextIO, _: list[str], rows: Iterator[dict[str, Any]]) -> int:
@@ -145,7 +144,7 @@ def _json_lines(text: TextIO, _: list[str], rows: Iterator[dict[str, Any]]) -> i
 
 
 def _csv(text: TextIO, names: list[str], rows: Iterator[dict[str, Any]]) -> int:
-    """With lists and records as JSON, which a field can hold."""
+    """Lists and records are written as JSON."""
     writer = csv.writer(text)
     writer.writerow(names)
     count = 0
@@ -155,7 +154,7 @@ def _csv(text: TextIO, names: list[str], rows: Iterator[dict[str, Any]]) -> int:
 
 
 def _json(value: Any) -> str:
-    """JSON, which has neither bytes nor what is no number: hexadecimal digits as ids have them, and null."""
+    """JSON with bytes as hexadecimal digits, and with null for NaN and infinities."""
     return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False, default=str)
 
 

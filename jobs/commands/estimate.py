@@ -1,4 +1,4 @@
-"""`exspec plan --estimate`: some of a job's rows decoded here, and what they say of all."""
+"""`exspec plan --estimate`: decodes some of a job's rows on this machine, and estimates the whole job from them."""
 
 import os
 import time
@@ -13,14 +13,16 @@ from exspec.pipeline.output.page import duration
 from exspec.pipeline.prepare import Prepared
 from exspec.pipeline.shape import Settled, device_here, pair_of, sample, settle
 
-ROWS = 32  # that are decoded, at most
-SECONDS = 60.0  # after which no further round begins
+ROWS = 32  # decoded at most
+SECONDS = 60.0  # after which no further round starts
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What rows that were decoded say of a job. decoded: rows that came to their end. tokens: of the completions of
-    `rows`, the job's that can be decoded; prompts: of their prompts. speed: tokens/s of an actor. gpus: of an actor.
+    """An estimate of a whole job.
+
+    decoded: rows that were decoded to their end. rows: rows of the job that can be decoded; tokens: in the completions
+    of these rows; prompts: tokens in their prompts. speed: tokens/s of an actor. gpus: per actor.
     """
 
     shape: Settled
@@ -37,35 +39,35 @@ class Estimate:
         return self.tokens / (self.speed * self.actors)
 
     def lines(self, price: float | None) -> list[str]:
-        """What is printed. price: of a GPU hour."""
+        """The lines to print. price: of one GPU for an hour."""
         lines = [
-            f"estimate from {self.decoded} rows decoded here, {self.shape}: {self.speed:.0f} tokens/s an actor",
-            f"{self.rows} rows: about {self.prompts:,.0f} tokens of prompts and {self.tokens:,.0f} of completions",
-            f"{duration(self.seconds)} with {self.actors} actors as fast as that",
+            f"estimate from {self.decoded} rows decoded here, {self.shape}: {self.speed:.0f} tokens/s per actor",
+            f"{self.rows} rows: about {self.prompts:,.0f} prompt tokens and {self.tokens:,.0f} completion tokens",
+            f"{duration(self.seconds)} with {self.actors} such actor{'s' * (self.actors != 1)}",
         ]
         if price is not None:
             cost = self.seconds / 3600 * self.actors * self.gpus * price
-            lines[-1] += f", {cost:.2f} at {price:g} a GPU hour" if self.gpus else "; no GPU, no cost of GPUs"
+            lines[-1] += f", {cost:.2f} at {price:g} per GPU hour" if self.gpus else "; no cost, because no GPU is used"
         return lines
 
 
 def estimate(prepared: Prepared, share: float) -> Estimate:
-    """Decode some rows of a job in its shape, measured first where it is to be. share: of rows that can be decoded.
+    """Decode some rows of a job in its shape, after measuring its auto settings. share: of rows that can be decoded.
 
-    Raises JobError where this machine is not such as the job runs on, or its memory is too small.
+    Raises JobError if this machine lacks the job's device or has too little memory.
     """
     job = prepared.job
-    where = device_here(job)
-    if where == "cuda" and not torch.cuda.is_available():
-        raise JobError("device: this machine has no GPU that torch can use; estimate where the job is to run")
+    device = device_here(job)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise JobError("device: this machine has no GPU that torch can use; run the estimate where the job will run")
     requests = sample(job, prepared.plan, prepared.prompts.within(prepared.room(prepared.shape.config)))
     if not requests:
-        raise JobError("no row of the sample can be decoded: there is nothing to estimate from")
+        raise JobError("estimate: no row of the sample can be decoded")
     try:
-        settled = settle(job, prepared.shape, requests, where)
+        settled = settle(job, prepared.shape, requests, device)
     except ValueError as error:
         raise JobError(str(error)) from error
-    pair = pair_of(job, where, kind(settled.config).needs_draft)
+    pair = pair_of(job, device, kind(settled.config).needs_draft)
     engine = Engine(pair.target, pair.draft, settled.config)
     warm, *others = requests[: ROWS + 1] if len(requests) > 1 else requests * 2
     engine.submit(warm)
@@ -73,10 +75,10 @@ def estimate(prepared: Prepared, share: float) -> Estimate:
     done, tokens, seconds = _decode(engine, others)
     counted = sum((c.statistics for c in done), start=SequenceStatistics())
     each = counted.completion_tokens / len(done) if done else float(job.max_new_tokens)
-    cards = torch.cuda.device_count() if where == "cuda" else 0
+    cards = torch.cuda.device_count() if device == "cuda" else 0
     gpus = (job.num_gpus or 1.0) if cards else 0.0
     actors = job.actor_range[1]
-    if job.actors == "auto" or not cards:  # on a CPU more of them are no faster
+    if job.actors == "auto" or not cards:  # more actors than CPU cores are not faster
         actors = max(1, int(cards / gpus) if cards else min(actors, (os.cpu_count() or 1) // job.threads))
     rows = round(prepared.plan.rows * share)
     prompts = sum(len(r.prompt) for r in requests) / len(requests)
@@ -84,7 +86,7 @@ def estimate(prepared: Prepared, share: float) -> Estimate:
 
 
 def _decode(engine: Engine, requests: list[Request]) -> tuple[list[Completion], int, float]:
-    """Decode for so long at most; returns the completions, the tokens of all rows, and the seconds that it took."""
+    """Decode for SECONDS at most. Returns finished completions, the tokens of all rows, and the seconds it took."""
     for request in requests:
         engine.submit(request)
     before, began, done = engine.statistics.tokens, time.perf_counter(), []

@@ -1,6 +1,7 @@
-"""`exspec plan`: what a job would do, and what of its rows would not do."""
+"""`exspec plan`: shows what a job would do, and which of its first rows cannot be decoded."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -27,13 +28,13 @@ from exspec.pipeline.secrets import anonymous
 from exspec.pipeline.shape import Settled, device_here
 from exspec.pipeline.storage import Folder
 
-LOOKED = 8  # chunks whose rows are rendered
+CHUNKS = 8  # whose rows are rendered
 SHOWN = 3  # prompts that are printed
 
 
 @dataclass
-class Look:
-    """What the first chunks' rows are. shared: None where the method computes every prompt by itself."""
+class Preview:
+    """The rows of the first chunks. shared: None if the method does not share prefixes."""
 
     rows: int = 0
     prompts: list[str] = field(default_factory=list)
@@ -41,41 +42,48 @@ class Look:
     ids: list[Any] = field(default_factory=list)
     shared: Shared | None = None
 
+    @property
+    def refused_rows(self) -> int:
+        return sum(reason.rows for reason in self.refused.most_first)
+
+    def lines(self) -> Iterator[str]:
+        """The lines to print."""
+        yield from self.prompts
+        if self.shared and (line := self.shared.line()):
+            yield line
+        yield f"{self.refused_rows} of the first {self.rows} rows would be refused"
+        for line in self.refused.lines():
+            yield f"  {line}"
+        nulls = sum(v is None for v in self.ids)
+        repeated = len(self.ids) - nulls - len({str(v) for v in self.ids if v is not None})
+        if nulls or repeated:
+            yield f"ids: {nulls} null and {repeated} repeated; shard and row still identify each row"
+        if self.refused_rows == self.rows:
+            yield "none of these rows can be decoded"
+
 
 def plan(job: Job, estimated: bool = False, price: float | None = None) -> int:
-    """Print what a job would do. Returns 2 where no row of those looked at could be decoded, else 0.
+    """Print what a job would do. Returns 2 if none of the first rows can be decoded, else 0.
 
-    estimated: decode some of its rows here, and tell what all will take. price: of a GPU hour, to tell the cost.
+    estimated: decode some rows, and estimate the whole job. price: of one GPU for an hour, to estimate the cost.
     """
     progress = Progress(quiet=False)
     prepared = examined(job, progress)
-    job = prepared.job
     progress.stage("rendering the first prompts")
-    look = _look(prepared)
+    preview = _preview(prepared)
     progress.stop()
     console = Console(soft_wrap=False)
     table = Table(show_header=False, title="plan", box=None, title_justify="left")
     for name, value in _facts(prepared):
         table.add_row(name, value)
     console.print(table, markup=False)
-    for note in _notes(prepared):
-        console.print(f"note: {note}", markup=False, highlight=False)
-    for shown in look.prompts:
-        console.print(shown, markup=False, highlight=False)
-    if look.shared and (line := look.shared.line()):
+    for line in (*(f"note: {note}" for note in _notes(prepared)), *preview.lines()):
         console.print(line, markup=False, highlight=False)
-    refused = sum(reason.rows for reason in look.refused.most_first)
-    console.print(f"{refused} of the first {look.rows} rows would be refused", markup=False, highlight=False)
-    for line in look.refused.lines():
-        console.print(f"  {line}", markup=False, highlight=False)
-    if job.id_column:
-        _show_ids(look.ids, console)
-    if refused == look.rows:
-        console.print("none of them could be decoded: the job would be useless", markup=False, highlight=False)
+    if preview.refused_rows == preview.rows:
         return 2
     if estimated:
         progress.stage("decoding some rows")
-        found = estimate(prepared, 1 - refused / look.rows)
+        found = estimate(prepared, 1 - preview.refused_rows / preview.rows)
         progress.stop()
         for line in found.lines(price):
             console.print(line, markup=False, highlight=False)
@@ -83,7 +91,7 @@ def plan(job: Job, estimated: bool = False, price: float | None = None) -> int:
 
 
 def examined(job: Job, progress: Progress) -> Prepared:
-    """A job as it would be run, which is not going to be: nothing of it stays. Raises JobError as `prepare`."""
+    """Prepare a job without leaving anything in its output. Raises JobError like `prepare`."""
     progress.stage("checking the job")
     job, _ = behind(job)
     with Folder(job.output, job.storage_options).untouched():
@@ -91,94 +99,78 @@ def examined(job: Job, progress: Progress) -> Prepared:
 
 
 def _facts(prepared: Prepared) -> list[tuple[str, str]]:
-    job, schema, found = prepared.job, prepared.mapped, prepared.plan
-    chunks = sum(1 for _ in found.chunks())
-    missing = sum(chunk.rows for chunk in prepared.missing)
+    job, schema, planned = prepared.job, prepared.mapped, prepared.plan
+    chunks = sum(1 for _ in planned.chunks())
+    done = planned.rows - sum(chunk.rows for chunk in prepared.missing)
     config, free = prepared.shape.config, prepared.shape.free
     prompt = "the template" if job.prompt_template else f"column {prepared.prompts.column}"
     columns = [*carried_columns(job, schema).values(), *job.answer_columns().names, *GENERATED.names]
     facts = [
         ("target", anonymous(job.target)),
         ("draft", anonymous(job.draft) if job.draft else "none"),
-        ("device", _device(job)),
-        ("input", f"{len(found.shards)} shards with {found.rows} rows; {found.rows - missing} of them are done"),
-        ("prompt", f"{prompt}, {'in the chat template' if prepared.prompts.chat else 'as it is'}"),
+        ("device", f"{job.device}, on the cluster {job.ray_address}" if job.ray_address else device_here(job)),
+        ("input", f"{len(planned.shards)} shards with {planned.rows} rows; {done} of them are done"),
+        ("prompt", f"{prompt}, {'in the chat template' if prepared.prompts.chat else 'without a chat template'}"),
         ("ids", f"column {job.id_column}" if job.id_column else "shard and row number"),
         ("output", f"{anonymous(job.output)}: {', '.join(columns)}"),
-        ("chunks", f"{chunks} of at most {found.rows_per_chunk} rows"),
-        ("actors", f"{job.actors}, each {job.chunks_in_flight} chunks at once or more"),
-        ("shape", f"{Settled(config, [])}, {config.capacity} tokens a row at most"),
-        ("memory", f"of an actor: {prepared.memory(config)}"),
+        ("chunks", f"{chunks} of at most {planned.rows_per_chunk} rows"),
+        ("actors", f"{job.actors}, each with at least {job.chunks_in_flight} chunks at once"),
+        ("shape", f"{Settled(config, [])}, at most {config.capacity} tokens per row"),
+        ("memory", f"per actor: {prepared.memory(config)}"),
     ]
     if free:
-        facts.append(("to be measured", f"{', '.join(free)}; what stands above is where it begins"))
+        facts.append(("to be measured", f"{', '.join(free)}; the values above are where measuring starts"))
     return facts
 
 
 def _notes(prepared: Prepared) -> list[str]:
-    """What the target's generation config asks for and the job does not do; what the job asks for and this machine does
-    not have, where no cluster may have it."""
+    """What the job ignores of the target's generation config, and what it needs that this machine lacks."""
     job, notes = prepared.job, [prepared.note] if prepared.note else []
     low, high = job.actor_range
     if job.ray_address:
         return notes
     if job.device == "cuda" and not torch.cuda.is_available():
-        notes.append("device is cuda, and this machine has no GPU that torch can use: run refuses it here")
+        notes.append("device is cuda, and this machine has no GPU that torch can use: run refuses the job here")
     cards = torch.cuda.device_count() if job.device != "cpu" else 0
-    if cards and job.actors != "auto" and high * (job.num_gpus or 1) > cards:
-        notes.append(f"{high} actors need {high * (job.num_gpus or 1):g} GPUs, and this machine has {cards}")
-    if not cards and job.device != "cuda" and low * job.threads > (cores := os.cpu_count() or 1):
-        notes.append(f"{low} actors of {job.threads} threads share the {cores} cores of this machine")
-    if (
-        not cards
-        and job.device != "cuda"
-        and (needed := high * prepared.memory(prepared.shape.config).total)
-        > (free := psutil.virtual_memory().available)
-    ):
-        notes.append(f"{high} actors need {needed >> 20} MiB, and this machine has {free >> 20} MiB free")
+    gpus = high * (job.num_gpus or 1)
+    if cards and job.actors != "auto" and gpus > cards:
+        notes.append(f"{high} actors need {gpus:g} GPUs, and this machine has {cards}")
+    if not cards and job.device != "cuda":
+        if low * job.threads > (cores := os.cpu_count() or 1):
+            notes.append(f"{low} actors of {job.threads} threads share the {cores} cores of this machine")
+        needed, available = high * prepared.memory(prepared.shape.config).total, psutil.virtual_memory().available
+        if needed > available:
+            notes.append(f"{high} actors need {needed >> 20} MiB, and this machine has {available >> 20} MiB free")
     return notes
 
 
-def _device(job: Job) -> str:
-    if job.ray_address:
-        return f"{job.device}, on the cluster {job.ray_address}"
-    return device_here(job)
-
-
-def _look(prepared: Prepared) -> Look:
+def _preview(prepared: Prepared) -> Preview:
     config = prepared.shape.config
     prompts = prepared.prompts.within(prepared.room(config))
-    look = Look(shared=Shared(config.prefill_columns) if config.method != "eqspec" else None)
-    for chunk in islice(prepared.plan.chunks(), LOOKED):
-        _look_at(chunk, prepared, prompts, look)
-    return look
+    preview = Preview(shared=Shared(config.prefill_columns) if config.method != "eqspec" else None)
+    for chunk in islice(prepared.plan.chunks(), CHUNKS):
+        _add(preview, chunk, prepared, prompts)
+    return preview
 
 
-def _look_at(chunk: Chunk, prepared: Prepared, prompts: Prompts, look: Look) -> None:
+def _add(preview: Preview, chunk: Chunk, prepared: Prepared, prompts: Prompts) -> None:
     job = prepared.job
-    look.rows += chunk.rows
+    preview.rows += chunk.rows
     try:
         asked = list(requests(chunk, job, prompts, prepared.schema, also=[job.id_column] if job.id_column else []))
-    except JobError as error:  # the run will set its rows aside, and no others
-        look.refused.add(str(error), chunk.rows, [f"{chunk.shard.name}:{chunk.first}"], True)
+    except JobError as error:  # the run would set the chunk aside and go on
+        preview.refused.add(str(error), chunk.rows, [f"{chunk.shard.name}:{chunk.first}"], True)
         return
     for one in asked:
-        known = None
+        row_id = None
         if job.id_column and isinstance(one.row, dict):
-            known = one.row[job.id_column]
-            look.ids.append(known)
+            row_id = one.row[job.id_column]
+            preview.ids.append(row_id)
         if isinstance(one.request, RowError):
-            name = f"{chunk.shard.name}:{one.number}" if known is None else str(known)
-            look.refused.add(str(one.request), 1, [name], True)
+            name = f"{chunk.shard.name}:{one.number}" if row_id is None else str(row_id)
+            preview.refused.add(str(one.request), 1, [name], True)
             continue
-        if look.shared:
-            look.shared.add(one.request.prompt)
-        if len(look.prompts) < SHOWN:
-            look.prompts.append(f"prompt of {len(one.request.prompt)} tokens: {prompts.text(one.row)[:300]!r}")
-
-
-def _show_ids(ids: list[Any], console: Console) -> None:
-    nulls = sum(v is None for v in ids)
-    repeated = len(ids) - nulls - len({str(v) for v in ids if v is not None})
-    if nulls or repeated:
-        console.print(f"ids: {nulls} null and {repeated} repeated; shard and row tell them apart", highlight=False)
+        if preview.shared:
+            preview.shared.add(one.request.prompt)
+        if len(preview.prompts) < SHOWN:
+            preview.prompts.append(f"prompt of {len(one.request.prompt)} tokens: {prompts.text(one.row)[:300]!r}")

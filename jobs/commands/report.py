@@ -1,4 +1,4 @@
-"""`exspec report`: a job's report built again from its parts, and several jobs side by side."""
+"""`exspec report`: rebuilds a job's report from its parts, and compares several jobs side by side."""
 
 import json
 from typing import Any
@@ -15,7 +15,7 @@ COMPARED = ("rows", "errors", "prompt_tokens_computed", "prompt_tokens_found", "
 
 
 def report(outputs: list[str], options: dict[str, Any], price_per_gpu_hour: float | None) -> None:
-    """Write every output's report anew, and print the figures of all in one table. The last line is a JSON list."""
+    """Rebuild the report of every output and print one table of all. The last line is a JSON list."""
     jobs = []
     for output in outputs:
         rebuilt, figures = rewrite(read_output(Folder(output, options)))
@@ -35,12 +35,12 @@ def _figures(
     output: str, description: dict[str, Any], figures: dict[str, Any], price_per_gpu_hour: float | None
 ) -> dict[str, Any]:
     job, shape = description["job"], description["shape"]
-    found = {"output": output, "target": job["target"], "draft": job["draft"], "method": shape["method"],
-             "drafter": shape["drafter"], "batch_size": shape["batch_size"], "draft_tokens": shape["draft_tokens"],
-             "device": description["device"], "actors": len(figures["rows_by_actor"])}  # fmt: skip
-    found |= {name: figures[name] for name in COMPARED}
+    row = {"output": output, "target": job["target"], "draft": job["draft"], "method": shape["method"],
+           "drafter": shape["drafter"], "batch_size": shape["batch_size"], "draft_tokens": shape["draft_tokens"],
+           "device": description["device"], "actors": len(figures["rows_by_actor"])}  # fmt: skip
+    row |= {name: figures[name] for name in COMPARED}
     if price_per_gpu_hour is not None:
         gpus = 1.0 if job["num_gpus"] is None else job["num_gpus"]
         cost = price(figures, gpus, price_per_gpu_hour)
-        found["cost_per_million_tokens"] = None if cost is None else round(cost, 4)
-    return found
+        row["cost_per_million_tokens"] = None if cost is None else round(cost, 4)
+    return row

@@ -1,13 +1,14 @@
-"""`exspec run` and `exspec tune`."""
+"""`exspec run`, `exspec label` and `exspec tune`."""
 
 from rich.console import Console
 
 from exspec.actors.engine.config import DRAFTING
 from exspec.jobs.commands.convert import behind, finish
-from exspec.jobs.commands.notify import notified
+from exspec.jobs.commands.label import review
 from exspec.jobs.commands.plan import examined
 from exspec.jobs.commands.tables import candidates_table
 from exspec.pipeline.errors import JobError
+from exspec.pipeline.job.labels import LabelJob
 from exspec.pipeline.job.settings import AUTO, Job
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.progress import Progress
@@ -16,21 +17,24 @@ from exspec.pipeline.shape import device_here, sample, settle, shape_of
 
 
 def run(job: Job, restart: bool, retry_errors: bool, progress: Progress) -> int:
-    """Run a job, or what is missing of it. Returns the exit code.
+    """Run a job, or the missing part of it, and return the exit code.
 
-    Where the output is a file, the job has a folder beside it, and the file is written when all is done.
+    If the output is a file, the job writes into a folder next to it, and the file is written when all rows are done.
     """
     job, file = behind(job)
-    return notified(job, lambda: finish(job, file, execute(prepare(job, restart), retry_errors, progress=progress)))
+    code = execute(prepare(job, restart), retry_errors, progress=progress)
+    if isinstance(job, LabelJob):
+        review(job)
+    return finish(job, file, code)
 
 
 def tune(job: Job) -> None:
-    """Measure what is auto in a job, on this machine, and print what it found and how to fix it in a job file."""
+    """Measure a job's auto settings on this machine, and print them as lines for a job file."""
     progress = Progress(quiet=False)
     prepared = examined(job, progress)
     shape = shape_of(job, prepared.models.configs, job.tune_from, None)
     if not shape.free:
-        raise JobError(f"nothing to measure: of {', '.join(AUTO)} none is auto, or the method is eqspec")
+        raise JobError(f"nothing to measure: none of {', '.join(AUTO)} is auto, or the method is eqspec")
     progress.stage(f"measuring, about {job.tune_seconds:.0f} s")
     settled = settle(job, shape, sample(job, prepared.plan, prepared.prompts), device_here(job))
     progress.stop()

@@ -1,36 +1,37 @@
-"""How much of some prompts an engine would find computed, for other prompts begin alike."""
+"""Estimates how many prompt tokens an engine would find cached, because prompts share prefixes."""
 
 from collections.abc import Sequence
 
 
 class Shared:
-    """Counts the prompt tokens that lie in whole prefill chunks with which an earlier prompt began too.
+    """Counts prompt tokens in whole prefill chunks that an earlier prompt also started with.
 
-    chunk: C, tokens of a prefill chunk. The last token of a prompt is in none: the first round feeds it.
+    chunk: C, tokens of a prefill chunk. The last token of a prompt is in no chunk, because the first round feeds it.
     """
 
     def __init__(self, chunk: int) -> None:
         self.chunk = chunk
-        self.prompts = self.tokens = self.found = 0
-        self.begun: dict[tuple[int, tuple[int, ...]], int] = {}  # number of a beginning, by that of the one it extends
+        self.prompts = self.tokens = self.cached = 0
+        # Id of a prefix, by the id of the prefix that it extends and its last chunk.
+        self.prefixes: dict[tuple[int, tuple[int, ...]], int] = {}
 
     def add(self, prompt: Sequence[int]) -> None:
-        """Count a prompt's token ids."""
+        """Count the tokens of a prompt."""
         self.prompts += 1
         self.tokens += len(prompt)
-        beginning = 0
+        prefix = 0
         for start in range(0, len(prompt) - self.chunk, self.chunk):
-            longer = beginning, tuple(prompt[start : start + self.chunk])
-            self.found += self.chunk * (longer in self.begun)
-            beginning = self.begun.setdefault(longer, len(self.begun) + 1)
+            longer = prefix, tuple(prompt[start : start + self.chunk])
+            self.cached += self.chunk * (longer in self.prefixes)
+            prefix = self.prefixes.setdefault(longer, len(self.prefixes) + 1)
 
     def line(self) -> str | None:
-        """What is told; None of a prompt that is alone."""
+        """A line to print, or None if there are fewer than two prompts."""
         if self.prompts < 2:
             return None
-        if not self.found:
-            return f"shared: no two of {self.prompts} prompts have their first {self.chunk} tokens in common"
+        if not self.cached:
+            return f"shared: no two of {self.prompts} prompts share their first {self.chunk} tokens"
         return (
-            f"shared: {self.found / self.tokens:.0%} of the prompt tokens of {self.prompts} prompts begin as those of "
-            "another (computed once an actor)"
+            f"shared: {self.cached / self.tokens:.0%} of the tokens of {self.prompts} prompts are in a prefix "
+            "of another prompt (each actor computes it once)"
         )

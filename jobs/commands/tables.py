@@ -1,4 +1,4 @@
-"""Tables on a terminal."""
+"""Tables for the terminal."""
 
 from typing import Any
 
@@ -6,11 +6,9 @@ from rich.table import Table
 
 
 def bench_tables(rows: list[dict[str, Any]], title: str) -> tuple[Table, Table]:
-    """Figures of methods side by side, as `bench.compare` returns them: speed and exactness, and what rounds did."""
+    """Two tables of what `bench.compare` returns, by method: speed and exactness, and statistics of rounds."""
     speed = _grid(title, "method", "tokens/s", "min-max", "x generate", "x plain", "= float32", "= plain")
-    rounds = _grid(
-        "what rounds did", "method", "drafter", "acceptance", "wasted", "tokens/round", "occupancy", "dead cols"
-    )
+    rounds = _grid("rounds", "method", "drafter", "acceptance", "wasted", "tokens/round", "occupancy", "dead cols")
     for row in rows:
         low, high = row["tokens_per_second_range"]
         speed.add_row(
@@ -35,7 +33,7 @@ def bench_tables(rows: list[dict[str, Any]], title: str) -> tuple[Table, Table]:
 
 
 def _grid(title: str, *headings: str) -> Table:
-    """A table of numbers by method, in lines that are never wrapped."""
+    """A table of numbers by method, without line wraps."""
     grid = Table(title=title, box=None, padding=(0, 1, 0, 0), title_justify="left")
     for heading in headings:
         grid.add_column(heading, justify="left" if heading in ("method", "drafter") else "right", no_wrap=True)
@@ -47,7 +45,7 @@ def _cell(value: float | None, form: str) -> str:
 
 
 def candidates_table(candidates: list[dict[str, Any]], seconds: float, shown: int = 8) -> Table:
-    """Candidates of a calibration: those that were run, and the best of the others."""
+    """The first candidates of a calibration, with their predicted and measured speed."""
     grid = Table(title=f"calibration in {seconds:.0f} s: tokens/s by shape")
     for heading in ("method", "drafter", "B", "W", "K", "bucket", "kernels", "predicted", "measured", ""):
         grid.add_column(heading, justify="left" if heading in ("method", "drafter", "kernels", "") else "right")

@@ -1,17 +1,15 @@
-"""Trains the demo pair from nothing but the generated messages, and writes it where `exspec` looks for it.
+"""Trains the demo pair on generated messages, and writes it where `exspec` looks for it.
 
     python -m exspec.jobs.training.demo [--output FOLDER] [--minutes 34] [--exit-minutes 16] [--draft-minutes 8]
 
-Writes `target/` and `draft/` (safetensors in bfloat16, tokenizer, chat template) and `training.json`, which says
-how long it trained, on what hardware, and what the held-out messages gave. The two models see different messages
-of the same kind; held-out messages come from a third seed.
+Writes `target/` and `draft/` (safetensors in bfloat16, tokenizer, chat template) and `training.json`, which records the
+time, the hardware and the results on held-out messages. Target, draft and held-out messages have a seed each.
 
-The target is trained a while longer with losses at its exits: what its first layers say is to be worth a draft
-(LayerSkip, arXiv:2404.16710).
+After that the target is trained with losses at its exits too, so that its first layers can draft (LayerSkip,
+arXiv:2404.16710).
 """
 
 import json
-import platform
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -23,6 +21,9 @@ import typer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from exspec.actors.engine.engine import model_end_ids
+from exspec.actors.exactness import transformers_generate
+from exspec.actors.hardware import describe_hardware
 from exspec.jobs.demo import PAIR
 from exspec.jobs.demo.messages import examples
 from exspec.jobs.training.examples import Batch, batches, optimizers_of
@@ -39,17 +40,17 @@ CHAT_TEMPLATE = """\
 
 VOCABULARY = 1024
 CONTEXT = 1024
-SHORT = 250  # characters; training begins with messages up to this long, where the copying of facts is learned fastest
+SHORT = 250  # characters of the first messages, at most: copying facts is learned fastest on short ones
 HELD_OUT_SEED, TARGET_SEED, DRAFT_SEED, TOKENIZER_SEED, EXITS_SEED = 1, 2, 3, 4, 6
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 TARGET = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, **_HEADS}
 DRAFT = {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 2, **_HEADS}
-EXITS = (1, 2)  # layers after which the target learns to say the next token too
-EXIT_WEIGHT = 0.3  # of the loss at an exit, beside that of the last layer
+EXITS = (1, 2)  # layers after which the target learns to predict the next token too
+EXIT_WEIGHT = 0.3  # weight of the loss at an exit; the last layer's is 1
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE over messages and records, digits one by one, so that copying a number is copying its tokens."""
+    """Byte-level BPE over messages and records. Each digit is a token, so that copying a number is copying tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -91,7 +92,7 @@ def prompt_text(message: str) -> str:
 
 
 def stream_of(seed: int, longest: int, tokenizer: PreTrainedTokenizerFast) -> Iterator[Batch]:
-    """Endless batches of messages of up to `longest` characters, and their records."""
+    """Endless batches of messages with at most `longest` characters, and their records."""
     end = tokenizer.vocab[END]
     shuffle = random.Random(0)
     stream = (e for e in examples(seed) if len(e.message) <= longest)
@@ -111,10 +112,10 @@ def train(
     exits: Sequence[int] = (),
     rate: float = 0.004,
 ) -> dict[str, Any]:
-    """Train until the time is up; the learning rate follows the clock: short warm-up, flat, then linear to zero.
+    """Train for so many minutes. The learning rate warms up shortly, stays flat, then falls linearly to zero.
 
-    Matrices of the layers learn by Muon, the rest by AdamW. Only record tokens carry loss, so only they get logits.
-    exits: layers whose hidden states, through the final norm and the head, are to give the next token as well.
+    Muon optimizes the layers' matrices, AdamW the rest. Only record tokens have a loss, so only they get logits.
+    exits: layers whose hidden states, through the final norm and the head, learn to predict the next token too.
     """
     model.to(device).train()
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
@@ -135,10 +136,9 @@ def train(
         running = [kept * old + (1 - kept) * new.item() for old, new in zip(running, losses, strict=True)]
         step, tokens = step + 1, tokens + ids.numel()
         if step % 50 == 0:
-            told = "  ".join(f"{loss:.4f}" for loss in running)
-            print(
-                f"step {step:5d}  {60 * minutes * share:5.0f} s  {tokens / 1e6:6.2f} M tokens  loss {told}", flush=True
-            )
+            figures = "  ".join(f"{loss:.4f}" for loss in running)
+            seconds = 60 * minutes * share
+            print(f"step {step:5d}  {seconds:5.0f} s  {tokens / 1e6:6.2f} M tokens  loss {figures}", flush=True)
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
         "minutes": round((time.monotonic() - start) / 60, 1),
@@ -153,7 +153,7 @@ def train(
 def _losses(
     model: Any, ids: torch.Tensor, labels: torch.Tensor, exits: Sequence[int], device: str
 ) -> list[torch.Tensor]:
-    """Cross-entropy of the last layer's tokens, and of those of each exit."""
+    """Cross-entropy of the last layer's tokens, then of each exit's tokens."""
     on_record = labels != -100
     with torch.autocast(device, dtype=torch.bfloat16):
         output = model.model(input_ids=ids, use_cache=False, output_hidden_states=bool(exits))
@@ -165,16 +165,16 @@ def _losses(
 
 @torch.no_grad()
 def evaluate(model: Any, tokenizer: PreTrainedTokenizerFast, count: int, device: str) -> dict[str, float]:
-    """Share of record fields that greedy decoding gets right on held-out messages, one at a time."""
+    """Share of record fields that greedy decoding gets right on held-out messages."""
     model.to(device).eval()
     stream = examples(HELD_OUT_SEED)
     right = total = whole = 0
     for _ in range(count):
         example = next(stream)
-        ids = tokenizer(prompt_text(example.message), return_tensors="pt")["input_ids"].to(device)
-        output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=400)
+        prompt = tokenizer(prompt_text(example.message))["input_ids"]
+        (tokens,) = transformers_generate(model, [prompt], 400, model_end_ids(model))
         try:
-            record = json.loads(str(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)))
+            record = json.loads(str(tokenizer.decode(tokens, skip_special_tokens=True)))
         except json.JSONDecodeError:
             record = {}
         hits = sum(record.get(key) == value for key, value in example.record.items())
@@ -186,29 +186,27 @@ def evaluate(model: Any, tokenizer: PreTrainedTokenizerFast, count: int, device:
     }
 
 
-def hardware(device: str) -> str:
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-
-
 def main(
     output: Annotated[Path, typer.Option(help="Folder to write target/, draft/ and training.json into.")] = PAIR,
-    minutes: Annotated[float, typer.Option(help="Minutes of training for the target. 0: the one that is there.")] = 34,
-    exit_minutes: Annotated[float, typer.Option(help="Minutes of training for the target's exits, after that.")] = 16,
-    draft_minutes: Annotated[float, typer.Option(help="Minutes of training for the draft. 0: as it is.")] = 8,
+    minutes: Annotated[
+        float, typer.Option(help="Minutes of training for the target. 0: keep the target of the folder.")
+    ] = 34,
+    exit_minutes: Annotated[float, typer.Option(help="Minutes of training for the target's exits. 0: none.")] = 16,
+    draft_minutes: Annotated[
+        float, typer.Option(help="Minutes of training for the draft. 0: keep the draft of the folder.")
+    ] = 8,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cuda" if torch.cuda.is_available() else "cpu",
 ) -> None:
     """Train the demo pair."""
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
     end = tokenizer.vocab[END]
-    told = output / "training.json"
-    summary: dict[str, Any] = json.loads(told.read_text()) if told.exists() else {}
+    record = output / "training.json"
+    summary: dict[str, Any] = json.loads(record.read_text()) if record.exists() else {}
     summary |= {
         "data": "messages generated by exspec.jobs.demo.messages, seeds "
         f"{TARGET_SEED} (target), {EXITS_SEED} (its exits), {DRAFT_SEED} (draft), {HELD_OUT_SEED} (held out)",
-        "hardware": hardware(device),
+        "hardware": describe_hardware(torch.device(device)),
         "torch": torch.__version__,
     }
     steps: tuple[tuple[str, str, dict[str, int], int, float, dict[str, Any]], ...] = (
@@ -225,10 +223,10 @@ def main(
         summary[name] = train(model, seed, tokenizer, budget, device, **how)
         model.to(torch.bfloat16).save_pretrained(output / folder)
         tokenizer.save_pretrained(output / folder)
-        # What is measured is what was saved: the weights rounded to bfloat16, computed with in float32.
+        # Evaluate what was saved: weights rounded to bfloat16, computed in float32.
         summary[name] |= evaluate(model.float(), tokenizer, 200, device)
         print(name, summary[name], flush=True)
-        told.write_text(json.dumps(summary, indent=2) + "\n")
+        record.write_text(json.dumps(summary, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the trainings have in common: batches and optimizers."""
+"""Batches and optimizers, which all trainings share."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 TOKENS_PER_STEP = 3072
-Batch = tuple[Tensor, Tensor]  # ids [B, S], and labels [B, S]: the next token where it is learned, else -100
-Example = tuple[list[int], list[int]]  # tokens of a prompt, and of what comes after it
+Batch = tuple[Tensor, Tensor]  # ids [B, S], and labels [B, S]: the next token if it is learned, else -100
+Example = tuple[list[int], list[int]]  # tokens of a prompt, and of its completion
 
 
 def batches(examples: Sequence[Example], shuffle: random.Random) -> Iterator[Batch]:
-    """The examples once, in batches of about TOKENS_PER_STEP tokens, those of like length together, right-padded with
-    zeros. What is learned are the tokens behind the prompts."""
+    """Every example once, in batches of about TOKENS_PER_STEP tokens, right-padded with zeros.
+
+    Examples of similar length share a batch. Only the completions' tokens are learned.
+    """
     made: list[list[Example]] = [[]]
     for row in sorted(examples, key=lambda row: sum(map(len, row))):
         if made[-1] and (len(made[-1]) + 1) * sum(map(len, row)) > TOKENS_PER_STEP:
@@ -31,7 +33,7 @@ def batches(examples: Sequence[Example], shuffle: random.Random) -> Iterator[Bat
 
 
 def optimizers_of(model: Any, matrices: list[torch.nn.Parameter], rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices, AdamW for what else a model has."""
+    """Muon for the matrices, AdamW for the model's other parameters."""
     others = [p for p in model.parameters() if not any(p is m for m in matrices)]
     return [
         torch.optim.Muon(matrices, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),

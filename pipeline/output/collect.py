@@ -12,7 +12,7 @@ from exspec.pipeline.output.parts import Task
 from exspec.pipeline.output.report import Report
 from exspec.pipeline.output.state import File
 
-PREFILL = ("prefill_tokens", "found_tokens")  # what a chunk is told of its engine
+PREFILL = {"prefill_tokens": "prefill_tokens", "found_tokens": "cached_tokens"}  # engine counters, by summary field
 TOGETHER, EVERY = 256, 2.0  # parts that are committed together at most, and the seconds until they are
 
 
@@ -53,7 +53,7 @@ class Collector:
     def _file(self, result: dict[str, Any]) -> File:
         """The file of a result. Its chunk is told what the engine has prefilled and no other chunk was told."""
         told = self.prefilled[result["actor"]]
-        more = {name: max(0, getattr(result["engine"], name) - told[name]) for name in PREFILL}
+        more = {name: max(0, getattr(result["engine"], counter) - told[name]) for name, counter in PREFILL.items()}
         told.update(more)
         (summary,) = result["file"]["chunks"]
         return File.from_json(result["file"] | {"chunks": [summary | more]})

@@ -1,4 +1,4 @@
-"""A real Ray head of the tests' own: on loopback, with its dashboard and a token."""
+"""Starts a real Ray head for the tests, on loopback, with a dashboard and a token."""
 
 import os
 import secrets
@@ -21,31 +21,31 @@ SETTINGS = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_DASHBOARD_ADDRESS", "R
 
 @dataclass(frozen=True)
 class Head:
-    """address: of its dashboard. token: the file that holds its token. process: that has started all of its own."""
+    """address: of the dashboard. token: the file with the token. process: the parent of all processes of the head."""
 
     address: str
     token: Path
     process: psutil.Process
 
     def environment(self, **more: str) -> dict[str, str]:
-        """What a person who may use the cluster has set."""
+        """The environment of a user of the cluster."""
         return _bare() | {"RAY_API_SERVER_ADDRESS": self.address, "RAY_AUTH_TOKEN_PATH": str(self.token)} | more
 
 
 def _bare() -> dict[str, str]:
-    """This process's environment without what it has set for a cluster."""
+    """This process's environment without variables about a cluster."""
     return {name: value for name, value in os.environ.items() if name not in SETTINGS}
 
 
 def free_ports(count: int) -> list[int]:
-    with ExitStack() as held:  # all at once, so that none comes twice
+    with ExitStack() as held:  # all open at once, so that no port comes twice
         servers = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [int(server.getsockname()[1]) for server in servers]
 
 
 @contextmanager
 def ray_head(folder: Path) -> Iterator[Head]:
-    """Starts a head and ends it with everything that it started. folder: short, for sockets lie below it."""
+    """Start a head, and kill all its processes at the end. folder: a short path, because sockets are in it."""
     token = folder / "token"
     token.write_text(secrets.token_hex(16))
     dashboard, gcs, agent, client = free_ports(4)
@@ -84,7 +84,7 @@ def _answers(address: str) -> bool:
 
 
 def _end(started: subprocess.Popen[bytes]) -> None:
-    """The head's own processes, by their ids: `ray stop` would end every Ray on the machine."""
+    """Kill the head's processes by id, because `ray stop` would stop every Ray on the machine."""
     processes = [psutil.Process(started.pid)]
     processes += processes[0].children(recursive=True)
     for process in processes:

@@ -67,6 +67,7 @@ def test_a_page_is_written_to_its_end(name: str) -> None:
     text = (docs.FOLDER / f"{name}.md").read_text(encoding="utf-8")
     assert docs.UNWRITTEN not in text
     assert [h for h in docs.HEADINGS if h not in text] == []
+    assert any(mark in text for mark in docs.EXIT_CODES)
     assert lines(docs.FOLDER / f"{name}.md"), "no example"
 
 
@@ -76,12 +77,20 @@ def test_a_page_has_the_examples_of_the_help(name: str) -> None:
     assert [line for line in docs.examples(COMMANDS[name]) if line not in shown] == []
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_page_names_every_option_of_its_command(name: str) -> None:
+    command = COMMANDS[name]
+    generated = (docs.FOLDER / f"{name}.md").read_text(encoding="utf-8").partition(docs.BEGIN)[2]
+    own = [p for p in command.params if p.param_type_name == "option" and p.name not in docs.settings(command)]
+    assert [p.opts[0] for p in own if f"`{p.opts[0]}`" not in generated] == []
+
+
 def test_every_setting_is_on_the_page_of_settings_and_on_no_other() -> None:
-    told = (docs.FOLDER / docs.SETTINGS).read_text(encoding="utf-8")
+    page = (docs.FOLDER / docs.SETTINGS).read_text(encoding="utf-8")
     for command in COMMANDS.values():
         for p in command.params:
             if p.name in docs.settings(command):
-                assert f"\n| `{p.opts[0]}` " in told
+                assert f"\n- `{p.opts[0]}` " in page
     for name in COMMANDS:
         generated = (docs.FOLDER / f"{name}.md").read_text(encoding="utf-8").partition(docs.BEGIN)[2]
         assert "`--draft-revision`" not in generated

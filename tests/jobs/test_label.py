@@ -1,4 +1,4 @@
-"""`exspec label` as a person runs it: labels with their confidence, known labels, JSON of a schema, audit."""
+"""`exspec label` on the command line: labels with their confidence, known labels, JSON of a schema, audit."""
 
 import csv
 import json
@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import typer.main
-from typer.testing import CliRunner
 
 from exspec.jobs import cli
 from exspec.jobs.cluster import submit
@@ -22,36 +21,34 @@ from exspec.pipeline.job.functions import Function
 from exspec.pipeline.job.labels import NONE, LabelJob, _evaluation
 from exspec.pipeline.job.settings import Job, load_job
 from exspec.pipeline.output.page import _confusion
+from tests.jobs.calls import call, overwrite, rows_of, succeed
 
 FIELDS = ["--fields", f"category={','.join(CATEGORIES)}", "--fields", "urgency=high,low,normal", "--no-json-spaces"]
 GOLD = ["--gold-column", "category=category", "--gold-column", "urgency=urgency"]
 SMALL = ["--rows-per-chunk", "8", "--batch-size", "4", "--window", "8", "--method", "exspec", "--quiet"]
 
 
-def call(*words: str) -> Any:
-    return CliRunner().invoke(cli.app, list(words), env={"COLUMNS": "200"}, catch_exceptions=False)
+def read(out: Path, name: str) -> Any:
+    return json.loads((out / name).read_text())
 
 
-@pytest.fixture(scope="module")
-def messages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("messages")
-    assert call("messages", str(folder), "--rows", "24", "--shards", "2").exit_code == 0
-    return folder
+def review_of(out: Path) -> list[dict[str, str]]:
+    with (out / "_review.csv").open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
-def rows_of(out: Path) -> list[dict[str, Any]]:
-    return [row for path in sorted(out.glob("part-*")) for row in pq.read_table(path).to_pylist()]
+def equal_rows(out: Path) -> list[tuple[int, int]]:
+    """Rows and equal rows of each comparison of an audit."""
+    succeed("audit", out, "--share", 1)
+    return [(c["rows"], c["equal"]) for c in read(out, "_audit.json")["comparisons"]]
 
 
 def test_labels_with_gold_review_report_and_audit(messages: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    source = ["label", "--input", str(messages), "--output", str(out)]
-    result = call(*source, *FIELDS, *SMALL)
-    assert result.exit_code == 0, result.output
-    assert "accuracy" not in result.output
-    result = call(*source, *FIELDS, *GOLD, *SMALL, "--review-share", "0.25")  # known labels that turn up later
-    assert result.exit_code == 0, result.output
-    assert "nothing to do" in result.output
+    label = ["label", "--input", messages, "--output", out, *FIELDS, *SMALL]
+    assert "accuracy" not in succeed(*label)
+    printed = succeed(*label, *GOLD, "--review-share", 0.25)  # the known labels are added later
+    assert "nothing to do" in printed
     rows = rows_of(out)
     assert len(rows) == 24
     for row in rows:
@@ -59,8 +56,8 @@ def test_labels_with_gold_review_report_and_audit(messages: Path, tmp_path: Path
         assert row["completion"] == json.dumps(answer, separators=(",", ":"))
         assert 0 <= row["label_urgency_runner_up_confidence"] <= row["label_urgency_confidence"] <= 1
     right = sum(row["label_category"] == row["category"] for row in rows)
-    assert right > 20, "the demo pair was trained for these"
-    report = json.loads((out / "_report.json").read_text())
+    assert right > 20, "the demo pair was trained on these"
+    report = read(out, "_report.json")
     assert report["answers"]["category"]["accuracy"] == round(right / 24, 4)
     assert report["forced_share"] == round(
         sum(r["forced"] for r in rows) / sum(r["completion_tokens"] for r in rows), 4
@@ -68,38 +65,30 @@ def test_labels_with_gold_review_report_and_audit(messages: Path, tmp_path: Path
     assert report["forced_share"] > 0.5
     page = (out / "_report.html").read_text()
     assert "category, as known" in page
-    assert f"category: accuracy {round(right / 24, 4)}" in result.output
+    assert f"category: accuracy {round(right / 24, 4)}" in printed
 
-    with (out / "_review.csv").open(newline="") as file:
-        review = list(csv.DictReader(file))
+    review = review_of(out)
     certainty = {r["id"]: min(r["label_category_confidence"], r["label_urgency_confidence"]) for r in rows}
     assert [r["id"] for r in review] == sorted(certainty, key=lambda name: certainty[name])[:6]
     assert all(r["message"] for r in review)
 
-    result = call("audit", str(out), "--share", "1")
-    assert result.exit_code == 0, result.output
-    assert [(c["rows"], c["equal"]) for c in json.loads((out / "_audit.json").read_text())["comparisons"]] == [
-        (24, 24)
-    ] * 2
+    assert equal_rows(out) == [(24, 24)] * 2
     part = sorted(out.glob("part-*"))[1]
-    content, table = part.read_bytes(), pq.read_table(part)
-    labels = table["label_urgency"].to_pylist()
-    labels[3] = "low" if labels[3] != "low" else "high"
-    place = table.schema.get_field_index("label_urgency")
-    pq.write_table(table.set_column(place, table.schema.field(place), pa.array(labels)), part)
-    result = call("audit", str(out), "--share", "1", "--no-generate")
-    assert result.exit_code == 1
-    (difference,) = json.loads((out / "_audit.json").read_text())["comparisons"][0]["differences"]
-    assert difference["id"] == table["id"][3].as_py()
-    assert json.loads(difference["stored"]) == {"label_urgency": labels[3]}
+    content, urgency = part.read_bytes(), pq.read_table(part)["label_urgency"][3].as_py()
+    changed = "low" if urgency != "low" else "high"
+    row = overwrite(part, "label_urgency", 3, changed)
+    assert call("audit", out, "--share", 1, "--no-generate").exit_code == 1
+    (difference,) = read(out, "_audit.json")["comparisons"][0]["differences"]
+    assert difference["id"] == row["id"]
+    assert json.loads(difference["stored"]) == {"label_urgency": changed}
 
     part.write_bytes(content)
-    assert call("report", str(out)).exit_code == 0
-    before = json.loads((out / "_report.json").read_text())["answers"]
-    assert call("compact", str(out)).exit_code == 0
+    answers = []
+    for command in ("report", "compact", "report"):
+        succeed(command, out)
+        answers.append(read(out, "_report.json")["answers"])
     assert len(list(out.glob("part-*"))) == 1
-    assert call("report", str(out)).exit_code == 0
-    assert json.loads((out / "_report.json").read_text())["answers"] == before
+    assert answers[0] == answers[2]
 
 
 @pytest.mark.slow
@@ -108,15 +97,13 @@ def test_labels_with_gold_review_report_and_audit(messages: Path, tmp_path: Path
     "form", [["--json-schema", '{"enum": ["red", "green", "blue"]}'], FIELDS], ids=["schema", "fields"]
 )
 def test_the_shape_of_a_labeling_job_is_measured(form: list[str], messages: Path, tmp_path: Path) -> None:
-    """On requests with their constraints, in another process."""
+    """In another process, on requests with their constraints."""
     tuned = ["--tune-from", "1", "--tune-seconds", "2", "--quiet"]
-    result = call("label", "--input", str(messages), "--output", str(tmp_path / "out"), *form, *tuned)
-    assert result.exit_code == 0, result.output
-    assert "(measured in" in result.output
+    assert "(measured in" in succeed("label", "--input", messages, "--output", tmp_path / "out", *form, *tuned)
     assert len(rows_of(tmp_path / "out")) == 24
 
 
-def test_a_matrix_of_odd_labels_is_drawn() -> None:
+def test_the_matrix_shows_labels_with_special_characters() -> None:
     labels = ["$5_$", "a$ ^$b", "<b>"]
     counts = Counter({("$5_$", "a$ ^$b"): 2, ("<b>", "<b>"): 1, ("$5_$", "another"): 1, ("$5_$", NONE): 4})
     found = _evaluation(counts, labels)
@@ -127,7 +114,7 @@ def test_a_matrix_of_odd_labels_is_drawn() -> None:
 
 
 @pytest.mark.slow
-def test_json_of_a_schema_gets_typed_columns_and_what_is_cut_short_is_an_error(messages: Path, tmp_path: Path) -> None:
+def test_json_of_a_schema_gives_typed_columns_or_an_error(messages: Path, tmp_path: Path) -> None:
     schema = {
         "type": "object",
         "properties": {
@@ -140,9 +127,9 @@ def test_json_of_a_schema_gets_typed_columns_and_what_is_cut_short_is_an_error(m
     }
     (tmp_path / "schema.json").write_text(json.dumps(schema))
     out = tmp_path / "out"
-    options = ["--json-schema", str(tmp_path / "schema.json"), "--no-json-spaces", "--max-new-tokens", "24"]
-    result = call("label", "--input", str(messages), "--output", str(out), *options, *SMALL)
-    assert result.exit_code == 0, result.output
+    options = ["--json-schema", tmp_path / "schema.json", "--no-json-spaces", "--max-new-tokens", 24]
+    label = ["label", "--input", messages, "--output", out, *options, *SMALL]
+    succeed(*label)
     rows = rows_of(out)
     assert len(rows) == 24
     good, cut = [r for r in rows if not r["error"]], [r for r in rows if r["error"]]
@@ -156,29 +143,16 @@ def test_json_of_a_schema_gets_typed_columns_and_what_is_cut_short_is_an_error(m
         assert row["completion"] is row["label_category"] is None
     types = pq.read_schema(next(out.glob("part-*"))).field("label_amounts").type
     assert types == pa.list_(pa.string())
-    known = ["--gold-column", "category=category", "--review-share", "0.2"]
-    result = call("label", "--input", str(messages), "--output", str(out), *options, *SMALL, *known)
-    assert result.exit_code == 0, result.output
-    assert "category: accuracy" in result.output
-    figures = json.loads((out / "_report.json").read_text())["answers"]["category"]
+    assert "category: accuracy" in succeed(*label, "--gold-column", "category=category", "--review-share", 0.2)
+    figures = read(out, "_report.json")["answers"]["category"]
     right = sum(row["label_category"] == row["category"] for row in rows)
     assert (figures["accuracy"], figures["rows_with_gold"]) == (round(right / 24, 4), 24)
     assert sum(figures["rows_by_label"].values()) == 24
-    with (out / "_review.csv").open(newline="", encoding="utf-8") as file:
-        least = [float(row["label_category_confidence"]) for row in csv.DictReader(file)]
+    least = [float(row["label_category_confidence"]) for row in review_of(out)]
     certain = sorted(row["label_category_confidence"] for row in good)
     assert least == pytest.approx(certain[: len(least)])
     assert len(least) == math.ceil(0.2 * len(good))
-    result = call("audit", str(out), "--share", "1")
-    assert result.exit_code == 0, result.output
-    assert [c["equal"] for c in json.loads((out / "_audit.json").read_text())["comparisons"]] == [24, 24]
-
-
-def test_plan_of_a_labeling_job_runs_nothing(messages: Path, tmp_path: Path) -> None:
-    result = call("label", "--plan", "--input", str(messages), "--output", str(tmp_path / "out"), *FIELDS)
-    assert result.exit_code == 0, result.output
-    assert "0 of the first 24 rows would be refused" in result.output
-    assert not list((tmp_path / "out").glob("*"))
+    assert equal_rows(out) == [(24, 24)] * 2
 
 
 @pytest.mark.parametrize(
@@ -198,26 +172,17 @@ def test_plan_of_a_labeling_job_runs_nothing(messages: Path, tmp_path: Path) -> 
         ({"labels": ["a", "b"], "stop": ["."]}, "an answer ends where it is complete"),
         ({"json_schema": "no-such-file.json"}, "json_schema: cannot be read: .*no-such-file.json"),
         ({"json_schema": "{]"}, "json_schema: not JSON"),
-        (
-            {"json_schema": "{}", "review_share": 0.1},
-            "review_share need labels, fields, or a schema's prop",
-        ),
+        ({"json_schema": "{}", "review_share": 0.1}, "review_share need labels, fields, or a schema's prop"),
         ({"fields": ["x=a,b", "x=c,d"]}, "fields: x is given twice"),
         ({"labels": ["a", "b"], "since": "yesterday"}, "since: expected last, or a date"),
     ],
 )
-def test_settings_that_cannot_work_are_one_sentence(settings: dict[str, Any], message: str) -> None:
+def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(JobError, match=message):
         load_job(LabelJob, None, {"target": "x", "input": "in", "output": "out", **settings})
 
 
-def test_a_label_column_is_no_column_of_every_output(messages: Path, tmp_path: Path) -> None:
-    options = ["--labels", "a", "--labels", "b", "--label-column", "accepted"]
-    with pytest.raises(JobError, match="label_column: 'accepted' is the name of a column that every output has"):
-        call("label", "--plan", "--input", str(messages), "--output", str(tmp_path / "out"), *options)
-
-
-def test_numbers_are_labels_as_they_are_written() -> None:
+def test_numbers_are_labels() -> None:
     settings = {"target": "x", "input": "in", "output": "out", "fields": {"stars": [1, 2, 3.5]}}
     assert load_job(LabelJob, None, settings).choices == {"stars": ["1", "2", "3.5"]}
 
@@ -225,43 +190,42 @@ def test_numbers_are_labels_as_they_are_written() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            ["--gold-column", "category=kind"],
-            "gold_column: 'kind' is not in the input, which has id, message, category",
-        ),
-        (["--gold-column", "category=category", "--carry", "record"], "gold_column: 'category' does not come into the"),
+        ("--gold-column kind", "gold_column: 'kind' is not in the input, which has id, message, category"),
+        ("--gold-column category --carry record", "gold_column: 'category' does not come into the"),
+        ("--label-column accepted", "label_column: 'accepted' is the name of a column that every output has"),
     ],
 )
-def test_a_gold_column_must_be_there_to_compare_with(
-    options: list[str], message: str, messages: Path, tmp_path: Path
-) -> None:
+def test_columns_that_do_not_fit_are_refused(options: str, message: str, messages: Path, tmp_path: Path) -> None:
+    label = ["label", "--plan", "--input", messages, "--output", tmp_path / "out", "--labels", "a", "--labels", "b"]
     with pytest.raises(JobError, match=message):
-        call("label", "--plan", "--input", str(messages), "--output", str(tmp_path / "out"), *FIELDS, *options)
+        call(*label, *options.split())
 
 
-def test_a_schema_is_sent_along_with_a_submitted_job(tmp_path: Path) -> None:
-    """The cluster does not have the file that a setting was read from."""
+def sent(name: str, *options: str) -> list[str]:
+    """The arguments that a submitted job gets on the cluster."""
+    command = typer.main.get_command(cli.app).commands[name]  # type: ignore[attr-defined]
+    words = ["--input", "s3://bucket/in", "--output", "s3://bucket/out", *options]
+    return submit.check(command, command.make_context(name, list(words)).params, words).arguments
+
+
+def test_a_submitted_job_contains_its_schema(tmp_path: Path) -> None:
+    """The cluster does not have the file."""
     (tmp_path / "schema.json").write_text('{"type": "object"}')
-    command = typer.main.get_command(cli.app).commands["label"]  # type: ignore[attr-defined]
-    words = ["--input", "s3://bucket/in", "--output", "s3://bucket/out", "--json-schema", str(tmp_path / "schema.json")]
-    call = submit.check(command, command.make_context("label", list(words)).params, words)
-    assert call.arguments[-2:] == ["--json-schema", '{"type": "object"}']
+    arguments = sent("label", "--json-schema", str(tmp_path / "schema.json"))
+    assert arguments[-2:] == ["--json-schema", '{"type": "object"}']
 
 
-def test_a_function_is_sent_along_with_a_submitted_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_submitted_job_contains_its_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text("def same(table):\n    return table\n")
     monkeypatch.chdir(tmp_path)
-    command = typer.main.get_command(cli.app).commands["run"]  # type: ignore[attr-defined]
-    words = ["--input", "s3://bucket/in", "--output", "s3://bucket/out", "--map", "mine:same"]
-    call = submit.check(command, command.make_context("run", list(words)).params, words)
-    assert call.arguments[-2] == "--map"
+    arguments = sent("run", "--map", "mine:same")
+    assert arguments[-2] == "--map"
     (tmp_path / "mine.py").unlink()
-    sent = Function.model_validate(call.arguments[-1])
-    assert sent(pa.table({"a": [1]})) == pa.table({"a": [1]}), "what the cluster is sent is all that it needs"
+    assert Function.model_validate(arguments[-1])(pa.table({"a": [1]})) == pa.table({"a": [1]})
 
 
-def test_a_setting_of_every_job_is_one_of_a_labeling_job_too() -> None:
-    """A validator of the same name in the subclass would take the place of the other."""
+def test_a_labeling_job_has_the_settings_and_validators_of_every_job() -> None:
+    """A validator of the same name in the subclass would replace the other."""
     job = LabelJob(target="t", input=["i"], output="o", labels=["a", "b"], template_arguments=["enable_thinking=false"])  # type: ignore[arg-type]
     assert job.template_arguments == {"enable_thinking": False}
     ours, theirs = (kind.__pydantic_decorators__.field_validators for kind in (Job, LabelJob))

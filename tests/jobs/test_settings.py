@@ -1,4 +1,4 @@
-"""One source of settings: what the engine declares is in job files, in flags, on the bench and on the pages."""
+"""A setting is declared once, in the engine, and is then in job files, options, the bench and the pages."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,17 +6,16 @@ from typing import Any, Literal
 
 import pytest
 from pydantic import ValidationError, create_model
-from typer.testing import CliRunner
 
 from exspec.actors.engine import EngineConfig
 from exspec.actors.engine.config import DRAFTING, SETTINGS
 from exspec.actors.engine.settings import Setting, setting, settings_of
-from exspec.jobs import cli
 from exspec.jobs.benchmarks import bench
 from exspec.jobs.benchmarks.settings import SHAPE, BenchSettings
 from exspec.jobs.options import _flag, _option
 from exspec.pipeline.job.settings import Job, _engines
 from tests.jobs import docs
+from tests.jobs.calls import succeed
 
 COMMANDS: Any = docs.commands()
 
@@ -26,24 +25,24 @@ def flags(command: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_setting_of_the_engine_is_everywhere(name: str) -> None:
+def test_a_setting_of_the_engine_is_in_every_place(name: str) -> None:
     known = SETTINGS[name]
     assert Job.model_fields[name].description == known.help
     assert {name} <= flags("run") & flags("label") & flags("tune")
-    assert f"| `--{name.replace('_', '-')}`" in (docs.FOLDER / docs.SETTINGS).read_text(encoding="utf-8")
+    assert f"\n- `--{name.replace('_', '-')}`" in (docs.FOLDER / docs.SETTINGS).read_text(encoding="utf-8")
     assert (name in flags("bench")) == (name not in ("method", "capacity"))
 
 
 @dataclass(frozen=True)
 class Extended(EngineConfig):
-    """What an engine with three more settings declares."""
+    """The config of an engine with three more settings."""
 
     beams: int | None = setting(None, "Beams of a row.", "any", ge=2)
-    order: Literal["first", "last"] = setting("first", "Who comes first.")
+    order: Literal["first", "last"] = setting("first", "Which comes first.")
     share: float = setting(0.5, "Share of the beams.", measured=True, gt=0, lt=1)
 
 
-def test_one_field_is_all_that_a_new_setting_takes() -> None:
+def test_a_new_setting_takes_one_field() -> None:
     known = settings_of(Extended)
     assert set(known) == {*SETTINGS, "beams", "order", "share"}
     made = create_model("Made", **{name: _engines(known[name]) for name in ("beams", "order", "share")})  # type: ignore[call-overload]
@@ -72,7 +71,7 @@ def test_one_field_is_all_that_a_new_setting_takes() -> None:
         (SETTINGS["method"], "magic", "method: expected one of plain, eqspec, exspec, not 'magic'"),
     ],
 )
-def test_a_value_out_of_range_is_named(known: Setting, value: Any, message: str) -> None:
+def test_a_value_out_of_range_is_refused_by_name(known: Setting, value: Any, message: str) -> None:
     known.check(known.default)
     with pytest.raises(ValueError, match=f"^{message}"):
         known.check(value)
@@ -82,20 +81,20 @@ def test_a_drafters_own_settings_are_declared_in_its_folder() -> None:
     assert DRAFTING == ("exit_depth", "check_depth", "exit_tokens")
     folder = Path(__file__).parents[2] / "actors" / "engine"
     for name in DRAFTING:
-        declared = [
-            path.name for path in folder.rglob("*.py") if f"    {name}: int | None = setting(" in path.read_text()
-        ]
-        assert declared == ["early_exit_settings.py"]
+        declaration = f"    {name}: int | None = setting("
+        files = [path.name for path in folder.rglob("*.py") if declaration in path.read_text()]
+        assert files == ["early_exit_settings.py"]
 
 
 def test_the_bench_takes_the_engines_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[BenchSettings] = []
     monkeypatch.setattr(bench, "run", given.append)
     usual = {name: getattr(EngineConfig(), name) for name in SHAPE}
-    for words, changed in (([], {}), (["--batch-size", "4", "--no-exact"], {"batch_size": 4, "exact": False})):
-        assert CliRunner().invoke(cli.app, ["bench", *words], catch_exceptions=False).exit_code == 0
+    for line, changed in (
+        ("", {}),
+        ("--batch-size 4 --no-exact", {"batch_size": 4, "exact": False}),
+        ("--draft a --draft b --target t --draft-length both", {"draft_length": "both"}),
+    ):
+        succeed("bench", *line.split())
         assert given[-1].shape == usual | changed
-    words = ["bench", "--draft", "a", "--draft", "b", "--target", "t", "--draft-length", "both"]
-    assert CliRunner().invoke(cli.app, words, catch_exceptions=False).exit_code == 0
     assert given[-1].draft == ("a", "b")
-    assert given[-1].shape["draft_length"] == "both"

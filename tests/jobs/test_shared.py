@@ -1,4 +1,4 @@
-"""Prompts that begin alike: plan tells how much of them is shared, the report what was found, and no token changes."""
+"""Prompts with a common prefix: plan and report count the shared tokens, and no completion changes."""
 
 import json
 import re
@@ -9,16 +9,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from typer.testing import CliRunner
 
 from exspec.actors.engine import EngineConfig
-from exspec.jobs import cli
 from exspec.jobs.commands.shared import Shared
 from exspec.jobs.demo import DEMO_PAIR
+from exspec.jobs.demo.shards import write_shards
 from exspec.pipeline.cluster.graph import PairLoader
 from exspec.pipeline.job.labels import LabelJob
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
+from tests.jobs.calls import rows_of, succeed
 
 CHUNK = EngineConfig.prefill_columns
 INSTRUCTION = (
@@ -32,7 +32,7 @@ ROWS = 60
 @pytest.fixture(scope="module")
 def messages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("messages")
-    assert CliRunner().invoke(cli.app, ["messages", str(folder), "--rows", str(ROWS), "--shards", "2"]).exit_code == 0
+    write_shards(folder, ROWS, 2, seed=5)
     return folder
 
 
@@ -44,17 +44,13 @@ def labeling(messages: Path, output: Path) -> LabelJob:
     )  # fmt: skip
 
 
-def rows_of(out: Path) -> dict[str, tuple[Any, ...]]:
-    told = ("completion", "label_urgency", "prompt_tokens", "completion_tokens", "forced")
-    return {
-        row["id"]: tuple(row[name] for name in told)
-        for path in out.glob("part-*")
-        for row in pq.read_table(path).to_pylist()
-    }
+def by_id(out: Path) -> dict[str, tuple[Any, ...]]:
+    columns = ("completion", "label_urgency", "prompt_tokens", "completion_tokens", "forced")
+    return {row["id"]: tuple(row[name] for name in columns) for row in rows_of(out)}
 
 
-def test_what_is_shared_is_found_and_changes_no_token(messages: Path, tmp_path: Path) -> None:
-    """Against the same job with prefill chunks that are longer than any prompt, of which none can be shared."""
+def test_shared_tokens_are_cached_and_no_completion_changes(messages: Path, tmp_path: Path) -> None:
+    """Compared with the same job with prefill chunks longer than any prompt, so that no prompt shares one."""
     reports = {}
     for name in ("shared", "alone"):
         prepared = prepare(labeling(messages, tmp_path / name))
@@ -63,62 +59,55 @@ def test_what_is_shared_is_found_and_changes_no_token(messages: Path, tmp_path: 
         load = PairLoader(prepared.job, config if name == "shared" else alone, "cpu")
         assert execute(prepared, load=load) == 0
         reports[name] = json.loads((tmp_path / name / "_report.json").read_text())
-    found = rows_of(tmp_path / "shared")
+    found = by_id(tmp_path / "shared")
     assert len(found) == ROWS
-    differing = [key for key, row in rows_of(tmp_path / "alone").items() if found[key] != row]
+    differing = [key for key, row in by_id(tmp_path / "alone").items() if found[key] != row]
     assert not differing, differing[:5]
 
     shared, alone = reports["shared"], reports["alone"]
     assert alone["prompt_tokens_found"] == 0
     first = shared["prompt_tokens_found"]
     assert first % CHUNK == 0
-    assert first >= (ROWS - 1) * CHUNK, "each prompt but the first finds the instruction"
-    # All of a prompt but its pending token is computed or found, and the forced tokens that begin every answer too.
+    assert first >= (ROWS - 1) * CHUNK, "the instruction is cached for every prompt but the first"
+    # Every token of a prompt except the last is computed or cached. So are the first forced tokens of an answer.
     assert first + shared["prompt_tokens_computed"] == alone["prompt_tokens_computed"]
     assert alone["prompt_tokens_computed"] >= alone["prompt_tokens"] - ROWS
     page = (tmp_path / "shared" / "_report.html").read_text()
     assert f"<th>prompt tokens found</th><td>{first}</td>" in page
-    result = CliRunner().invoke(cli.app, ["report", str(tmp_path / "shared"), str(tmp_path / "alone")])
-    told = json.loads(result.stdout.strip().splitlines()[-1])
-    assert [job["prompt_tokens_found"] for job in told] == [first, 0], "rebuilt from the files"
+    compared = json.loads(succeed("report", tmp_path / "shared", tmp_path / "alone").strip().splitlines()[-1])
+    assert [job["prompt_tokens_found"] for job in compared] == [first, 0], "rebuilt from the files"
 
 
-def test_plan_says_how_much_of_the_prompts_is_shared(messages: Path, tmp_path: Path) -> None:
-    def line(*options: str) -> str:
-        words = ["plan", "--input", str(messages), "--output", str(tmp_path / "out"), *options]
-        result = CliRunner().invoke(cli.app, words)
-        assert result.exit_code == 0, result.output
-        return next((line for line in result.stdout.splitlines() if line.startswith("shared:")), "")
+def test_plan_prints_how_many_prompt_tokens_are_shared(messages: Path, tmp_path: Path) -> None:
+    def line(source: Path, *options: str) -> str:
+        printed = succeed("plan", "--input", source, "--output", tmp_path / "out", *options)
+        return next((line for line in printed.splitlines() if line.startswith("shared:")), "")
 
-    told = line("--prompt-template", INSTRUCTION + "{{ message }}")
-    share = re.search(rf"(\d+)% of the prompt tokens of {ROWS} prompts begin as those of another", told)
+    first = ["--prompt-template", INSTRUCTION + "{{ message }}"]
+    share = re.search(rf"(\d+)% of the tokens of {ROWS} prompts are in a prefix of another", line(messages, *first))
     assert share
     assert 30 < int(share[1]) < 60
-    none = f"shared: no two of {ROWS} prompts have their first {CHUNK} tokens in common"
-    assert line("--prompt-template", "{{ message }}\n\n" + INSTRUCTION) == none
-    assert line("--prompt-template", INSTRUCTION + "{{ message }}", "--method", "eqspec") == ""
-
-
-def test_a_prompt_that_is_alone_is_not_spoken_of(tmp_path: Path) -> None:
+    none = f"shared: no two of {ROWS} prompts share their first {CHUNK} tokens"
+    assert line(messages, "--prompt-template", "{{ message }}\n\n" + INSTRUCTION) == none
+    assert line(messages, *first, "--method", "eqspec") == ""
     pq.write_table(pa.table({"prompt": [INSTRUCTION]}), tmp_path / "one.parquet")
-    words = ["plan", "--input", str(tmp_path / "one.parquet"), "--output", str(tmp_path / "out")]
-    assert "shared:" not in CliRunner().invoke(cli.app, words).stdout
+    assert line(tmp_path / "one.parquet") == "", "a single prompt"
 
 
-def test_whole_chunks_of_a_common_beginning_are_shared() -> None:
-    """As the engine shares them: in its order, from the first token on, and never the last token of a prompt."""
+def test_whole_chunks_of_a_common_prefix_are_shared() -> None:
+    """As the engine shares them: from the first token on, and never the last token of a prompt."""
     shared = Shared(4)
-    for prompt, found in (
+    for prompt, cached in (
         ([1, 2, 3, 4, 5, 6, 7, 8, 9], 0),
         ([1, 2, 3, 4, 5, 6, 7, 8, 9], 8),
-        ([1, 2, 3, 4, 5, 6, 7, 8], 4),  # the last token is pending, and so its chunk is not whole
+        ([1, 2, 3, 4, 5, 6, 7, 8], 4),  # the last token is pending, so its chunk is not whole
         ([1, 2, 3, 4, 5, 6, 7, 7, 9], 4),
-        ([0, 2, 3, 4, 5, 6, 7, 8, 9], 0),  # another beginning: what follows is another too
+        ([0, 2, 3, 4, 5, 6, 7, 8, 9], 0),  # the first chunk differs, so the second is not shared
         ([0, 2, 3, 4, 5, 6, 7, 8, 9], 8),
         ([1, 2, 3, 4], 0),
     ):
-        before = shared.found
+        before = shared.cached
         shared.add(prompt)
-        assert shared.found - before == found, prompt
-    told = "shared: 42% of the prompt tokens of 7 prompts begin as those of another (computed once an actor)"
-    assert shared.line() == told
+        assert shared.cached - before == cached, prompt
+    line = "shared: 42% of the tokens of 7 prompts are in a prefix of another prompt (each actor computes it once)"
+    assert shared.line() == line

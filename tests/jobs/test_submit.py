@@ -1,4 +1,4 @@
-"""Jobs sent to a real Ray head, as a person sends them."""
+"""Jobs that the real command submits to a real Ray head."""
 
 import json
 import os
@@ -15,16 +15,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from ray.job_submission import JobStatus
-from typer.testing import CliRunner
 
-from exspec.jobs import cli
 from exspec.jobs.cluster.client import Cluster, exit_code, outcome
 from exspec.jobs.cluster.wheel import build_wheel
+from exspec.jobs.demo.shards import write_shards
 from exspec.pipeline.errors import JobError
+from tests.jobs.calls import overwrite, rows_of
 from tests.jobs.cluster import Head, ray_head
 from tests.pipeline.generators import held
 
@@ -34,6 +32,7 @@ ROOT = Path(__file__).parents[2]
 EXSPEC = str(Path(sys.executable).with_name("exspec"))
 ROWS, SECRET = 32, "kept-to-itself"
 PATIENCE = 300  # seconds
+RUN = ["run", "--input", "s3://b/in", "--output", "s3://b/out"]
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +44,7 @@ def head() -> Iterator[Head]:
 @pytest.fixture(scope="module")
 def messages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("messages")
-    result = CliRunner().invoke(cli.app, ["messages", str(folder), "--rows", str(ROWS), "--shards", "1"])
-    assert result.exit_code == 0
+    write_shards(folder, ROWS, 1, seed=5)
     return folder
 
 
@@ -56,42 +54,40 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def exspec(head: Head, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [EXSPEC, *arguments]
-    return subprocess.run(
-        command, env=head.environment(**environment), capture_output=True, text=True, timeout=PATIENCE
-    )
+    env = head.environment(**environment)
+    return subprocess.run([EXSPEC, *arguments], env=env, capture_output=True, text=True, timeout=PATIENCE)
 
 
 def run_of(messages: Path, output: Path) -> list[str]:
-    """A job of many parts: one sequence at a time, four a part."""
+    """A job of many parts: one sequence at a time, four rows per part."""
     shape = ["--method", "plain", "--batch-size", "1", "--window", "1", "--rows-per-chunk", "4"]
     return ["run", "--input", str(messages), "--output", str(output), *shape]
 
 
 def metadata(head: Head) -> str:
-    """All that the cluster tells about its jobs, as everyone sees it who has the token."""
+    """What everyone with the token can read about the cluster's jobs."""
     request = urllib.request.Request(f"{head.address}/api/jobs/")
     request.add_header("Authorization", f"Bearer {head.token.read_text()}")
     with urllib.request.urlopen(request) as answer:
         return str(answer.read().decode())
 
 
-def test_a_job_is_followed_left_followed_again_and_cancelled(head: Head, messages: Path, output: Path) -> None:
+def test_a_job_is_followed_interrupted_followed_again_and_cancelled(head: Head, messages: Path, output: Path) -> None:
     sent = exspec(head, "submit", "--detach", "--name", "long", *run_of(messages, output), "--actors", "1")
     assert sent.returncode == 0, sent.stderr
     assert sent.stdout == "long\n"
 
     follow = [EXSPEC, "logs", "long", "--follow"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    # As in a terminal: what is started in the background by a script ignores the interrupt, and so do its children.
+    # As in a terminal. A process that a script starts in the background ignores the interrupt, and so do its children.
     pipes["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(follow, env=head.environment(), **pipes) as first:
         assert first.stdout is not None
         assert any("Running entrypoint" in line for line in first.stdout)
         first.send_signal(signal.SIGINT)
-        said = first.communicate(timeout=PATIENCE)[1]
+        error = first.communicate(timeout=PATIENCE)[1]
     assert first.returncode == 130
-    assert "long goes on" in said
+    assert "long is still running" in error
 
     with subprocess.Popen(follow, env=head.environment(), **pipes) as second:
         until = time.monotonic() + PATIENCE
@@ -101,63 +97,56 @@ def test_a_job_is_followed_left_followed_again_and_cancelled(head: Head, message
             time.sleep(0.05)
         with held(head.process):
             cancelled = exspec(head, "cancel", "long")
-            printed, said = second.communicate(timeout=60)
+            printed, error = second.communicate(timeout=60)
     assert cancelled.returncode == 0
     assert "long was stopped" in cancelled.stdout
-    assert second.returncode == 4, (printed, said)
-    assert "long was stopped; what it finished is kept, and the same command again does the rest" in said
+    assert second.returncode == 4, (printed, error)
+    assert "long was stopped. Finished rows are kept; run the same command again to resume" in error
     assert printed.count("Running entrypoint") == 1
     assert not (output / "_SUCCESS").exists()
-    assert exspec(head, "cancel", "long").stdout == cancelled.stdout, "it may be said twice"
-    shown = exspec(head, "status", "long").stdout
-    assert "STOPPED" in shown
+    assert exspec(head, "cancel", "long").stdout == cancelled.stdout, "a second cancel gives the same answer"
+    assert "STOPPED" in exspec(head, "status", "long").stdout
 
 
-def test_the_same_command_again_does_the_rest(head: Head, messages: Path, output: Path) -> None:
+def test_the_same_command_resumes(head: Head, messages: Path, output: Path) -> None:
     kept = {path: path.stat().st_mtime_ns for path in output.glob("part-*")}
     assert 0 < len(kept) < ROWS / 4
     done = exspec(head, "submit", "--name", "rest", *run_of(messages, output), "--actors", "2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{ROWS} of {ROWS} rows" in done.stdout
     assert "rest succeeded" in done.stderr
-    assert f"input {messages}: taken for a folder that all nodes of the cluster share" in done.stderr
+    assert f"input {messages}: assumed to be a folder that all nodes of the cluster share" in done.stderr
     assert all(path.stat().st_mtime_ns == then for path, then in kept.items())
-    rows = [row for path in output.glob("part-*") for row in pq.read_table(path).to_pylist()]
+    rows = rows_of(output)
     assert len({row["row"] for row in rows}) == len(rows) == ROWS
-    versions = json.loads((output / "_job.json").read_text())["versions"]
-    assert "exspec" in versions
+    assert "exspec" in json.loads((output / "_job.json").read_text())["versions"]
 
 
-def test_an_audit_that_finds_a_fault_ends_with_its_exit_code(head: Head, output: Path) -> None:
-    path = sorted(output.glob("part-*"))[0]
-    table = pq.read_table(path)
-    wrong = ["not this", *table["completion"].to_pylist()[1:]]
-    place = table.schema.get_field_index("completion")
-    pq.write_table(table.set_column(place, table.schema.field(place), pa.array(wrong)), path)
+def test_an_audit_that_finds_a_difference_exits_with_1(head: Head, output: Path) -> None:
+    overwrite(min(output.glob("part-*")), "completion", 0, "not this")
     secret = json.dumps({"auto_mkdir": True, "comment": SECRET})
     command = ["audit", str(output), "--count", str(ROWS), "--no-generate", "--storage-options", secret]
     done = exspec(head, "submit", "--name", "check", "--env", "HF_HUB_OFFLINE", *command)
     assert done.returncode == 1, done.stdout + done.stderr
     assert f"{ROWS - 1} ({(ROWS - 1) / ROWS:.1%})" in done.stdout
     assert "check ended with exit code 1" in done.stderr
-    told = metadata(head)
-    assert '"check"' in told
-    assert SECRET not in told
-    assert head.token.read_text() not in told
+    shown = metadata(head)
+    assert '"check"' in shown
+    assert SECRET not in shown
+    assert head.token.read_text() not in shown
 
 
-def test_a_job_that_is_refused_there_ends_with_2(head: Head, tmp_path: Path) -> None:
+def test_a_job_that_is_refused_on_the_cluster_exits_with_2(head: Head, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(f"input: {tmp_path / 'nothing'}\noutput: {tmp_path / 'out'}\n")
     done = exspec(head, "submit", "--name", "refused", "run", "--job", str(tmp_path / "job.yaml"))
     assert done.returncode == 2, done.stdout + done.stderr
     assert f"exspec: input {tmp_path / 'nothing'}: no such file or folder" in done.stdout
     assert "refused ended with exit code 2" in done.stderr
     again = exspec(head, "logs", "refused", "--follow")
-    assert again.returncode == 2
-    assert again.stdout == done.stdout
+    assert (again.returncode, again.stdout) == (2, done.stdout)
 
 
-def test_all_jobs_are_in_the_table(head: Head) -> None:
+def test_status_lists_all_jobs(head: Head) -> None:
     shown = exspec(head, "status", COLUMNS="80").stdout
     ends = [("long", "STOPPED", "4"), ("rest", "SUCCEEDED", "0"), ("check", "FAILED", "1"), ("refused", "FAILED", "2")]
     for name, status, code in ends:
@@ -167,33 +156,34 @@ def test_all_jobs_are_in_the_table(head: Head) -> None:
         assert len(line) <= 80
 
 
-def test_no_agent_is_told_with_what_to_do() -> None:
-    """What Ray answers where the agent of a node could not take its port."""
+def test_a_missing_agent_gives_a_hint() -> None:
+    """Ray's answer if the port of a node's agent is in use."""
     cluster = Cluster.__new__(Cluster)
     cluster.address = "http://head:8265"
-    told = r"No available agent to submit job.*; .* --dashboard-agent-listen-port PORT"
-    with pytest.raises(JobError, match=told), cluster._asking():
+    message = r"No available agent to submit job.*; .* --dashboard-agent-listen-port PORT"
+    with pytest.raises(JobError, match=message), cluster._errors():
         raise RuntimeError("Request failed with status code 500: No available agent to submit job, try again later.")
 
 
 @pytest.mark.parametrize(
     ("arguments", "environment", "message"),
     [
-        (["status"], {"RAY_AUTH_TOKEN": "wrong"}, "the cluster refused the token; set RAY_AUTH_TOKEN or"),
+        (["status"], {"RAY_AUTH_TOKEN": "wrong"}, "the cluster rejected the token; set RAY_AUTH_TOKEN or"),
         (["status"], {"RAY_AUTH_TOKEN_PATH": "/nothing"}, "RAY_AUTH_TOKEN_PATH: /nothing does not exist"),
-        (["status"], {"RAY_AUTH_MODE": "disabled"}, "the cluster asks for a token; set RAY_AUTH_TOKEN or"),
-        (["status", "--address", "http://127.0.0.1:9"], {}, "http://127.0.0.1:9: no Ray dashboard answers there"),
+        (["status"], {"RAY_AUTH_MODE": "disabled"}, "the cluster requires a token; set RAY_AUTH_TOKEN or"),
+        (
+            ["status", "--address", "http://127.0.0.1:9"],
+            {},
+            "http://127.0.0.1:9: no Ray dashboard answers at",
+        ),
         (["logs", "nobody"], {}, "nobody: no such job at http://127.0.0.1"),
         (["logs", "nobody", "--follow"], {}, "nobody: no such job at http://127.0.0.1"),
         (["cancel", "nobody"], {}, "nobody: no such job at http://127.0.0.1"),
-        (
-            ["submit", "--name", "long", "run", "--input", "s3://b/in", "--output", "s3://b/out"],
-            {},
-            "long: the cluster has a job of this id; give another",
-        ),
+        (["submit", "--name", "long", *RUN], {}, "long: the cluster already has a job with this id; choose another"),
+        (["submit", "--env", "NOT_SET_HERE", *RUN], {}, "--env NOT_SET_HERE: the variable is not set; set it, or pass"),
     ],
 )
-def test_what_the_cluster_refuses_is_one_sentence(
+def test_a_refused_request_is_one_line(
     head: Head, arguments: list[str], environment: dict[str, str], message: str
 ) -> None:
     done = exspec(head, *arguments, **environment)
@@ -205,46 +195,35 @@ def test_what_the_cluster_refuses_is_one_sentence(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["run", "--input", "in/", "--output", "s3://b/out"], "input in/: a relative path means nothing on a cluster"),
-        (["run", "--input", "s3://b/in", "--output", "out"], "output out: a relative path means nothing on a cluster"),
+        (["run", "--input", "in/", "--output", "s3://b/out"], "input in/: a cluster cannot resolve a relative path"),
+        (["run", "--input", "s3://b/in", "--output", "out"], "output out: a cluster cannot resolve a relative path"),
         (["run", "--input", "s3://b/in"], "output: is missing"),
-        (["run", "--input", "s3://b/in", "--output", "s3://b/out", "--batch-size", "many"], "batch_size: expected a"),
+        ([*RUN, "--batch-size", "many"], "batch_size: expected a"),
         (["run", "--imput", "s3://b/in"], "No such option: --imput"),
         (["run", "--job", "nowhere.yaml"], "--job nowhere.yaml: No such file or directory"),
-        (["audit", "out"], "output out: a relative path means nothing on a cluster"),
+        (["audit", "out"], "output out: a cluster cannot resolve a relative path"),
         (["tune", "--input", "s3://b/in"], "submit tune: expected one of run"),
-        (
-            ["run", "--input", "s3://b/in", "--output", "s3://b/out", "--ray-address", "auto"],
-            "ray_address: a job that is submitted runs on the cluster that it is sent to; leave it out",
-        ),
+        ([*RUN, "--ray-address", "auto"], "ray_address: expected none, a submitted job runs on the cluster"),
     ],
 )
-def test_what_is_wrong_with_a_command_is_said_before_it_is_sent(
-    arguments: list[str], message: str, tmp_path: Path
-) -> None:
-    """There is no cluster at that address."""
+def test_a_command_is_checked_before_it_is_sent(arguments: list[str], message: str, tmp_path: Path) -> None:
+    """There is no cluster at the address."""
     command = [EXSPEC, "submit", "--address", "http://127.0.0.1:9", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"COLUMNS": "200"})
     assert done.returncode == 2
     assert message in done.stderr
 
 
-def test_a_variable_that_is_not_set_is_named(head: Head) -> None:
-    sent = exspec(head, "submit", "--env", "NOT_SET_HERE", "run", "--input", "s3://b/in", "--output", "s3://b/out")
-    assert sent.returncode == 2
-    assert "--env NOT_SET_HERE: it is not set here; set it, or give --env NOT_SET_HERE=VALUE" in sent.stderr
-
-
 @pytest.mark.parametrize(
     ("status", "driver", "code", "sentence"),
     [
-        ("FAILED", -9, 3, "j: its process ended with -9, so it did not come to its end; see exspec logs j"),
-        ("FAILED", 70, 3, "j: its process ended with 70, so it did not come to its end; see exspec logs j"),
-        ("FAILED", None, 3, "j failed outside of its own process: the node is gone"),
+        ("FAILED", -9, 3, "j: the process crashed with exit code -9; see exspec logs j"),
+        ("FAILED", 70, 3, "j: the process crashed with exit code 70; see exspec logs j"),
+        ("FAILED", None, 3, "j failed outside its own process: the node is gone"),
         ("RUNNING", None, None, "j is running"),
     ],
 )
-def test_other_ends_have_a_code_of_their_own(status: str, driver: int | None, code: int | None, sentence: str) -> None:
+def test_other_failures_have_their_own_code(status: str, driver: int | None, code: int | None, sentence: str) -> None:
     details = SimpleNamespace(
         submission_id="j", status=JobStatus(status), driver_exit_code=driver, message="Error:\nthe node is gone"
     )
@@ -254,7 +233,7 @@ def test_other_ends_have_a_code_of_their_own(status: str, driver: int | None, co
 
 
 class Faltering:
-    """A client whose log breaks off, once in the middle of a line, and whose dashboard is away for a while."""
+    """A client whose log stream breaks off, once in the middle of a line, and whose dashboard is down for a while."""
 
     def __init__(self) -> None:
         self.logs = [["one\n", "tw"], [], ["one\n", "two\nth"], ["one\ntwo\nth", "ree\n"]]
@@ -279,15 +258,15 @@ class Faltering:
         return SimpleNamespace(submission_id=job, status=status, driver_exit_code=0)
 
 
-def test_a_connection_that_breaks_off_costs_no_line_and_doubles_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lost_connection_neither_drops_nor_repeats_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     cluster = object.__new__(Cluster)
     cluster.address, cluster.token, cluster.client = "http://there", None, Faltering()
     assert cluster.follow("j") == 0
     assert capsys.readouterr().out == "one\ntwo\nthree\n"
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
-    """No other folder of the checkout, and no dependencies: pip would install them over those of the cluster."""
+def test_the_wheel_has_the_package_and_nothing_else(tmp_path: Path) -> None:
+    """No other folder of the checkout, and no dependencies, because pip would install them next to the cluster's."""
     wheel = build_wheel(tmp_path)
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     with zipfile.ZipFile(wheel) as archive:
@@ -300,10 +279,10 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     assert {"exspec/py.typed", "exspec/jobs/demo/pair/training.json"} <= set(names)
     assert not [name for name in names if "__pycache__" in name]
     content = wheel.read_bytes()
-    assert (build_wheel(tmp_path) == wheel, wheel.read_bytes() == content) == (True, True), "it is named by its content"
+    assert (build_wheel(tmp_path) == wheel, wheel.read_bytes() == content) == (True, True), "named by its content"
 
 
 @pytest.mark.parametrize("address", ["localhost:8265", "ray://localhost:10001"])
-def test_an_address_is_that_of_a_dashboard(address: str) -> None:
+def test_another_address_than_a_dashboards_is_refused(address: str) -> None:
     with pytest.raises(JobError, match=f"address {address}: expected the URL of the cluster's dashboard"):
         Cluster(address)

@@ -1,4 +1,4 @@
-"""`exspec synthetic`: acceptance is a dial, tokens are plain decoding's, and little is needed to run it."""
+"""`exspec synthetic`: the acceptance rate can be set, tokens equal plain decoding's, and it needs few packages."""
 
 import json
 import subprocess
@@ -18,49 +18,20 @@ from typer.testing import CliRunner
 from exspec.actors.engine import Engine
 from exspec.actors.engine.graphs import Recordings
 from exspec.jobs import cli
+from exspec.jobs.benchmarks import stages as measured
 from exspec.jobs.benchmarks import synthetic
-from exspec.jobs.benchmarks.synthetic import (
-    SHAPES,
-    STAGES,
-    Measurement,
-    Message,
-    Places,
-    Plan,
-    Settings,
-    differences,
-    measure,
-    model_bytes,
-    parse,
-    work,
-)
+from exspec.jobs.benchmarks.independence import RowIndependence
+from exspec.jobs.benchmarks.models import model_bytes
+from exspec.jobs.benchmarks.settings import SyntheticSettings
+from exspec.jobs.benchmarks.shapes import SHAPES
+from exspec.jobs.benchmarks.stages import STAGES, Measurement, differences
+from exspec.jobs.benchmarks.synthetic import Message, measure, work
 from tests.jobs.stages import failing
-
-
-@pytest.mark.slow
-def test_acceptance_is_what_was_asked_for_and_every_token_is_plain(tmp_path: Path) -> None:
-    options = ["tiny:tiny", "--batch-sizes", "1,4", "--acceptances", "0.3,0.9", "--limit", "8",
-               "--max-new-tokens", "40", "--device", "cpu", "--dtype", "bfloat16", "--repeats", "1",
-               "--tune-seconds", "0.5", "--output", str(tmp_path / "made" / "out.json")]  # fmt: skip
-    result = CliRunner().invoke(cli.app, ["synthetic", *options], catch_exceptions=False)
-    assert result.exit_code == 0
-    report = json.loads((tmp_path / "made" / "out.json").read_text())
-    assert json.loads(result.stdout.splitlines()[-1]) == report
-    assert [b["batch_size"] for b in report["batches"]] == [1, 4]
-    for batch in report["batches"]:
-        methods = batch["methods"]
-        assert {"plain", "generate", "continuous batching", "exspec 0.3", "exspec 0.9"} <= set(methods)
-        assert sum(name.startswith("auto 0.") for name in methods) == 2
-        for right in ("0.3", "0.9"):
-            found = methods[f"exspec {right}"]
-            assert found["exact"] == found["of"] == 8
-            assert found["acceptance_by_place"][0] == pytest.approx(float(right), abs=0.15)
-        assert set(batch["phases"]) == {"plain", "verify", "draft", "prefill"}
-        assert all(phase["ms"] > 0 and phase["floor_ms"] > 0 for phase in batch["phases"].values())
 
 
 def test_an_unknown_shape_is_refused() -> None:
     with pytest.raises(ValueError, match="no shape 'GPT-9'; expected TARGET:DRAFT of Qwen/Qwen3-8B"):
-        Settings("GPT-9:tiny")
+        SyntheticSettings("GPT-9:tiny")
 
 
 @pytest.mark.parametrize(
@@ -98,48 +69,62 @@ def test_engine_and_benchmark_need_torch_and_transformers_alone() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-TINY = Plan(
-    "tiny:tiny", device="cpu", seconds=300, shapes=((2, 2), (4, 2)), batch_sizes=(2,), drafts=(2, 1), prompts=4,
-    acceptances=(0.6,), outside=(2,), rivals=("generate",), prefills=((4, 32), (1, 64)), kernels=("eager",),
+TINY = SyntheticSettings(
+    "tiny:tiny", device="cpu", seconds=300, shapes=((2, 2), (4, 2)), batch_sizes="2", draft_tokens="2,1", limit=4,
+    acceptances="0.6", rivals=("generate",), rival_batch_sizes=(2,), prefills=((4, 32), (1, 64)), kernels=("eager",),
     prompt_tokens=24, max_new_tokens=20,
 )  # fmt: skip
 
 
-def stages(plan: Plan, *names: str) -> dict[str, dict[str, Any]]:
-    """What the stages tell, run here; of all that were asked for, each must end."""
+def stages(settings: SyntheticSettings, *names: str) -> dict[str, dict[str, Any]]:
+    """The report of these stages, run in this process. Each of them must end without an error."""
     found: dict[str, dict[str, Any]] = {}
 
     def take(message: Message) -> None:
         stage = found.setdefault(message.stage, {"results": []})
-        stage["results"] += [message.piece] if message.piece else []
+        stage["results"] += [message.result] if message.result else []
         stage.update(message.ending)
         assert not stage.get("error"), stage["error"]
 
-    work(plan, names, time.monotonic() + plan.seconds, take)
+    work(settings, names, time.monotonic() + settings.seconds, take)
     assert set(found) == {"setup", *names}
     return found
+
+
+def test_acceptance_is_what_was_asked_for_and_every_token_is_plain() -> None:
+    measurement = Measurement(replace(TINY, limit=8, max_new_tokens=40))
+    config = measurement.config(4, 5)
+    expected = measurement.decode(Engine(measurement.target, None, config.plain())).tokens
+    engine, drafter = measurement.replaying(config)
+    for acceptance in (0.3, 0.9):
+        drafter.replay(expected, acceptance)
+        outcome = measurement.decode(engine, order=1)
+        assert outcome.tokens == expected
+        drafted, accepted = outcome.sequences.drafted_by_position, outcome.sequences.accepted_by_position
+        assert accepted[0] / drafted[0] == pytest.approx(acceptance, abs=0.15)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_stage_of_a_measurement_gives_its_figures(dtype: str) -> None:
-    found = stages(replace(TINY, dtype=dtype), *STAGES)
+    rivals = ("generate", "continuous batching") if dtype == "float32" else TINY.rivals
+    found = stages(replace(TINY, dtype=dtype, rivals=rivals), *STAGES)
     (setup,) = found["setup"]["results"]
     assert {"hardware", "bandwidth_gb_per_s", "attention", "not_in_place", "kernels", "not_compiled"} == set(setup)
     for name in STAGES:
         assert not found[name]["cut_short"]
         assert found[name]["seconds"] <= found[name]["budget_seconds"]
 
-    places = found["places"]["results"]
-    shapes = {(p["rows"], p["columns"], p["attention"]) for p in places}
+    compared = found["independence"]["results"]
+    shapes = {(c["rows"], c["columns"], c["attention"]) for c in compared}
     assert shapes >= {(2, 3, "gathered"), (4, 3, "gathered"), (2, 3, setup["attention"])}
-    for place in places:
-        changed = place["changed"]
+    for comparison in compared:
+        changed = comparison["changed"]
         assert set(changed) == {"again", "recorded", "permuted", "reversed", "others_changed", "others_dead",
                                 "later_tokens_changed", "column"}  # fmt: skip
         for name in ("again", "recorded", "permuted", "reversed", "others_changed", "others_dead"):
-            assert (name, changed[name]["equal"]) == (name, place["rows"])
-        assert place["equal"] or place["attention"] == "gathered"
+            assert (name, changed[name]["equal"]) == (name, comparison["rows"])
+        assert comparison["equal"] or comparison["attention"] == "gathered"
 
     (profiled,) = found["profile"]["results"]
     assert list(profiled["phases"]) == ["draft", "verify", "commit"]
@@ -157,9 +142,12 @@ def test_every_stage_of_a_measurement_gives_its_figures(dtype: str) -> None:
     timed = found["speed"]["results"]
     assert {(t["rows"], t["draft_tokens"]) for t in timed if t.get("method") == "exspec"} == {(2, 1), (2, 2)}
     assert all(t["exact"] == 1.0 and t["ratio_to_plain"] > 0 for t in timed if t.get("method") == "exspec")
-    methods = {"plain", "plain in this shape", "exspec", "prefill", "generate"}
+    methods = {"plain", "plain in this shape", "exspec", "prefill", *rivals}
     assert {t["method"] for t in timed if "method" in t} == methods
-    assert [t["phases_of"] for t in timed if "phases_of" in t] == [2]
+    (costs,) = [t for t in timed if "phases_of" in t]
+    assert costs["phases_of"] == 2
+    assert set(costs["phases"]) == {"plain", "verify", "draft", "prefill"}
+    assert all(phase["ms"] > 0 and phase["floor_ms"] > 0 for phase in costs["phases"].values())
     assert all(t["tokens_per_second"] for t in timed if t.get("method") in ("plain", "prefill", "generate"))
 
 
@@ -171,26 +159,26 @@ def test_a_clock_that_runs_out_cuts_a_stage_short_and_an_error_ends_the_process(
         raise RuntimeError("misaligned address")
 
     monkeypatch.setitem(synthetic.STAGES, "profile", (broken, 1.0))
-    told: list[Message] = []
-    work(replace(TINY, dtype="float32"), ["exact", "profile", "speed"], time.monotonic(), told.append)
-    ends = {m.stage: m.ending for m in told if m.ending}
+    messages: list[Message] = []
+    work(replace(TINY, dtype="float32"), ["exact", "profile", "speed"], time.monotonic(), messages.append)
+    ends = {m.stage: m.ending for m in messages if m.ending}
     assert ends["exact"]["cut_short"]
     assert ends["profile"]["error"].startswith("RuntimeError: misaligned address (")
     assert "speed" not in ends
-    assert [m.piece for m in told if m.stage == "profile" and m.piece] == [{"before": 1}]
+    assert [m.result for m in messages if m.stage == "profile" and m.result] == [{"before": 1}]
 
 
-def test_a_row_that_depends_on_its_place_or_its_neighbours_is_seen() -> None:
-    bench = Measurement(replace(TINY, dtype="float32"))
-    (config,) = bench.variants(4, 2)
-    compared = Places(bench.target, config)
+def test_a_row_that_depends_on_its_place_or_its_neighbours_is_found() -> None:
+    measurement = Measurement(replace(TINY, dtype="float32"))
+    (config,) = measurement.resolved(4, 2)
+    compared = RowIndependence(measurement.target, config)
     forward = compared.forward
-    compared.forward = lambda slots, *rest: forward(slots, *rest) + torch.arange(len(slots))[:, None, None] * 1e-3
+    compared.forward = lambda rows: forward(rows) + torch.arange(len(rows.slots))[:, None, None] * 1e-3
     changed = compared.compare()["changed"]
     assert changed["again"]["equal"] == 4
     assert changed["reversed"]["equal"] == 0
     assert changed["reversed"]["first_row"] == 0
-    compared.forward = lambda slots, *rest: forward(slots, *rest) + slots.sum() * 1e-3
+    compared.forward = lambda rows: forward(rows) + rows.slots.sum() * 1e-3
     changed = compared.compare()["changed"]
     assert changed["permuted"]["equal"] == 4
     assert changed["others_changed"]["equal"] == changed["others_dead"]["equal"] == 0
@@ -198,16 +186,16 @@ def test_a_row_that_depends_on_its_place_or_its_neighbours_is_seen() -> None:
 
 
 def test_the_first_token_that_differs_is_named() -> None:
-    expected: dict[tuple[int, ...], list[int]] = {(1,): [5, 6], (2,): [5, 6, 7], (3,): [4]}
+    expected = [[5, 6], [5, 6, 7], [4]]
     assert differences(expected, expected) == {"exact": 1.0, "first_difference": None}
-    found = differences(expected, {**expected, (2,): [5, 9, 7]})
-    assert found == {"exact": 0.6667, "first_difference": {"prompt": 1, "place": 1, "expected": 6, "found": 9}}
-    found = differences(expected, {**expected, (3,): []})
-    assert found["first_difference"] == {"prompt": 2, "place": 0, "expected": 4, "found": None}
+    found = differences(expected, [[5, 6], [5, 9, 7], [4]])
+    assert found == {"exact": 0.6667, "first_difference": {"prompt": 1, "position": 1, "expected": 6, "found": 9}}
+    found = differences(expected, [[5, 6], [5, 6, 7], []])
+    assert found["first_difference"] == {"prompt": 2, "position": 0, "expected": 4, "found": None}
 
 
-def test_warming_meets_every_shape_that_rounds_can_have() -> None:
-    """What is recorded inside a clock would be measured with it."""
+def test_warming_records_every_shape_that_rounds_can_have() -> None:
+    """A shape that is recorded inside the clock would be measured with its recording."""
 
     class Counted(Recordings):
         def __init__(self) -> None:
@@ -218,14 +206,14 @@ def test_warming_meets_every_shape_that_rounds_can_have() -> None:
             self.made += 1
             return run
 
-    bench = Measurement(replace(TINY, dtype="float32", max_new_tokens=11)).bench
+    measurement = Measurement(replace(TINY, dtype="float32", max_new_tokens=11))
     for sampled in (False, True):
         recorder = Counted()
-        config = bench.shaped(batch_size=2, draft_tokens=4)
-        engine = Engine(bench.target, bench.draft, config, recorder=recorder)
-        bench.warm(engine, sampled)
+        config = measurement.config(2, 4)
+        engine = Engine(measurement.target, measurement.draft, config, recorder=recorder)
+        measurement.warm(engine, sampled)
         before = recorder.made
-        bench.decode(engine, sampled=sampled)
+        measurement.decode(engine, sampled=sampled)
         assert recorder.made == before > 4
 
 
@@ -235,8 +223,8 @@ def test_a_stage_that_crashes_hangs_or_fails_leaves_the_next_ones_alone(tmp_path
     assert json.loads((tmp_path / "made" / "out.json").read_text()) == json.loads(json.dumps(report))
     found = report["stages"]
     assert [len(p["names"]) for p in found["setup"]["results"]] == [4, 3, 2, 1]
-    assert [found[name]["results"] for name in STAGES] == [[{"piece": name}] for name in STAGES]
-    assert found["places"]["error"] == "its process ended with exit code 7"
+    assert [found[name]["results"] for name in STAGES] == [[{"result": name}] for name in STAGES]
+    assert found["independence"]["error"] == "its process ended with exit code 7"
     assert found["profile"]["error"].startswith("it hung, and was ended")
     assert found["exact"]["error"] == "RuntimeError: no"
     assert found["speed"]["error"] is None
@@ -255,10 +243,42 @@ def test_the_command_gives_a_report_of_all_stages_whatever_time_there_is(tmp_pat
     assert all({"seconds", "error"} & set(stage) for stage in report["stages"].values())
 
 
-def test_an_unknown_device_or_shape_is_told_by_the_setup(tmp_path: Path) -> None:
-    told: list[Message] = []
-    work(replace(TINY, device="nonsense"), list(STAGES), time.monotonic(), told.append)
-    assert [m.stage for m in told] == ["setup", "setup"]
-    assert "nonsense" in told[-1].ending["error"]
-    plan, output = parse(["tiny:tiny", str(tmp_path), "--seconds", "7"])
-    assert (plan, output) == (Plan("tiny:tiny", seconds=7.0), tmp_path)
+def test_an_error_of_the_setup_ends_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no memory for the weights")
+
+    monkeypatch.setattr(measured, "build", broken)
+    messages: list[Message] = []
+    work(TINY, list(STAGES), time.monotonic(), messages.append)
+    assert [m.stage for m in messages] == ["setup", "setup"]
+    assert messages[-1].ending["error"].startswith("RuntimeError: no memory for the weights (")
+
+
+WORDS = ["tiny:tiny", "out.json", "--device", "cpu", "--seconds", "7", "--batch-sizes", "2,1", "--draft-tokens", "3",
+         "--acceptances", "0.5", "--limit", "9", "--max-new-tokens", "8", "--dtype", "float32"]  # fmt: skip
+
+
+def test_both_programs_take_the_same_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(synthetic, "measure", lambda *given: calls.append(given))
+    for words in (WORDS, WORDS[:2]):
+        synthetic.main(words)
+        assert CliRunner().invoke(cli.app, ["synthetic", *words], catch_exceptions=False).exit_code == 0
+    given = SyntheticSettings("tiny:tiny", "cpu", 7.0, "2,1", "3", "0.5", 9, 8, "float32")
+    assert calls[0] == calls[1] == (given, Path("out.json"))
+    assert calls[2] == calls[3] == (SyntheticSettings("tiny:tiny"), Path("out.json"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--device", "nonsense"], "--device: expected cpu, cuda or cuda:N, not 'nonsense'"),
+        (["--draft-tokens", "5,x"], "--draft-tokens: expected numbers with commas between them, not '5,x'"),
+        (["--seconds", "0"], "seconds: expected a positive number, not 0.0"),
+    ],
+)
+def test_wrong_options_are_refused_in_one_sentence(words: list[str], message: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as end:
+        synthetic.main(["tiny:tiny", "out.json", *words])
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err

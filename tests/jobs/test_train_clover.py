@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from exspec.actors.engine import Request, SequenceStatistics
 from exspec.actors.models import load_pair
 from exspec.jobs.training import clover as train_clover
-from exspec.jobs.training.clover import Last, finished, grown, losses, train
+from exspec.jobs.training.clover import LastHidden, losses, new_head, train, training_examples
 from exspec.jobs.training.examples import batches
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.output.owner import read_output, settings
@@ -49,14 +49,16 @@ def test_what_is_learned_are_the_tokens_of_the_target(done: tuple[str, Path]) ->
     output, pair = read_output(Folder(str(out), {})), load_pair(name, None)
     job = settings(output.state.description, {})
     expected = [(jobs.prompt(n), tiny.generate(pair.target, jobs.prompt(n), jobs.budget(n))) for n in range(ROWS)]
-    assert sorted(finished(job, output, pair, ROWS)) == sorted(expected)
+    assert sorted(training_examples(job, output, pair, ROWS)) == sorted(expected)
     assert any(tokens[-1] == tiny.ENDS[0] for _, tokens in expected), "the end is learned too"
     pair.target.generation_config.eos_token_id = list(tiny.ENDS)  # which of them it was is not written
     cut = [
         (prompt, tokens[: tokens.index(tiny.ENDS[0])] if tiny.ENDS[0] in tokens else tokens)
         for prompt, tokens in expected
     ]
-    assert sorted(finished(job, output, pair, ROWS)) == sorted((prompt, tokens) for prompt, tokens in cut if tokens)
+    assert sorted(training_examples(job, output, pair, ROWS)) == sorted(
+        (prompt, tokens) for prompt, tokens in cut if tokens
+    )
 
 
 def test_batches_hold_every_token_once_under_its_own() -> None:
@@ -84,7 +86,7 @@ def test_a_trained_head_is_a_draft_and_drafts_what_it_has_learned(done: tuple[st
     name, out = done
     train_clover.main(str(out), tmp_path / "head", heads=3, rows=ROWS, minutes=100, steps=150, device="cpu")
     pair = load_pair(name, str(tmp_path / "head"))
-    assert accepted(pair.target, grown(pair.target, 3).eval()) < 0.2
+    assert accepted(pair.target, new_head(pair.target, 3).eval()) < 0.2
     assert accepted(pair.target, pair.draft) > 0.8, "nearly all of what it knows by heart"
 
 
@@ -99,7 +101,7 @@ def test_the_target_stays_as_it_is(done: tuple[str, Path]) -> None:
 def test_every_head_learns_every_token_that_it_will_have_to_say() -> None:
     """But for those too near the beginning; the last of the longest row too."""
     target = tiny.deep(4, 0.3)
-    head = grown(target, 3)
+    head = new_head(target, 3)
     said: list[int] = []
     step = head.step
 
@@ -109,10 +111,10 @@ def test_every_head_learns_every_token_that_it_will_have_to_say() -> None:
 
     head.step = noted  # type: ignore[method-assign]
     ids, labels = next(batches([([1, 2], [3, 4, 5, 6])], tiny.random.Random(0)))
-    assert len(losses(head, target, Last(target), ids, labels)) == 3
+    assert len(losses(head, target, LastHidden(target), ids, labels)) == 3
     assert said == [4, 3, 2], "of the five places, each head has those that its token is behind"
     ids, labels = next(batches([([1], [3])], tiny.random.Random(0)))
-    assert losses(head, target, Last(target), ids, labels) == [], "nothing is behind"
+    assert losses(head, target, LastHidden(target), ids, labels) == [], "nothing is behind"
 
 
 @pytest.mark.parametrize(("rows", "heads", "told"), [([([1], [2, 3])], 2, "--heads 2: no row has so many tokens")])

@@ -1,4 +1,4 @@
-"""What kustomize makes of the folders under k8s/, and ways through it."""
+"""Renders the folders under k8s/ with kustomize, and finds things in the result."""
 
 import copy
 import functools
@@ -24,17 +24,17 @@ RENDERERS = (("kubectl", "kustomize", "version", "--client"), ("kustomize", "bui
 
 
 class RenderError(Exception):
-    """kustomize refused a folder."""
+    """kustomize cannot render a folder."""
 
 
 @functools.cache
 def renderer() -> list[str] | None:
-    """The command that renders a folder, or None where there is none that knows components."""
+    """The command that renders a folder, or None if no installed version supports components."""
     places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     for name, verb, *version in RENDERERS:
         if found := shutil.which(name, path=places):
-            said = subprocess.run([found, *version], capture_output=True, text=True).stdout.splitlines()
-            if said and (number := re.search(r"(\d+)\.\d+", said[-1])) and int(number[1]) >= 5:
+            lines = subprocess.run([found, *version], capture_output=True, text=True).stdout.splitlines()
+            if lines and (number := re.search(r"(\d+)\.\d+", lines[-1])) and int(number[1]) >= 5:
                 return [found, verb]
     return None
 
@@ -47,7 +47,7 @@ needs_renderer = pytest.mark.skipif(
 @functools.cache
 def _render(folder: Path) -> str:
     command = renderer()
-    assert command, "no kustomize is at hand"
+    assert command, "no kustomize is installed"
     done = subprocess.run([*command, str(folder)], capture_output=True, text=True)
     if done.returncode:
         raise RenderError(done.stderr)
@@ -59,14 +59,18 @@ def render(folder: Path) -> list[Manifest]:
     return list(yaml.safe_load_all(_render(folder)))
 
 
+def folder_of(name: str) -> Path:
+    return K8S / "overlays" / name if name != "base" else K8S / "base"
+
+
 def overlay(name: str) -> list[Manifest]:
-    return copy.deepcopy(render(K8S / "overlays" / name if name != "base" else K8S / "base"))
+    return render(folder_of(name))
 
 
 def combine(components: tuple[str, ...], job: str | None = None, **more: Any) -> list[Manifest]:
-    """The base with components, in this order, as a person's own kustomization has them. Raises RenderError.
+    """The base with components in this order, as in a user's kustomization. Raises RenderError.
 
-    more: further fields of that kustomization.
+    more: further fields of the kustomization.
     """
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made).resolve()
@@ -87,8 +91,8 @@ def combine(components: tuple[str, ...], job: str | None = None, **more: Any) ->
 
 
 def suffixed(name: str, suffix: str) -> list[Manifest]:
-    """An overlay as a person renders it who has several jobs in the namespace: with its components, and a suffix."""
-    place = K8S / "overlays" / name if name != "base" else K8S / "base"
+    """An overlay with a name suffix, for several jobs in one namespace."""
+    place = folder_of(name)
     text = yaml.safe_load((place / "kustomization.yaml").read_text())
     parts = tuple(Path(part).name for part in text.get("components", []))
     job = (place / "job.yaml" if (place / "job.yaml").exists() else K8S / "base" / "job.yaml").read_text()
@@ -106,7 +110,7 @@ def one(objects: list[Manifest], kind: str, name: str | None = None) -> Manifest
 
 
 def pod_templates(objects: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
-    """Every pod template by where it is, as the operator will make the pods: the autoscaler beside the head."""
+    """Every pod template and its name, as the operator makes the pods, with the autoscaler in the head."""
     for item in objects:
         name, spec = f"{item['kind']}/{item['metadata']['name']}", item.get("spec", {})
         if item["kind"] == "CronJob":
@@ -134,14 +138,14 @@ def containers(template: Manifest) -> list[Manifest]:
 
 
 def job_file(objects: list[Manifest]) -> str:
-    """The file that the head finds under /etc/exspec."""
+    """The job file in the head's /etc/exspec."""
     head = of_kind(objects, "RayJob")[0]["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
     (name,) = (v["configMap"]["name"] for v in head["volumes"] if v["name"] == "job")
     return str(one(objects, "ConfigMap", name)["data"]["job.yaml"])
 
 
 def values(container: Manifest) -> dict[str, str]:
-    """The variables that have a value in the manifest, with $(NAME) of earlier ones expanded as the kubelet does."""
+    """The variables with a value in the manifest, with $(NAME) expanded as by the kubelet."""
     found: dict[str, str] = {}
     for variable in container.get("env", []):
         if "value" in variable:
@@ -151,7 +155,7 @@ def values(container: Manifest) -> dict[str, str]:
 
 
 def environment(objects: list[Manifest], container: Manifest, secrets: dict[str, dict[str, str]]) -> dict[str, str]:
-    """A container's variables as the kubelet resolves them; `secrets`: key and value by the Secret's name."""
+    """A container's variables as the kubelet resolves them. secrets: keys and values by the Secret's name."""
     found: dict[str, str] = {}
     for source in container.get("envFrom", []):
         if "configMapRef" in source:

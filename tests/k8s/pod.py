@@ -1,7 +1,8 @@
-"""A container of a pod, imitated with Linux namespaces: a read-only root with nothing in it but the system and Python,
-a user that is not root, the manifest's mounts and variables, and a death that takes every process along.
+"""Imitates a container of a pod with Linux namespaces.
 
-Not imitated: the network (it is the machine's), limits of CPU and memory, dropped capabilities, seccomp.
+It has a read-only root with only the system and Python, a user that is not root, and the manifest's mounts and
+variables. When it is killed, all its processes die. The network, limits of CPU and memory, dropped capabilities and
+seccomp are not imitated.
 """
 
 import functools
@@ -29,7 +30,7 @@ for top in /bin /sbin /lib /lib32 /lib64; do
 done
 mount --rbind /dev "$root/dev"
 mount -t proc proc "$root/proc"
-# Triples: what is mounted, where, and ro, rw or memory.
+# Triples: source, mount point, and ro, rw or memory.
 while [ "$count" -gt 0 ]; do
   from=$1 at=$root$2 how=$3; shift 3; count=$((count - 1))
   [ "$how" = memory ] || mkdir -p "$at"
@@ -42,31 +43,31 @@ done
 mount -o remount,ro "$root"
 exec chroot --userspec="$user" "$root" "$@"
 """
-SEEN = ("/usr",)  # of the machine, besides Python and this repository
+VISIBLE = ("/usr",)  # of the machine, besides Python and this repository
 
 
 @functools.cache
 def obstacle() -> str | None:
-    """Why containers cannot be imitated here, if they cannot: one that does nothing is tried."""
+    """Why this machine cannot imitate a container, or None if a trial works."""
     if sys.platform != "linux" or os.getuid() != 0:
-        return "imitating a container takes root on Linux"
+        return "only root on Linux can imitate a container"
     with tempfile.TemporaryDirectory(prefix="exspec-") as made:
         root, home = Path(made, "root"), Path(made, "home")
         root.mkdir()
         home.mkdir()
         trial = _inside(str(root), "10001:10001", [*_machine(), (str(home), "/tmp", "rw")], {}, "/tmp")
         done = subprocess.run([*trial, "python", "-c", "import exspec.jobs"], capture_output=True, text=True)
-    return f"a container cannot be imitated: {done.stderr.strip()[-200:]}" if done.returncode else None
+    return f"this machine cannot imitate a container: {done.stderr.strip()[-200:]}" if done.returncode else None
 
 
 def _machine() -> list[tuple[str, str, str]]:
-    """What a container sees of the machine."""
+    """Mounts of the machine's files that a container sees."""
     prefixes = {str(ROOT), sys.prefix, sys.base_prefix}
-    return [(path, path, "ro") for path in (*SEEN, *sorted(prefixes)) if Path(path).is_dir()]
+    return [(path, path, "ro") for path in (*VISIBLE, *sorted(prefixes)) if Path(path).is_dir()]
 
 
 def _inside(root: str, user: str, mounts: list[tuple[str, str, str]], env: dict[str, str], home: str) -> list[str]:
-    """The beginning of a command line that runs inside a container."""
+    """The start of a command line that runs inside a container."""
     variables = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "LANG": "C.UTF-8", **env}
     return [
         *("unshare", "--mount", "--propagation", "private", "--pid", "--fork"),
@@ -78,9 +79,9 @@ def _inside(root: str, user: str, mounts: list[tuple[str, str, str]], env: dict[
 def command(
     template: Manifest, name: str, volumes: Path, files: dict[str, str], argv: list[str], env: Any
 ) -> list[str]:
-    """The command line that runs `argv` as the container of this name in the template would.
+    """The command line that runs `argv` like the named container of the template.
 
-    volumes: a folder for what its emptyDirs hold. files: the content of its ConfigMaps, by name of the file.
+    volumes: a folder for the emptyDirs. files: the contents of the ConfigMaps, by file name.
     """
     spec = template["spec"]
     (container,) = (c for c in spec["containers"] if c["name"] == name)
@@ -107,7 +108,7 @@ def command(
 
 
 class Running:
-    """A container's first process, in the background."""
+    """The first process of a container, in the background."""
 
     def __init__(self, argv: list[str], log: Path) -> None:
         with log.open("wb") as output:
@@ -118,9 +119,9 @@ class Running:
         return self.process.poll() is None
 
     def kill(self) -> None:
-        """End every process of the container: the kernel does, when the first of its PID namespace is killed.
+        """Kill all processes of the container. The kernel does it when the first process of a PID namespace is killed.
 
-        To kill `unshare` would not: who changes the user no longer dies with the parent.
+        Killing `unshare` is not enough: a process that changed its user does not die with its parent.
         """
         if self.alive:
             unshare = psutil.Process(self.process.pid)
@@ -134,7 +135,7 @@ class Running:
 
 @contextmanager
 def running(argv: list[str], log: Path) -> Iterator[Running]:
-    """A container in the background, killed at the end."""
+    """A container in the background. It is killed at the end."""
     container = Running(argv, log)
     try:
         yield container

@@ -1,10 +1,9 @@
-"""What a platform lets into a cluster: the restricted profile of Pod Security, and house rules above it."""
+"""What a platform admits to a cluster: the restricted profile of Pod Security, and further rules."""
 
 import re
-from typing import Any
 
 from tests.k8s.manifests import Manifest, containers, of_kind, pod_templates
-from tests.k8s.rules import GPU, quantity
+from tests.k8s.rules import GPU, expected, quantity
 
 SECRET = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL", re.IGNORECASE)
 VOLUMES = {"configMap", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}
@@ -27,27 +26,23 @@ def problems(objects: list[Manifest]) -> list[str]:
     return found + _hosts(objects)
 
 
-def _failing(conditions: dict[str, Any]) -> list[str]:
-    return [f"expected {text}" for text, holds in conditions.items() if not holds]
-
-
 def _pod(template: Manifest) -> list[str]:
     spec = template["spec"]
     security = spec.get("securityContext", {})
     gpu = any(GPU in c["resources"].get("limits", {}) for c in containers(template))
     accelerated = [t for t in spec.get("tolerations", []) if t["key"] == GPU]
-    return _failing(
+    return expected(
         {
             "a user that is not root": security.get("runAsNonRoot") is True and security.get("runAsUser", 0) > 0,
             "a group that is not root": security.get("runAsGroup", 0) > 0,
             "RuntimeDefault seccomp": security.get("seccompProfile") == {"type": "RuntimeDefault"},
-            "nothing of the host": not any(spec.get(key) for key in HOST),
+            "no namespace of the host": not any(spec.get(key) for key in HOST),
             "volumes that the restricted profile allows": all(set(v) - {"name"} <= VOLUMES for v in spec["volumes"]),
-            "a bound for every emptyDir": all("sizeLimit" in v["emptyDir"] for v in spec["volumes"] if "emptyDir" in v),
+            "a size limit per emptyDir": all("sizeLimit" in v["emptyDir"] for v in spec["volumes"] if "emptyDir" in v),
             "tolerations on GPU workers, and only there": bool(accelerated) == gpu
             and (gpu or not spec.get("tolerations")),
             "a ServiceAccount and a priority class": spec.get("serviceAccountName") and spec.get("priorityClassName"),
-            "a word on the API token": "automountServiceAccountToken" in spec,
+            "a setting for the API token": "automountServiceAccountToken" in spec,
             "no service links in the environment": spec.get("enableServiceLinks") is False,
         }
     )
@@ -56,19 +51,18 @@ def _pod(template: Manifest) -> list[str]:
 def _container(container: Manifest) -> list[str]:
     security, resources = container.get("securityContext", {}), container.get("resources", {})
     requests, limits = resources.get("requests", {}), resources.get("limits", {})
-    return _failing(
+    return expected(
         {
             "a repository with a tag, not latest": TAGGED.fullmatch(container["image"]),
             "no privilege": security.get("privileged", False) is False,
             "no escalation": security.get("allowPrivilegeEscalation") is False,
             "all capabilities dropped": security.get("capabilities") == {"drop": ["ALL"]},
             "a read-only root": security.get("readOnlyRootFilesystem") is True,
-            "a user that the pod's does not become root by": security.get("runAsUser", 1) > 0
-            and security.get("runAsNonRoot", True),
+            "no change to the root user": security.get("runAsUser", 1) > 0 and security.get("runAsNonRoot", True),
             "no seccomp of its own": "seccompProfile" not in security,
             "CPU and memory requested": {"cpu", "memory"} <= set(requests),
             "CPU and memory limited": {"cpu", "memory"} <= set(limits),
-            "memory that is all reserved": requests.get("memory") == limits.get("memory"),
+            "a memory request like its limit": requests.get("memory") == limits.get("memory"),
             "requests within limits": all(
                 quantity(requests[k]) <= quantity(limits[k]) for k in requests if k in limits
             ),
@@ -76,35 +70,29 @@ def _container(container: Manifest) -> list[str]:
             "no secret in plain text": not any(
                 SECRET.search(v["name"]) for v in container.get("env", []) if "value" in v
             ),
-            "a writable home and /tmp of its own": _writable(container),
+            "a writable home and /tmp": _writable(container),
         }
     )
 
 
 def _writable(container: Manifest) -> bool:
-    """Who has a HOME to write to has it mounted."""
+    """Whether HOME and /tmp are mounted writable, if HOME is set."""
     homes = [v["value"] for v in container.get("env", []) if v["name"] == "HOME"]
     mounted = {m["mountPath"] for m in container["volumeMounts"] if not m.get("readOnly")}
     return not homes or {*homes, "/tmp"} <= mounted
 
 
 def _hosts(objects: list[Manifest]) -> list[str]:
-    """Pods are admitted by a namespace that enforces the restricted profile, and none runs elsewhere."""
+    """Every object is in a namespace of the manifests, and the namespace enforces the restricted profile."""
     found = []
     for item in of_kind(objects, "Namespace"):
         labels = item["metadata"].get("labels", {})
-        found += _failing(
-            {
-                "a namespace that enforces the restricted profile, of a version": labels.get(
-                    "pod-security.kubernetes.io/enforce"
-                )
-                == "restricted"
-                and labels.get("pod-security.kubernetes.io/enforce-version", "latest") != "latest"
-            }
-        )
+        profile, version = (labels.get(f"pod-security.kubernetes.io/enforce{part}") for part in ("", "-version"))
+        pinned = profile == "restricted" and version not in (None, "latest")
+        found += expected({"a namespace that enforces a version of the restricted profile": pinned})
     names = {item["metadata"]["name"] for item in of_kind(objects, "Namespace")}
     found += [
-        f"{item['kind']} {item['metadata']['name']}: in no namespace of ours"
+        f"{item['kind']} {item['metadata']['name']}: in another namespace"
         for item in objects
         if item["kind"] in ("RayJob", "CronJob", "ConfigMap", "ServiceAccount", "NetworkPolicy")
         and item["metadata"].get("namespace") not in names

@@ -1,4 +1,4 @@
-"""What the schemas do not say: the rules of KubeRay 1.7's operator, of Kueue's webhook, and of the job itself."""
+"""Rules that no schema has: those of KubeRay 1.7's operator, of Kueue's webhook, and of the job itself."""
 
 import re
 from typing import Any
@@ -7,7 +7,7 @@ import yaml
 
 from tests.k8s.manifests import Manifest, containers, job_file, of_kind, pod_templates, values
 
-RAYJOB_NAME = 47  # characters: the cluster gets six more, and its services' names must still be labels
+RAYJOB_NAME = 47  # characters; the cluster's name has six more, and the names of its services must be labels
 DNS_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 QUEUE = "kueue.x-k8s.io/queue-name"
 GPU = "nvidia.com/gpu"
@@ -20,8 +20,13 @@ def quantity(text: Any) -> float:
     return float(number) * UNITS[unit]
 
 
+def expected(conditions: dict[str, Any]) -> list[str]:
+    """A problem for every condition that does not hold."""
+    return [f"expected {text}" for text, holds in conditions.items() if not holds]
+
+
 def problems(objects: list[Manifest]) -> list[str]:
-    """What the operator, Kueue or the job would refuse, or what would never start."""
+    """What the operator, Kueue or the job would refuse, and what would never start."""
     found = []
     for item in of_kind(objects, "RayJob"):
         found += [f"{item['metadata']['name']}: {text}" for text in (*_operator(item), *_cluster(item), *_kueue(item))]
@@ -42,21 +47,16 @@ def _operator(item: Manifest) -> list[str]:
         "deletion rules in their strategy": strategy is None or rules,
         "a deadline that is positive": spec.get("activeDeadlineSeconds", 1) > 0,
         "a backoff limit that is not negative": spec.get("backoffLimit", 0) >= 0,
-        "a cluster of its own": "rayClusterSpec" in spec and "clusterSelector" not in spec,
+        "a submitter pod": spec.get("submissionMode") == "K8sJobMode",
+        "its own cluster": "rayClusterSpec" in spec and "clusterSelector" not in spec,
     }
-    if spec.get("submissionMode") == "SidecarMode":
-        conditions |= {
-            "no submitter of its own in sidecar mode": not {"submitterPodTemplate", "submitterConfig"} & set(spec),
-            "a head that is not restarted in sidecar mode": _head(item)["spec"].get("restartPolicy", "Never")
-            == "Never",
-        }
-    return [f"expected {text}" for text, holds in conditions.items() if not holds] + _rules(item, rules)
+    return expected(conditions) + _rules(item, rules)
 
 
 def _rules(item: Manifest, rules: list[Manifest]) -> list[str]:
     found, times = [], {}
     for rule in rules:
-        state = rule["condition"].get("jobStatus") or rule["condition"].get("jobDeploymentStatus")
+        state = rule["condition"].get("jobStatus") or rule["condition"]["jobDeploymentStatus"]
         if (state, rule["policy"]) in times:
             found.append(f"two rules {rule['policy']} on {state}")
         times[state, rule["policy"]] = rule["condition"].get("ttlSeconds", 0)
@@ -69,16 +69,12 @@ def _rules(item: Manifest, rules: list[Manifest]) -> list[str]:
     return found
 
 
-def _head(item: Manifest) -> Any:
-    return item["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]
-
-
 def _cluster(item: Manifest) -> list[str]:
     cluster = item["spec"]["rayClusterSpec"]
     head, groups = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
     elastic = cluster.get("enableInTreeAutoscaling", False)
     conditions = {
-        "token authentication, by a Secret that is named": cluster.get("authOptions", {}).get("mode") == "token"
+        "token authentication with a named Secret": cluster.get("authOptions", {}).get("mode") == "token"
         and cluster["authOptions"].get("secretName"),
         "a Ray version that has it": tuple(map(int, cluster["rayVersion"].split("."))) >= (2, 52, 0),
         "a head without work": head["rayStartParams"].get("num-cpus") == "0",
@@ -101,7 +97,7 @@ def _cluster(item: Manifest) -> list[str]:
         room = quantity(shm[0]["sizeLimit"]) if len(shm) == 1 else 0
         store = int(group["rayStartParams"]["object-store-memory"])
         conditions[f"{name}: object store < /dev/shm < memory"] = store < room < memory
-    return [f"expected {text}" for text, holds in conditions.items() if not holds]
+    return expected(conditions)
 
 
 def _kueue(item: Manifest) -> list[str]:
@@ -111,23 +107,23 @@ def _kueue(item: Manifest) -> list[str]:
     groups = spec["rayClusterSpec"]["workerGroupSpecs"]
     conditions = {
         "shutdown": spec.get("shutdownAfterJobFinishes"),
-        "a start that Kueue decides on": spec.get("suspend"),
+        "a suspended job, which Kueue starts": spec.get("suspend"),
         "no autoscaling": not spec["rayClusterSpec"].get("enableInTreeAutoscaling"),
         "at most 7 worker groups, none called head": len(groups) <= 7
         and "head" not in {g["groupName"] for g in groups},
     }
-    return [f"Kueue: expected {text}" for text, holds in conditions.items() if not holds]
+    return [f"Kueue: {text}" for text in expected(conditions)]
 
 
 def _actors(item: Manifest, job: Manifest) -> list[str]:
-    """The job asks for as many actors as the workers have places."""
+    """The job has as many actors as the workers have room for."""
     (group,) = item["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
-    places = int(limits[GPU]) if GPU in limits else 1
-    low, high = (places * group[bound] for bound in ("minReplicas", "maxReplicas"))
+    per_worker = int(limits[GPU]) if GPU in limits else 1
+    low, high = (per_worker * group[bound] for bound in ("minReplicas", "maxReplicas"))
     wanted = str(high) if low == high else f"{low}:{high}"
     device = "cuda" if GPU in limits else "cpu"
-    found = [f"actors: the workers have places for {wanted}, the job says {job['actors']}"] * (job["actors"] != wanted)
+    found = [f"actors: the workers have room for {wanted}, the job says {job['actors']}"] * (job["actors"] != wanted)
     return found + [f"device: the workers have {device}, the job says {job['device']}"] * (job["device"] != device)
 
 
@@ -140,17 +136,17 @@ def _nightly(objects: list[Manifest]) -> list[str]:
             found.append(f"CronJob: no RayJob {given['TEMPLATE']}")
         for template in templates:
             if not template["spec"].get("suspend"):
-                found.append("CronJob: its template would run")
+                found.append("CronJob: the template would run")
             if QUEUE in template["metadata"].get("labels", {}):
-                found.append("CronJob: Kueue would start its template")
+                found.append("CronJob: Kueue would start the template")
         if len(f"{given['PREFIX']}-20260101") > RAYJOB_NAME:
-            found.append("CronJob: its prefix is too long")
+            found.append("CronJob: the prefix is too long")
     return found
 
 
 def _references(objects: list[Manifest]) -> list[str]:
-    """ConfigMaps, ServiceAccounts and priority classes that pods name are there, and so are the mounted volumes."""
-    there = {(item["kind"], item["metadata"]["name"]) for item in objects}
+    """ConfigMaps, ServiceAccounts, priority classes and volumes that a pod names but that do not exist."""
+    existing = {(item["kind"], item["metadata"]["name"]) for item in objects}
     found = []
     for place, template in pod_templates(objects):
         spec = template["spec"]
@@ -161,5 +157,5 @@ def _references(objects: list[Manifest]) -> list[str]:
             needed += [("ConfigMap", name) for name in sources]
             unknown = {m["name"] for m in container["volumeMounts"]} - {v["name"] for v in spec["volumes"]}
             found += [f"{place}: no volume {name}" for name in unknown]
-        found += [f"{place}: no {kind} {name}" for kind, name in needed if (kind, name) not in there]
+        found += [f"{place}: no {kind} {name}" for kind, name in needed if (kind, name) not in existing]
     return found

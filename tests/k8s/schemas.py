@@ -1,4 +1,4 @@
-"""Strict validation: by Kubernetes' schemas from kubernetes-validate, by KubeRay's CRDs, else by the fields here."""
+"""Strict validation with Kubernetes' schemas from kubernetes-validate, KubeRay's CRDs, or the schemas below."""
 
 import functools
 import os
@@ -19,7 +19,7 @@ CRDS = Path(os.environ.get("EXSPEC_K8S_CRDS", ROOT.parent / "shared" / "k8s-crds
 
 
 def problems(item: Manifest) -> list[str]:
-    """What is wrong with an object; a field that its schema does not know is."""
+    """What is wrong with an object. An unknown field is wrong."""
     group = item["apiVersion"].partition("/")[0]
     if group == "ray.io":
         return _ray(item) + _pods(item)
@@ -29,12 +29,12 @@ def problems(item: Manifest) -> list[str]:
 
 
 def _kubernetes(item: Manifest) -> list[str]:
-    return _errors(_kind_of_kubernetes(item["kind"], item["apiVersion"]), item)
+    return _errors(_validator(item["kind"], item["apiVersion"]), item)
 
 
 @functools.cache
-def _kind_of_kubernetes(kind: str, version: str) -> Draft202012Validator:
-    """As kubernetes_validate.validate finds it, which reads all definitions anew for every object."""
+def _validator(kind: str, version: str) -> Draft202012Validator:
+    """Like kubernetes_validate.validate, which reads all definitions again for every object."""
     name = re.sub(r"^([^./]*)(?:\.[^/]*)?/", r"\1-", version)
     schema = schema_contents(f"{STRICT}/{kind.lower()}-{name}.json", KUBERNETES)
     return Draft202012Validator(schema, registry=Resource.from_contents(schema) @ _definitions())
@@ -47,7 +47,7 @@ def _definitions() -> Registry[Any]:
 
 
 def _pods(item: Manifest) -> list[str]:
-    """Of the pod templates within, for CRDs know fewer rules of a pod than Kubernetes does."""
+    """Problems of the pod templates in an object. CRDs have fewer rules for a pod than Kubernetes."""
     found = []
     for place, template in pod_templates([item]):
         pod = {"apiVersion": "v1", "kind": "Pod", **template, "metadata": {"name": "x", **template.get("metadata", {})}}
@@ -60,7 +60,7 @@ def _ray(item: Manifest) -> list[str]:
 
 
 def read(file: Path) -> Any:
-    """A large file of YAML, by libyaml, which is ten times as fast as Python's own."""
+    """A large YAML file, parsed by libyaml, which is ten times as fast as Python."""
     return yaml.load(file.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
@@ -74,7 +74,7 @@ def _crd(kind: str) -> Draft202012Validator:
 
 
 def _strict(schema: Any) -> Any:
-    """A structural schema as a JSON schema that refuses unknown fields."""
+    """A structural schema as a JSON schema that rejects unknown fields."""
     if isinstance(schema, list):
         return [_strict(item) for item in schema]
     if not isinstance(schema, dict):
@@ -121,7 +121,7 @@ def _kind(spec: Any, **properties: Any) -> Any:
     return _object("apiVersion kind metadata", apiVersion=TEXT, kind=TEXT, metadata=METADATA, **more, **properties)
 
 
-# No library carries these; the fields that the manifests use, as the projects document them.
+# No library has these schemas. They have the fields that the manifests use, as the projects document them.
 OTHERS = {
     "ResourceFlavor": _kind(_object(nodeLabels=TEXTS, nodeTaints=_many(TAINT))),
     "ClusterQueue": _kind(

@@ -1,4 +1,4 @@
-"""The dashboard asks for what the job exports, by the names and labels that it really has."""
+"""The dashboard's queries use the names and labels that a job exports."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from tests.k8s.manifests import K8S, combine, needs_renderer, of_kind, one
 DASHBOARD = json.loads((K8S / "components" / "grafana" / "exspec.json").read_text())
 NAME = re.compile(r"\bray_exspec_\w+")
 SAMPLE = re.compile(r"^(ray_exspec_\w+)\{(.*)\} ", re.MULTILINE)
-PATIENCE = 120  # seconds until the exporter has heard of everything
+PATIENCE = 120  # seconds until the exporter has every metric
 PODMONITOR = {"ray_io_cluster"}  # labels that the scrape adds
 
 
@@ -25,7 +25,7 @@ def queries() -> list[str]:
 
 
 def exported(url: str) -> dict[str, set[str]]:
-    """Names of the job's metrics and the labels of each."""
+    """The labels of each of the job's metrics."""
     with urllib.request.urlopen(url) as answer:
         samples = SAMPLE.findall(answer.read().decode())
     return {name: {label.partition("=")[0] for label in labels.split(",") if "=" in label} for name, labels in samples}
@@ -33,7 +33,7 @@ def exported(url: str) -> dict[str, set[str]]:
 
 @ray.remote(num_cpus=0)
 class Reporter:
-    """Reports a chunk that was committed and one that was set aside, as a generator does."""
+    """Reports a committed chunk and a chunk that was set aside, like a generator."""
 
     def report(self) -> None:
         meter = RayMeter()
@@ -43,7 +43,7 @@ class Reporter:
         meter.report("dashboard", {"set_aside": "why"}, EngineStatistics())
 
 
-def test_the_dashboard_shows_every_metric_by_its_name(ray_session: str) -> None:
+def test_the_dashboard_shows_every_metric(ray_session: str) -> None:
     reporter = Reporter.remote()  # type: ignore[attr-defined]
     ray.get(reporter.report.remote())
     wanted = {name for query in queries() for name in NAME.findall(query)}
@@ -58,7 +58,7 @@ def test_the_dashboard_shows_every_metric_by_its_name(ray_session: str) -> None:
             assert labels <= found[name] | PODMONITOR, query
 
 
-def test_counters_are_rated_and_gauges_are_not() -> None:
+def test_only_counters_have_a_rate() -> None:
     for query in queries():
         for name in NAME.findall(query):
             if not query.startswith("label_values"):
@@ -66,7 +66,7 @@ def test_counters_are_rated_and_gauges_are_not() -> None:
                 assert bool(rated) == name.endswith("_total"), query
 
 
-def test_panels_have_titles_units_and_places_of_their_own() -> None:
+def test_panels_have_titles_and_units_and_do_not_overlap() -> None:
     panels = DASHBOARD["panels"]
     assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels)
     taken: set[tuple[int, int]] = set()
@@ -81,7 +81,7 @@ def test_panels_have_titles_units_and_places_of_their_own() -> None:
 
 
 @needs_renderer
-def test_the_scrape_gives_the_label_that_tells_clusters_apart() -> None:
+def test_the_scrape_adds_the_label_that_identifies_a_cluster() -> None:
     objects = combine(("grafana",))
     labels = one(objects, "PodMonitor")["spec"]["podTargetLabels"]
     assert {re.sub(r"\W", "_", label) for label in labels} >= PODMONITOR

@@ -1,5 +1,5 @@
-"""The command that the RayJob runs, on a Ray cluster of imitated pods with the manifest's job file, variables, users
-and file systems, against an S3 server: a head that dies, and the retry that finishes the job."""
+"""The RayJob's command on a Ray cluster of imitated pods, with an S3 server. The head dies, and a retry finishes the
+job. The pods have the manifest's job file, variables, users and file systems."""
 
 import io
 import json
@@ -39,10 +39,10 @@ from tests.k8s.manifests import (
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
-ROWS = 720  # so many that a head can die between the first commit and the last, however fast the machine
+ROWS = 720  # enough that the head can die between the first and the last commit, even on a fast machine
 TOKEN = "a-token-of-this-test-and-no-other"
-HEAD, WORKER = "127.0.0.2", "127.0.0.3"  # Ray takes 127.0.0.1 for the address of the host
-PATIENCE = 240  # seconds without a new part, on a machine that other tests load too
+HEAD, WORKER = "127.0.0.2", "127.0.0.3"  # Ray replaces 127.0.0.1 by the address of the host
+PATIENCE = 240  # seconds without a new part, on a loaded machine
 
 needs_pods = pytest.mark.skipif(pod.obstacle() is not None, reason=str(pod.obstacle()))
 KEYS = {"AWS_ACCESS_KEY_ID": "testkey", "AWS_SECRET_ACCESS_KEY": "testsecret"}
@@ -67,7 +67,7 @@ def endpoint() -> Iterator[str]:
 
 @pytest.fixture
 def bucket(endpoint: str, tmp_path: Path) -> s3fs.S3FileSystem:
-    """The store, with messages where the try-out's job file looks for them."""
+    """The store, with messages at the input of the job file."""
     fs = s3fs.S3FileSystem(
         endpoint_url=endpoint, key="testkey", secret="testsecret", skip_instance_cache=True, use_listings_cache=False
     )
@@ -80,13 +80,13 @@ def bucket(endpoint: str, tmp_path: Path) -> s3fs.S3FileSystem:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """With a short name: the paths of Ray's sockets are limited."""
+    """A folder with a short name, because the paths of Ray's sockets are limited."""
     with tempfile.TemporaryDirectory(prefix="exspec-") as made:
         Path(made).chmod(0o755)
         yield Path(made)
 
 
-# From a range that neither Ray's workers nor the system's own choice comes from; none twice.
+# From a range that neither Ray's workers nor the system use. No port comes twice.
 PORTS = iter(random.sample(range(25000, 30000), 5000))
 
 
@@ -99,7 +99,7 @@ def free_port() -> int:
 
 
 class Cluster:
-    """One RayCluster as the operator makes it of the manifests: head, worker and submitter. Its pods die with it."""
+    """A RayCluster as the operator creates it from the manifests: head, worker and submitter. Its pods die with it."""
 
     def __init__(self, objects: list[Manifest], folder: Path, endpoint: str, stack: ExitStack) -> None:
         self.objects, self.folder, self.stack = objects, folder, stack
@@ -122,19 +122,15 @@ class Cluster:
         group = cluster["headGroupSpec"] if kind == "head" else cluster["workerGroupSpecs"][0]
         first = 20000 if kind == "head" else 21000
         ports = {"min-worker-port": str(first), "max-worker-port": str(first + 200)}
-        names = (
-            "metrics-export-port",
-            "dashboard-agent-listen-port",
-            "dashboard-agent-grpc-port",
-            "runtime-env-agent-port",
-        )
-        return {"block": "", **group["rayStartParams"], **ports, **{n: str(free_port()) for n in names}, **more}
+        names = ("metrics-export", "dashboard-agent-listen", "dashboard-agent-grpc", "runtime-env-agent")
+        ports |= {f"{name}-port": str(free_port()) for name in names}
+        return {"block": "", **group["rayStartParams"], **ports, **more}
 
     def _container(self, place: str, argv: list[str]) -> list[str]:
         template = self.templates[place]
         (container,) = containers(template)
         variables = environment(self.objects, container, {"exspec-s3": KEYS})
-        # As the operator adds them: the token of authOptions.secretName, and where Ray is.
+        # The operator adds the token of authOptions.secretName and the address of Ray.
         variables |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
         if place != "submitter":
             variables |= {"RAY_ADDRESS": self.gcs}
@@ -162,7 +158,7 @@ class Cluster:
         raise AssertionError((self.folder / "head.log").read_text())
 
     def probe(self, place: str) -> dict[str, Any]:
-        """What a process in such a pod may do."""
+        """User, processes and read-only paths of a process in the pod."""
         argv = self._container(place, ["python", "-c", PROBE])
         done = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE)
         assert done.returncode == 0, done.stderr
@@ -170,7 +166,7 @@ class Cluster:
         return found
 
     def submit(self, attempt: str) -> None:
-        """As the operator's submitter does, with the job's entry point as it stands in the manifest."""
+        """Submit the manifest's entry point like the operator's submitter."""
         script = (
             f"ray job submit --address http://127.0.0.1:{self.dashboard} --no-wait --submission-id {attempt} "
             f"-- {self.spec['entrypoint']}"
@@ -184,7 +180,7 @@ class Cluster:
 
 
 def parts(fs: s3fs.S3FileSystem) -> dict[str, str]:
-    """The output's parts and when each was written."""
+    """The parts of the output and the time when each was written."""
     if not fs.exists("exspec/completions"):
         return {}
     found = fs.ls("exspec/completions", detail=True, refresh=True)
@@ -192,7 +188,7 @@ def parts(fs: s3fs.S3FileSystem) -> dict[str, str]:
 
 
 def await_that(holds: Any, what: str, fs: s3fs.S3FileSystem, cluster: Cluster, attempt: str) -> None:
-    """Fails if the job does, or if it writes no part for long."""
+    """Wait, but fail if the job fails or writes no part for PATIENCE seconds."""
     until, count = time.monotonic() + PATIENCE, 0
     while not holds():
         status = cluster.call(f"/api/jobs/{attempt}")
@@ -212,8 +208,8 @@ def test_a_job_whose_head_dies_is_finished_by_the_retry(bucket: s3fs.S3FileSyste
         for kind in ("head", "cpu", "submitter"):
             found = first.probe(kind)
             assert (found["user"], found["group"]) == (10001, 10001)
-            assert found["processes"] < 5, "the machine's processes are in sight"
-            # All but the mounts, and of the mounts the job file.
+            assert found["processes"] < 5, "the machine's processes are visible"
+            # Everything but the mounts, and the mounted job file.
             assert found["read_only"] == [
                 place for place in PLACES[:5] if place != "/etc/exspec" or kind != "submitter"
             ]
@@ -221,23 +217,18 @@ def test_a_job_whose_head_dies_is_finished_by_the_retry(bucket: s3fs.S3FileSyste
         await_that(lambda: len(parts(bucket)) >= 2, "part", bucket, first, "exspec-one")
         first.head.kill()
     before = parts(bucket)
-    assert not bucket.exists("exspec/completions/_SUCCESS"), "the first attempt was done before its head died"
+    assert not bucket.exists("exspec/completions/_SUCCESS"), "the first attempt finished before its head died"
 
     with ExitStack() as stack:
         second = Cluster(objects, folder / "2", endpoint, stack)
         second.submit("exspec-two")
         await_that(lambda: bucket.exists("exspec/completions/_SUCCESS"), "end", bucket, second, "exspec-two")
-        await_that(
-            lambda: second.call("/api/jobs/exspec-two")["status"] == "SUCCEEDED",
-            "success",
-            bucket,
-            second,
-            "exspec-two",
-        )
+        succeeded = lambda: second.call("/api/jobs/exspec-two")["status"] == "SUCCEEDED"  # noqa: E731
+        await_that(succeeded, "success", bucket, second, "exspec-two")
         log = second.log("exspec-two")
     after = parts(bucket)
     assert len(before) < len(after) == -(-ROWS // 3 // 16) * 3
-    assert {name: after[name] for name in before} == before, "the retry wrote parts again"
+    assert {name: after[name] for name in before} == before, "the retry wrote finished parts again"
     tables = [pq.read_table(io.BytesIO(bucket.cat_file(name))) for name in after]
     ids = [row for table in tables for row in table["id"].to_pylist()]
     assert sorted(ids) == sorted(f"message-{n}" for n in range(ROWS))
@@ -247,8 +238,8 @@ def test_a_job_whose_head_dies_is_finished_by_the_retry(bucket: s3fs.S3FileSyste
 
 
 @needs_renderer
-def test_every_container_of_ray_has_the_variables_that_the_store_needs() -> None:
-    """Reader, writer and driver are in different pods, and each opens the store by itself."""
+def test_every_ray_container_has_the_stores_variables() -> None:
+    """Reader, writer and driver are in different pods, and each opens the store."""
     objects = combine(("s3-compatible",))
     seen = set()
     for place, template in pod_templates(objects):
@@ -264,8 +255,8 @@ def test_every_container_of_ray_has_the_variables_that_the_store_needs() -> None
     assert len(seen) == 2
 
 
-def test_the_store_reads_the_variables_that_the_manifests_set() -> None:
-    """botocore, which s3fs is built on, knows each of them by this name."""
+def test_botocore_reads_the_variables_of_the_manifests() -> None:
+    """s3fs is built on botocore."""
     code = (
         "import botocore.session, json; s = botocore.session.get_session(); v = s.get_config_variable\n"
         "print(json.dumps([v('region'), v('request_checksum_calculation'), v('response_checksum_validation'),"
@@ -278,11 +269,6 @@ def test_the_store_reads_the_variables_that_the_manifests_set() -> None:
         "AWS_ENDPOINT_URL": "http://127.0.0.1:1",
         **KEYS,
     }
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=variables | {"PATH": os.environ["PATH"]},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    env = variables | {"PATH": os.environ["PATH"]}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == [*list(variables.values())[:4], "testkey"]

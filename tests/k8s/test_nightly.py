@@ -1,4 +1,4 @@
-"""The CronJob's program against a Kubernetes API that knows RayJobs, with the variables of its manifest."""
+"""The CronJob's program with an imitated Kubernetes API, and with the variables of the manifest."""
 
 import json
 import os
@@ -22,7 +22,7 @@ pytestmark = needs_renderer
 
 
 class Api(BaseHTTPRequestHandler):
-    """RayJobs by name; a created one goes through the states, one a look, and a state of 0 is a failed request."""
+    """RayJobs by name. Each GET of a created RayJob takes the next of `states`; 0 is a failed request."""
 
     rayjobs: dict[str, Any]
     states: list[Any]
@@ -37,10 +37,8 @@ class Api(BaseHTTPRequestHandler):
             state = self.states.pop(0)
             if state == 0:
                 return self._answer(500, {"message": "try again"})
-            found["status"] = {
-                "jobDeploymentStatus": state,
-                "jobStatus": "SUCCEEDED" if state == "Complete" else "FAILED",
-            }
+            ended = "SUCCEEDED" if state == "Complete" else "FAILED"
+            found["status"] = {"jobDeploymentStatus": state, "jobStatus": ended}
         return self._answer(200, found)
 
     def do_POST(self) -> None:
@@ -80,7 +78,7 @@ def api(objects: list[Manifest]) -> Iterator[str]:
 
 
 def days() -> set[str]:
-    """Today; and yesterday too, where the day has just ended."""
+    """Today, and yesterday if the day has just ended."""
     now = datetime.now(UTC)
     return {(now - timedelta(minutes=minutes)).strftime("%Y%m%d") for minutes in (0, 5)}
 
@@ -91,24 +89,18 @@ def made_tonight() -> Manifest:
 
 
 def night(objects: list[Manifest], api: str, folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    """The program of the ConfigMap as the CronJob's container starts it."""
+    """Run the program of the ConfigMap like the CronJob's container."""
     (container,) = containers(one(objects, "CronJob")["spec"]["jobTemplate"]["spec"]["template"])
-    fields = {"NAMESPACE": "exspec", "OWNER_NAME": "exspec-nightly-1", "OWNER_UID": "1-2-3"}
-    variables = values(container) | fields
+    assert container["command"] == ["python", "/etc/exspec/nightly.py"]
     (folder / "token").write_text("night")
     program = folder / "nightly.py"
     program.write_text(one(objects, "ConfigMap", "exspec-nightly")["data"]["nightly.py"])
-    assert container["command"] == ["python", "/etc/exspec/nightly.py"]
-    return subprocess.run(
-        [sys.executable, "-I", str(program)],
-        env={"PATH": os.environ["PATH"], "ACCOUNT": str(folder), "API": api, "EVERY": "0.01", **variables, **more},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    env = {"PATH": os.environ["PATH"], "ACCOUNT": str(folder), "API": api, "EVERY": "0.01", **values(container)}
+    env |= {"NAMESPACE": "exspec", "OWNER_NAME": "exspec-nightly-1", "OWNER_UID": "1-2-3", **more}
+    return subprocess.run([sys.executable, "-I", program], env=env, capture_output=True, text=True, timeout=60)
 
 
-def test_a_night_is_a_rayjob_of_its_own(objects: list[Manifest], api: str, tmp_path: Path) -> None:
+def test_a_night_creates_a_rayjob(objects: list[Manifest], api: str, tmp_path: Path) -> None:
     Api.states = ["Initializing", "Running", 0, 0, "Running", "Complete"]
     done = night(objects, api, tmp_path)
     assert done.returncode == 0, done.stderr
@@ -125,23 +117,23 @@ def test_a_night_is_a_rayjob_of_its_own(objects: list[Manifest], api: str, tmp_p
     assert rules.problems([*objects, made]) == []
 
 
-def test_a_second_pod_of_a_night_waits_for_the_same_rayjob(objects: list[Manifest], api: str, tmp_path: Path) -> None:
+def test_a_second_pod_waits_for_the_same_rayjob(objects: list[Manifest], api: str, tmp_path: Path) -> None:
     Api.states = ["Running", "Complete", "Complete"]
     assert night(objects, api, tmp_path).returncode == 0
     done = night(objects, api, tmp_path)
     assert (done.returncode, len(Api.rayjobs)) == (0, 2)
-    assert "there already" in done.stdout
+    assert "already exists" in done.stdout
 
 
 @pytest.mark.parametrize("state", ["Failed", "ValidationFailed"])
-def test_a_failed_night_is_a_failed_job(objects: list[Manifest], api: str, tmp_path: Path, state: str) -> None:
+def test_a_failed_rayjob_fails_the_job(objects: list[Manifest], api: str, tmp_path: Path, state: str) -> None:
     Api.states = ["Running", state]
     assert night(objects, api, tmp_path).returncode == 1
     policy = one(objects, "CronJob")["spec"]["jobTemplate"]["spec"]["podFailurePolicy"]["rules"]
     assert [rule["onExitCodes"]["values"] for rule in policy if rule["action"] == "FailJob"] == [[1]]
 
 
-def test_a_night_in_a_queue_waits_for_kueue(objects: list[Manifest], api: str, tmp_path: Path) -> None:
+def test_a_rayjob_in_a_queue_waits_for_kueue(objects: list[Manifest], api: str, tmp_path: Path) -> None:
     Api.states = ["Suspended", "Running", "Complete"]
     labels = "kueue.x-k8s.io/queue-name=exspec,kueue.x-k8s.io/priority-class=exspec-batch"
     assert night(objects, api, tmp_path, LABELS=labels).returncode == 0
@@ -151,7 +143,7 @@ def test_a_night_in_a_queue_waits_for_kueue(objects: list[Manifest], api: str, t
 
 
 @pytest.mark.parametrize("broken", ["no template", "no server"])
-def test_what_cannot_be_created_is_told_and_may_be_tried_again(
+def test_a_failed_creation_is_reported_and_can_be_retried(
     objects: list[Manifest], api: str, tmp_path: Path, broken: str
 ) -> None:
     if broken == "no template":
@@ -162,7 +154,7 @@ def test_what_cannot_be_created_is_told_and_may_be_tried_again(
     assert "Traceback" not in done.stderr
 
 
-def test_it_may_do_what_it_does_and_no_more(objects: list[Manifest]) -> None:
+def test_the_role_has_only_the_rights_it_needs(objects: list[Manifest]) -> None:
     assert one(objects, "Role")["rules"] == [
         {"apiGroups": ["ray.io"], "resources": ["rayjobs"], "verbs": ["get", "create"]}
     ]

@@ -1,5 +1,4 @@
-"""What the README and the pages say can be done as they say it: manifests render, commands and links exist, figures are
-those of the engine."""
+"""The README and the pages are true: manifests render, commands and links exist, figures are those of the engine."""
 
 import os
 import re
@@ -16,13 +15,12 @@ import yaml
 from transformers import AutoConfig
 
 from exspec.actors.engine import EngineConfig
-from exspec.actors.engine.shape.calibration import PREFILLS, ROWS
+from exspec.actors.engine.shape.candidates import PREFILLS, ROWS
 from exspec.actors.engine.shape.plan import fit, plan_memory
-from exspec.jobs.benchmarks import synthetic
-from exspec.jobs.benchmarks.synthetic import SHAPES
+from exspec.jobs.benchmarks.shapes import SHAPES
 from exspec.jobs.cli import app
 from exspec.pipeline.shape import LONGEST, SHARE
-from tests.k8s import policy, rules, schemas
+from tests.k8s import checks, policy, schemas
 from tests.k8s.manifests import K8S, ROOT, Manifest, needs_renderer, of_kind, one, render
 
 PAGES = [K8S / "README.md", *sorted((K8S / "docs").glob("*.md"))]
@@ -35,7 +33,7 @@ OBJECTS = [(page, name) for page, name in FILES if "/" not in name]
 
 
 def rendered(page: Path, folder: Path, place: Path) -> list[Manifest]:
-    """A folder as a page gives it; the job file that it does not give is the base's."""
+    """The objects of a folder on a page. If the page has no job file, the base's job file is used."""
     place = place.resolve()
     (place / "job.yaml").write_text((K8S / "base" / "job.yaml").read_text())
     for (where, name), body in FILES.items():
@@ -46,14 +44,12 @@ def rendered(page: Path, folder: Path, place: Path) -> list[Manifest]:
 
 @needs_renderer
 @pytest.mark.parametrize(("page", "folder"), FOLDERS, ids=[f"{page.stem}-{folder}" for page, folder in FOLDERS])
-def test_a_folder_renders_to_what_is_accepted(page: Path, folder: Path, tmp_path: Path) -> None:
-    objects = rendered(page, folder, tmp_path)
-    wrong = [f"{item['kind']}: {text}" for item in objects for text in schemas.problems(item)]
-    assert [*wrong, *rules.problems(objects), *policy.problems(objects)] == []
+def test_a_folder_of_a_page_is_accepted(page: Path, folder: Path, tmp_path: Path) -> None:
+    assert checks.problems(rendered(page, folder, tmp_path)) == []
 
 
 @needs_renderer
-def test_they_change_what_they_say(tmp_path: Path) -> None:
+def test_the_folders_change_what_the_pages_say(tmp_path: Path) -> None:
     made = {}
     for page, folder in FOLDERS:
         place = tmp_path / f"{page.stem}-{folder}"
@@ -81,7 +77,7 @@ def test_they_change_what_they_say(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("page", "name"), OBJECTS, ids=[name for _, name in OBJECTS])
 def test_an_object_of_a_page_is_valid(page: Path, name: str) -> None:
     item = yaml.safe_load(FILES[page, name])
-    if item["kind"] == "Workflow":  # Argo's own schema is not at hand; what it makes is KubeRay's
+    if item["kind"] == "Workflow":  # there is no schema for Argo; the object that it creates is KubeRay's
         (template,) = item["spec"]["templates"]
         item = yaml.safe_load(template["resource"]["manifest"])
         item["metadata"]["name"] = item["metadata"].pop("generateName")
@@ -92,7 +88,7 @@ def test_an_object_of_a_page_is_valid(page: Path, name: str) -> None:
     assert schemas.problems(item) == []
     template = item["spec"]["template"]
     wrong = [*policy._pod(template), *policy._container(template["spec"]["containers"][0])]
-    assert wrong == ["expected a ServiceAccount and a priority class"], "it runs before these are there"
+    assert wrong == ["expected a ServiceAccount and a priority class"], "it runs before the job's own exist"
 
 
 COMMAND = re.compile(
@@ -113,7 +109,7 @@ def commands() -> list[tuple[Path, str]]:
     return found
 
 
-def test_commands_have_the_options_that_they_are_given() -> None:
+def test_commands_on_the_pages_have_their_options() -> None:
     from typer.main import get_command
 
     known = get_command(app).commands  # type: ignore[attr-defined]
@@ -131,15 +127,15 @@ def test_commands_have_the_options_that_they_are_given() -> None:
     assert {"run", "plan", "label"} <= seen
 
 
-def test_the_measurement_takes_the_pair_that_it_is_given() -> None:
+def test_the_benchmark_knows_the_pairs_on_the_pages() -> None:
     found = re.findall(r"python -m exspec\.jobs\.benchmarks\.synthetic (.*)$", "\n".join(TEXTS.values()), re.MULTILINE)
     assert found
     for line in found:
-        plan, _ = synthetic.parse(shlex.split(line))
-        assert set(plan.pair.split(":")) <= set(SHAPES)
+        pair, _ = shlex.split(line)
+        assert set(pair.split(":")) <= set(SHAPES)
 
 
-def test_python_parses() -> None:
+def test_python_on_the_pages_parses() -> None:
     found = [
         body
         for text in TEXTS.values()
@@ -150,7 +146,7 @@ def test_python_parses() -> None:
         compile(textwrap.dedent(body), "page", "exec")
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_work() -> None:
     for page, text in TEXTS.items():
         for link in re.findall(r"\]\(([^)\s]+)\)", text):
             target, _, anchor = link.partition("#")
@@ -161,16 +157,16 @@ def test_links_lead_somewhere() -> None:
                             for h in re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)]  # fmt: skip
                 assert anchor in headings, f"{page.name}: {link}"
     for page in PAGES[1:]:
-        assert f"docs/{page.name}" in TEXTS[PAGES[0]], "a page that the README does not name"
+        assert f"docs/{page.name}" in TEXTS[PAGES[0]], "the README does not name the page"
 
 
-def test_paths_in_commands_are_there() -> None:
+def test_paths_on_the_pages_exist() -> None:
     for page, text in TEXTS.items():
         for path in re.findall(r"\bk8s/[\w./-]*\w", text):
             assert (ROOT / path).exists(), f"{page.name}: {path}"
 
 
-def test_the_columns_are_those_of_the_crd() -> None:
+def test_the_first_run_shows_the_columns_of_the_crd() -> None:
     if not schemas.CRDS.is_dir():
         pytest.skip(f"no KubeRay CRDs in {schemas.CRDS} (EXSPEC_K8S_CRDS)")
     text = TEXTS[K8S / "docs" / "first-run.md"]
@@ -200,7 +196,7 @@ def table(header: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in found[1].splitlines()]
 
 
-def test_the_memory_is_what_the_engine_plans() -> None:
+def test_the_memory_on_the_page_is_what_the_engine_plans() -> None:
     target, draft = config("Qwen/Qwen3-8B"), config("Qwen/Qwen3-0.6B")
 
     def fitted(free: float, asked: EngineConfig) -> EngineConfig:
@@ -236,7 +232,7 @@ def test_the_memory_is_what_the_engine_plans() -> None:
         fitted(19, smallest)
 
 
-def test_the_rows_an_hour_are_what_the_formula_gives() -> None:
+def test_the_rows_per_hour_follow_from_the_formula() -> None:
     made = runpy.run_path(str(K8S / "docs" / "rows_per_hour.py"))
     batches = set()
     for cells in table("GPU | free GiB"):

@@ -1,14 +1,19 @@
-"""Two jobs in one namespace, told apart by a `nameSuffix` alone: neither touches what is the other's."""
+"""Two jobs in one namespace that differ only in their `nameSuffix`: neither touches the other."""
 
 from typing import Any
 
 import pytest
 
-from tests.k8s import policy, rules, schemas
+from tests.k8s import checks
 from tests.k8s.manifests import OVERLAYS, Manifest, containers, needs_renderer, of_kind, pod_templates, suffixed, values
 
 SHARED = {("Namespace", "exspec")}
-FOLLOWED = {"ConfigMap", "ServiceAccount", "Role", "CronJob"}  # a PriorityClass by the rules; to others nothing refers
+FOLLOWED = {
+    "ConfigMap",
+    "ServiceAccount",
+    "Role",
+    "CronJob",
+}  # other objects refer to them by name
 SECRETS = {"exspec-ray-token", "exspec-hub", "exspec-s3"}
 RAY = {  # labels that the operator gives a pod
     "head": {"ray.io/is-ray-node": "yes", "ray.io/node-type": "head"},
@@ -40,7 +45,7 @@ def pods(objects: list[Manifest]) -> dict[str, dict[str, str]]:
 
 
 def selectors(item: Any) -> list[dict[str, str]]:
-    """Of pods by labels of ours; `{}` is every pod, and what has other labels is another's pod."""
+    """Selectors of exspec's pods. `{}` selects every pod, and other labels are those of other pods."""
     if isinstance(item, list):
         return [found for value in item for found in selectors(value)]
     if not isinstance(item, dict):
@@ -57,40 +62,38 @@ def jobs(request: pytest.FixtureRequest) -> dict[str, list[Manifest]]:
 @needs_renderer
 def test_both_are_valid(jobs: dict[str, list[Manifest]]) -> None:
     for objects in jobs.values():
-        wrong = [text for item in objects for text in schemas.problems(item)]
-        assert [*wrong, *rules.problems(objects), *policy.problems(objects)] == []
+        assert checks.problems(objects) == []
 
 
 @needs_renderer
-def test_they_share_the_namespace_and_the_secrets_and_no_other_name(jobs: dict[str, list[Manifest]]) -> None:
+def test_they_share_only_the_namespace_and_the_secrets(jobs: dict[str, list[Manifest]]) -> None:
     assert named(jobs["-a"]) & named(jobs["-b"]) == SHARED
     for suffix, objects in jobs.items():
         original = {name.removesuffix(suffix) for kind, name in named(objects) if kind in FOLLOWED} - {"exspec"}
         used = {text for item in objects for text in texts(item)}
-        assert not original & used, "a reference that does not follow"
+        assert not original & used, "a reference without the suffix"
         assert {text for text in used if text.removesuffix(suffix) in SECRETS} <= SECRETS
         assert "exspec-ray-token" in used
 
 
 @needs_renderer
-def test_every_selector_finds_pods_of_its_own_job_alone(jobs: dict[str, list[Manifest]]) -> None:
+def test_every_selector_selects_only_pods_of_its_job(jobs: dict[str, list[Manifest]]) -> None:
     others = {"-a": "-b", "-b": "-a"}
     for suffix, objects in jobs.items():
         own, foreign = pods(objects), pods(jobs[others[suffix]])
         night = [t["metadata"]["labels"] for _, t in pod_templates(of_kind(objects, "CronJob"))]
-        for item in of_kind(objects, "NetworkPolicy") + of_kind(objects, "PodDisruptionBudget"):
-            for selector in selectors(item):
+        for kind in ("NetworkPolicy", "PodDisruptionBudget", "PodMonitor"):
+            for selector in (found for item in of_kind(objects, kind) for found in selectors(item)):
                 assert any(selector.items() <= labels.items() for labels in [*own.values(), *night]), selector
                 assert not any(selector.items() <= labels.items() for labels in foreign.values()), selector
         for item in of_kind(objects, "PodMonitor"):
             (selector,) = selectors(item)
             scraped = {role for role, labels in own.items() if selector.items() <= labels.items()}
             assert scraped == {*own} - {"submitter"}
-            assert not any(selector.items() <= labels.items() for labels in foreign.values())
 
 
 @needs_renderer
-def test_what_belongs_to_a_job_can_be_deleted_by_its_label(jobs: dict[str, list[Manifest]]) -> None:
+def test_the_objects_of_a_job_have_its_label(jobs: dict[str, list[Manifest]]) -> None:
     for suffix, objects in jobs.items():
         for item in objects:
             if item["kind"] != "Namespace":
@@ -99,7 +102,7 @@ def test_what_belongs_to_a_job_can_be_deleted_by_its_label(jobs: dict[str, list[
 
 
 @needs_renderer
-def test_a_night_has_its_jobs_name() -> None:
+def test_a_nightly_job_has_the_suffix() -> None:
     (cron,) = of_kind(suffixed("cron", "-b"), "CronJob")
     (container,) = containers(cron["spec"]["jobTemplate"]["spec"]["template"])
     assert (values(container)["TEMPLATE"], values(container)["PREFIX"]) == ("exspec-b", "exspec-b-label")

@@ -1,1 +1,1 @@
-"""Programs that make pages and figures, count and measure; users have no need of them."""
+"""Programs that make a page, count and measure. Users do not need them."""

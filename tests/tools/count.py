@@ -1,10 +1,9 @@
-"""`python -m tests.tools.count TARGET:DRAFT`: what a round costs, counted without a GPU.
+"""`python -m tests.tools.count TARGET:DRAFT`: counts the kernels, bytes and waits of a round, without a GPU.
 
-The engine's own forwards run on tensors that have shapes and no values. What is compiled is handed to the compiler with
-the rules by which it fuses for a GPU, and counted before code is written for it; what is not compiled is an operation
-at a time, and each that is no view is a kernel. So is each that attention takes beside its own kernel.
+The engine's own forwards run on tensors that have shapes and no values. Compiled pieces are counted by the compiler's
+plan for a GPU, without generating code. Outside of them every operation that is not a view is a kernel.
 
-A forward's kernels are counted on the first layers, and multiplied: all layers of a model are alike.
+The first layers are counted and multiplied, because all layers of a model are alike.
 """
 
 import json
@@ -18,6 +17,7 @@ from functools import partial
 from math import prod
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch._inductor.config as compiler
@@ -31,37 +31,39 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from exspec.actors.engine import Engine, EngineConfig, Request, Sampling
-from exspec.actors.engine.drafters.draft_length import Unasked
+from exspec.actors.engine.drafters.drafter import DraftRows
 from exspec.actors.engine.drafters.model import DraftModel
-from exspec.actors.engine.graphs import Recordings
+from exspec.actors.engine.graphs import HostCopy, Recordings
 from exspec.actors.engine.kv.attention import attend_varlen
-from exspec.actors.engine.kv.cached_model import CachedModel, kv_shape, where
+from exspec.actors.engine.kv.batch import Batch
+from exspec.actors.engine.kv.cached_model import CachedModel, kv_shape, locate
 from exspec.actors.engine.kv.pages import Pages
 from exspec.actors.engine.layers.fused import Code, Run, compiled_by
 from exspec.actors.engine.methods import build as build_parts
 from exspec.actors.engine.tokens.constraint import Automaton, Constraint, MakeConstraint, Node
 from exspec.actors.engine.tokens.sampling import Sampler
-from exspec.jobs.benchmarks.synthetic import SHAPES, build, kv_bytes, model_bytes
+from exspec.actors.exactness import Waits
+from exspec.jobs.benchmarks.models import build, kv_bytes, model_bytes
+from exspec.jobs.benchmarks.shapes import SHAPES, pair_names
 
-WINDOWS = 1, 3  # W, in B
-ROUNDS = 4  # in which waits are counted
+WINDOWS = 1, 3  # W in multiples of B
+ROUNDS = 4  # whose waits are counted
 ATTENTION = torch.ops.exspec.attend_in_place.default
-# Operations that launch nothing, beside views.
+# Operations that launch no kernel, beside views.
 FREE = ("aten.empty", "aten.new_empty", "aten._unsafe_view", "aten.lift_fresh", "aten.sym_")
 SEVERAL = {"aten.constant_pad_nd.default": 2}  # a fill and a copy
-PICKED = ("aten.embedding", "aten.index.", "aten.index_select", "aten.gather")  # read as much as they give
-WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "unique_dim", "_unique2"}
+PICKED = ("aten.embedding", "aten.index.", "aten.index_select", "aten.gather")  # read as much as they return
 
 
 class Kernel(NamedTuple):
-    """bytes: read and written, but for the KV that attention reads."""
+    """bytes: read and written, without the KV that attention reads."""
 
     name: str
     bytes: int
 
 
 class Tally(TorchDispatchMode):
-    """Counts kernels. calls: of attention, each of which is a kernel of its own here."""
+    """Counts kernels. calls: of attention, each of which counts as one kernel."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -73,7 +75,7 @@ class Tally(TorchDispatchMode):
         kwargs = kwargs or {}
         if not self.counting or function.namespace == "prim":
             return function(*args, **kwargs)
-        with self:  # where nothing is differentiated, composed operations come whole
+        with self:  # without gradients, composed operations arrive whole
             found = function.decompose(*args, **kwargs)
         if found is not NotImplemented:
             return found
@@ -109,7 +111,7 @@ def _operation_bytes(function: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 
 class Planned(BaseException):
-    """The compiler has fused, and is not to go on. No Exception: those are taken for faults of the compiler."""
+    """Stops the compiler after fusing. Not an Exception: torch would treat it as a failure of the compiler."""
 
 
 def kernels_of(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> list[Kernel]:
@@ -120,7 +122,7 @@ def kernels_of(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> list[Kernel]:
         found.extend(Kernel(_name(node), _node_bytes(node)) for node in nodes if _launches(node))
         raise Planned
 
-    # On a GPU parts that are joined are computed where they are used; for a CPU that is off.
+    # The compiler joins tensors where they are used, for a GPU only; force it.
     options: Any = {"cpu_backend": "triton", "force_pointwise_cat": True, "_post_fusion_custom_pass": plan}
     with compiler.patch(fx_graph_cache=False, **options):
         try:
@@ -140,16 +142,16 @@ def _name(node: Any) -> str:
 
 
 def _node_bytes(node: Any) -> int:
-    """What a node of the compiler's schedule reads and writes. Where a tensor's values tell the place, it is as much as
-    there are places, not the whole tensor that they lie in."""
+    """Bytes that a node of the compiler's schedule reads and writes. Of a tensor that another tensor indexes, only the
+    indexed elements count."""
     if _name(node) == str(ATTENTION):
-        query, *_, places = node.node.inputs[:4]
-        return sum(prod(int(n) for n in t.get_size()) * t.get_dtype().itemsize for t in (query, query, places))
+        query, *_, page_table = node.node.inputs[:4]
+        return sum(prod(int(n) for n in t.get_size()) * t.get_dtype().itemsize for t in (query, query, page_table))
     total = 0
     for name, size in node.get_read_write_buffer_accesses(True, True).items():
         accesses = [d for d in (*node.read_writes.reads, *node.read_writes.writes) if d.name == name]
         if not node.is_extern() and all(isinstance(d, StarDep) for d in accesses):
-            continue  # it comes after what wrote the tensor, and reads nothing of it
+            continue  # the node only waits for the tensor's writer
         if indirect := [d for d in accesses if d.is_indirect()]:
             itemsize = V.graph.get_dtype(name).itemsize
             size = min(size, itemsize * sum(prod(int(n) for n in d.size) for d in indirect))
@@ -158,7 +160,7 @@ def _node_bytes(node: Any) -> int:
 
 
 class Plans(Code):
-    """Compiles nothing: pieces run as they are, and are counted by the compiler's plan."""
+    """Counts pieces by the compiler's plan, and runs them uncompiled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,33 +181,26 @@ class Plans(Code):
         return run
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """kernels: on the device. bytes: read and written, without the KV that attention reads. calls: of attention."""
 
     kernels: int
     bytes: int
     calls: int
 
-    def grown(self, more: "Cost", times: int) -> "Cost":
-        """With `times` layers more, `more` being this with one more."""
-        kernels, size, calls = (b + times * (b - a) for a, b in zip(_numbers(self), _numbers(more), strict=True))
-        return Cost(kernels, size, calls)
-
-
-def _numbers(cost: Cost) -> tuple[int, int, int]:
-    return cost.kernels, cost.bytes, cost.calls
+    def extrapolated(self, next_layer: "Cost", layers: int) -> "Cost":
+        """With `layers` layers more than `next_layer`, which has one layer more than this."""
+        return Cost(*(b + layers * (b - a) for a, b in zip(self, next_layer, strict=True)))
 
 
 def attention_kernels(model: PretrainedConfig, config: EngineConfig, widths: list[int]) -> int:
-    """Kernels that attention in place launches on CUDA beside torch's own, in forwards of so many columns: what the
-    layers of a forward share, and what each layer needs."""
+    """Kernels that attention in place launches on CUDA beside torch's own, in forwards of so many columns.
+
+    The first layer of a forward prepares what all layers share.
+    """
     layers = kv_shape(model)[0]
-    found = 0
-    for width in widths:
-        first, again = _attention_kernels(model, config, width)
-        found += first - 1 + (layers - 1) * (again - 1)
-    return found
+    calls = (_attention_kernels(model, config, width) for width in widths)
+    return sum(first - 1 + (layers - 1) * (later - 1) for first, later in calls)
 
 
 def _attention_kernels(model: PretrainedConfig, config: EngineConfig, width: int) -> tuple[int, int]:
@@ -215,24 +210,23 @@ def _attention_kernels(model: PretrainedConfig, config: EngineConfig, width: int
     with FakeTensorMode():
         query = torch.empty(config.batch_size, width, heads, size, dtype=torch.bfloat16).transpose(1, 2)
         store = torch.empty(config.page_count, config.page_size, kv_heads, size, dtype=torch.bfloat16)
-        places = torch.empty(config.batch_size, 1, 1, 2 + config.fewest_pages, dtype=torch.int32)
-        found = []
-        for _ in range(2):
-            with Tally() as tally:
-                attend_varlen(query, store, store, places, 1.0, 0)
-            found.append(int(tally.kernels.total()))
-    return found[0], found[1]
+        page_table = torch.empty(config.batch_size, 1, 1, 2 + config.fewest_pages, dtype=torch.int32)
+        tallies = Tally(), Tally()
+        for tally in tallies:
+            with tally:
+                attend_varlen(query, store, store, page_table, 1.0, 0)
+    first, later = (int(tally.kernels.total()) for tally in tallies)
+    return first, later
 
 
-def settled(rows: int, window: int, capacity: int, drafted: int, kernels: Any) -> EngineConfig:
-    """The config of an engine that attends in place, as `settle` leaves it."""
+def resolved(rows: int, window: int, capacity: int, drafted: int, kernels: Any) -> EngineConfig:
+    """The config of an engine with attention in place, as `resolve` leaves it."""
     config = EngineConfig(batch_size=rows, window=window, draft_tokens=drafted, capacity=capacity, kernels=kernels)
     return replace(config, attention="in_place", pages=config.page_count, bucket=capacity)
 
 
 def shaped(name: str, layers: int | None = None) -> PreTrainedModel:
-    """A model of the shape in bfloat16, to be made where tensors have no values; of its first layers if a number is
-    given."""
+    """A model of the shape in bfloat16, or its first layers. Call it where tensors have no values."""
     settings = dict(SHAPES[name])
     if layers is not None:
         settings["num_hidden_layers"] = layers
@@ -242,7 +236,7 @@ def shaped(name: str, layers: int | None = None) -> PreTrainedModel:
 
 
 class Pair:
-    """Shapes of a pair of models."""
+    """A pair of models without values."""
 
     def __init__(self, target: str, draft: str) -> None:
         self.names = target, draft
@@ -254,10 +248,10 @@ class Pair:
                 raise ValueError(f"the layers of {name} are not alike")
 
     def forwards(self, config: EngineConfig) -> tuple[Cost, Cost]:
-        """What a verify and a whole draft cost."""
+        """The costs of a verify and of a whole draft."""
         costs = [self._of_layers(config, layers) for layers in (1, 2)]
         depths = [kv_shape(model.config)[0] for model in self.models]
-        verify, draft = (one.grown(two, depth - 2) for one, two, depth in zip(*costs, depths, strict=True))
+        verify, draft = (one.extrapolated(two, depth - 2) for one, two, depth in zip(*costs, depths, strict=True))
         return verify, draft
 
     def _of_layers(self, config: EngineConfig, layers: int) -> tuple[Cost, Cost]:
@@ -267,23 +261,17 @@ class Pair:
             parts = build_parts(target, draft, config, recorder)
             drafter: Any = parts.drafter
             choose = recorder.wrap(partial(Engine._choices, _engine(parts.target)))
-            slots, ones, tokens, sampler = _rows(config)
-            drafted, capacity = config.drafted, config.capacity
+            batch, rows = _inputs(config, torch.ones(config.batch_size, dtype=torch.long))
             return (
-                self._cost(partial(choose, slots, tokens, ones, sampler, capacity), config, target, [config.width]),
-                self._cost(
-                    partial(drafter._loop, slots, ones, ones, ones, ones, sampler, drafted, capacity),
-                    config,
-                    draft,
-                    [2] + [1] * (drafted - 1),
-                ),
+                self._cost(partial(choose, batch, rows.sampler), config, target, [config.width]),
+                self._cost(partial(drafter._loop, rows), config, draft, draft_widths(config)),
             )
 
     def _cost(
         self, forward: Callable[[], Any], config: EngineConfig, model: PreTrainedModel, widths: list[int]
     ) -> Cost:
-        """widths: columns of each forward of the model in it."""
-        forward()  # as a recording does first
+        """widths: columns of the model's forwards in it."""
+        forward()  # the first run prepares, as before a recording
         self.plans.tally = tally = Tally()
         with tally:
             forward()
@@ -292,81 +280,83 @@ class Pair:
 
 
 def alike(model: PreTrainedModel) -> bool:
-    """Whether all layers of a model have weights of the same shapes, and attend alike."""
+    """Whether all layers of a model have weights of the same shapes and the same kind of attention."""
     shapes: dict[str, list[tuple[str, torch.Size]]] = {}
     for name, weight in model.named_parameters():
-        before, number, after = name.partition(".layers.")
-        if number:
-            place, _, rest = after.partition(".")
-            shapes.setdefault(place, []).append((before + rest, weight.shape))
+        before, found, after = name.partition(".layers.")
+        if found:
+            number, _, rest = after.partition(".")
+            shapes.setdefault(number, []).append((before + rest, weight.shape))
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ["one"])
     return len(kinds) == 1 and all(found == shapes["0"] for found in shapes.values())
 
 
-class Places:
-    """Stands where a cached model does, and notes how many KV columns its forwards read in place."""
+class ReadColumns:
+    """A cached model that only counts the KV columns that its forwards read in place."""
+
+    bytes = 0
 
     def __init__(self, pages: Pages) -> None:
-        self.pages = pages
-        self.read: list[int] = []
+        self.pages, self.count = pages, 0
 
-    def forward(
-        self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int, keep: int = 0, first: int = 0
-    ) -> Tensor:
-        assert not first
-        width, entries = tokens.shape[1], self.pages.table.shape[1]
-        _, places, _ = where(self.pages.table, slots, starts, width, attended, self.pages.size, entries)
-        start, end = places[:, 0, 0, 0], places[:, 0, 0, 1]
-        self.read.append(int(torch.where(end > 0, start + width, 0).clamp(min=0).sum()))
+    def forward(self, batch: Batch, keep: int = 0) -> Tensor:
+        slots, tokens, starts, kv_columns = batch
+        table, width = self.pages.table, tokens.shape[1]
+        _, page_table, _ = locate(table, slots, starts, width, kv_columns, self.pages.size, table.shape[1])
+        start, end = page_table[:, 0, 0, 0], page_table[:, 0, 0, 1]
+        self.count += int(torch.where(end > 0, start + width, 0).clamp(min=0).sum())
         return torch.zeros(len(slots), keep or width, 2)
 
-    def fill(self, slots: Tensor, tokens: Tensor, starts: Tensor, attended: int) -> None:
-        self.forward(slots, tokens, starts, attended)
+    def fill(self, batch: Batch) -> None:
+        self.forward(batch)
 
     def check(self, lengths: dict[int, int]) -> None:
         self.pages.check(lengths)
 
-    @property
-    def bytes(self) -> int:
-        return 0
-
 
 def columns_read(config: EngineConfig, lengths: list[int]) -> tuple[int, int]:
-    """KV columns that a verify reads, and those of all forwards of a draft, where rows have these lengths."""
+    """KV columns that a verify reads, and a whole draft, if rows have these lengths."""
     pages = Pages(
         config.slots, config.page_count, config.page_size, config.prefill_columns, config.capacity + config.width,
         torch.device("cpu"),
     )  # fmt: skip
     for slot, length in enumerate(lengths):
         pages.begin(slot, [], 0, length + config.width)
-    verify, draft = Places(pages), Places(pages)
-    slots, ones, tokens, sampler = _rows(config)
-    starts = torch.tensor(lengths)
-    Engine._choices(_engine(verify), slots, tokens, starts, sampler, config.capacity)
-    drafter: Any = DraftModel(draft, (2, 2), config.capacity, 1, Unasked(), Recordings(lambda run: run))
-    drafter._draft(slots, ones, ones, starts, ones, sampler, config.drafted, config.capacity)
-    return sum(verify.read), sum(draft.read)
+    verify, draft = ReadColumns(pages), ReadColumns(pages)
+    batch, rows = _inputs(config, torch.tensor(lengths))
+    Engine._choices(_engine(verify), batch, rows.sampler)
+    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=2)))
+    recorder = Recordings(lambda run: run)
+    context: Any = SimpleNamespace(draft=model, target=model, config=config, recorder=recorder)
+    DraftModel(context, draft)._draft(rows)
+    return verify.count, draft.count
 
 
-def _rows(config: EngineConfig) -> tuple[Tensor, Tensor, Tensor, Sampler]:
-    """Slots [B], ones [B], tokens [B, K + 1] and what chooses the likeliest."""
-    rows = config.batch_size
-    tokens = torch.ones(rows, config.width, dtype=torch.long)
-    sampler = Sampler([Sampling()] * rows, [[0]] * rows, torch.device("cpu"))
-    return torch.arange(rows), torch.ones(rows, dtype=torch.long), tokens, sampler
+def _inputs(config: EngineConfig, starts: Tensor) -> tuple[Batch, DraftRows]:
+    """The input of a verify and of a whole greedy draft. starts: [B]."""
+    rows, device = config.batch_size, torch.device("cpu")
+    slots, ones = torch.arange(rows), torch.ones(rows, dtype=torch.long)
+    sampler = Sampler([Sampling()] * rows, [[0]] * rows, device)
+    batch = Batch(slots, torch.ones(rows, config.width, dtype=torch.long), starts, config.capacity)
+    limits = torch.full_like(ones, config.drafted)
+    return batch, DraftRows(slots, ones, ones, starts, limits, sampler, config.drafted, config.capacity, None, None)
+
+
+def draft_widths(config: EngineConfig) -> list[int]:
+    """Columns of the forwards of a whole draft: the first feeds the last two tokens."""
+    return [2] + [1] * (config.drafted - 1)
 
 
 def _engine(target: CachedModel) -> Any:
     """As much of an engine as choosing tokens needs."""
-    return SimpleNamespace(target=target, device=torch.device("cpu"))
+    return SimpleNamespace(target=target)
 
 
 def bytes_ratio(pair: Pair, config: EngineConfig, costs: tuple[Cost, Cost], lengths: list[int]) -> float:
-    """Bytes that a round moves, over those that it cannot do without, with rows of these lengths; costs: of its
-    forwards.
+    """The bytes that a round moves over the bytes that it needs, with rows of these lengths. costs: of its forwards.
 
-    Moved is what every kernel reads and writes: weights, activations, logits, and the KV columns that the rows' places
-    name. Needed are, for each forward, its model's weights once and the KV of the rows' lengths.
+    Moved: everything that the kernels read and write. Needed: for each forward, the model's weights once and the KV of
+    the rows.
     """
     moved = needed = 0
     columns = columns_read(config, lengths)
@@ -377,40 +367,37 @@ def bytes_ratio(pair: Pair, config: EngineConfig, costs: tuple[Cost, Cost], leng
 
 
 def random_lengths(rows: int, longest: int, drafted: int) -> list[int]:
-    """Tokens that rows have cached, with room for a round more."""
+    """Cached tokens of the rows, which leave room for one more round."""
     rng = random.Random(rows)
     return [rng.randint(1, longest - drafted - 1) for _ in range(rows)]
 
 
-class Watch(TorchDispatchMode):
-    """Counts operations whose result Python waits for."""
+class HostReads(TorchFunctionMode):
+    """Counts the times that Python waits for a tensor. A HostCopy counts once, and its tensors no more."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.waits = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.waits += function.overloadpacket.__name__ in WAITS
-        return function(*args, **(kwargs or {}))
-
-
-class Calls(TorchFunctionMode):
-    """Counts copies to Python and to the host, which on a CPU are no operations."""
-
-    def __init__(self, watch: Watch) -> None:
         super().__init__()
-        self.watch = watch
+        self.count = 0
+        self.on_host: list[Tensor] = []
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.watch.waits += function in (Tensor.tolist, Tensor.cpu)
+        if function in (Tensor.tolist, Tensor.cpu):
+            self.count += not any(args[0] is tensor for tensor in self.on_host)
         return function(*args, **(kwargs or {}))
+
+    def wait(self, copy: HostCopy) -> list[Tensor]:
+        """Stands in for HostCopy.wait."""
+        self.count += 1
+        copies = [tensor.clone() for tensor in copy.tensors]
+        self.on_host += copies
+        return copies
 
 
 def every_other_forced() -> Constraint:
-    """One of two tokens, then one that must come, and so on."""
-    free, must = Node(), Node()
-    free.children, must.children = {1: must, 2: must}, {3: free}
-    return Automaton(free)
+    """A choice of two tokens, then a forced token, and so on."""
+    choice, must = Node(), Node()
+    choice.children, must.children = {1: must, 2: must}, {3: choice}
+    return Automaton(choice)
 
 
 def waits(
@@ -420,53 +407,53 @@ def waits(
     rows: int = 4,
     drafted: int = 5,
 ) -> int:
-    """The most times that a greedy round waits for the device, while nothing is admitted."""
+    """How often a greedy round waits for the device, at most. Nothing is admitted meanwhile."""
     config = EngineConfig(batch_size=rows, window=rows, draft_tokens=drafted, capacity=256, attention="gathered")
     engine = Engine(target, draft, config, frozenset(), Recordings(lambda run: run))
     for i in range(rows):
         prompt, most = list(range(1, 9 + i)), (ROUNDS + 2) * (drafted + 1)
         engine.submit(Request(i, prompt, most, constraint=constraint))
     engine.step()
-    found: list[int] = []
-    for _ in range(ROUNDS):
-        with Watch() as watch, Calls(watch):
-            engine.step()
-        found.append(watch.waits)
-    return max(found)
+    return max(_waits_of(engine.step) for _ in range(ROUNDS))
+
+
+def _waits_of(step: Callable[[], None]) -> int:
+    reads = HostReads()
+    with reads, Waits() as operations, patch.object(HostCopy, "wait", lambda copy: reads.wait(copy)):
+        step()
+    return reads.count + len(operations.found)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """pair: TARGET:DRAFT. batches: longest row by B."""
+    """pair: TARGET:DRAFT. batches: B, and the tokens of its longest row."""
 
     pair: str
     draft_tokens: int = 5
     batches: tuple[tuple[int, int], ...] = ((8, 512), (32, 1024), (64, 1024))
 
     def __post_init__(self) -> None:
-        target, _, draft = self.pair.partition(":")
-        for name in (target, draft):
-            if name not in SHAPES:
-                raise ValueError(f"no shape {name!r}; expected TARGET:DRAFT of {', '.join(SHAPES)}")
+        pair_names(self.pair)
 
 
 def count(settings: Settings) -> dict[str, Any]:
     """All figures but the host's.
 
-    verify_kernels, draft_kernels: device kernels of one verify and of a whole draft, with the choice of tokens and the
-    copies of what a recording is given and gives; `before` with layers that are not compiled. of_attention: those among
-    them that prepare what attention takes. bytes_ratio: by B and W, what all kernels of a round read and write, over
-    the weights and the KV that its forwards must read once each. waits: times that a round waits for the device.
+    verify_kernels, draft_kernels: of one verify and of a whole draft, with the choice of tokens and the copies of a
+    recording's input and output. before: the same without compiling. of_attention: the kernels among them that prepare
+    attention. bytes_ratio: see `bytes_ratio`, by B and W. waits: how often a round waits for the device.
     """
-    target, _, draft = settings.pair.partition(":")
-    pair = Pair(target, draft)
+    pair = Pair(*pair_names(settings.pair))
     rows, longest = settings.batches[0]
-    shape = partial(settled, drafted=settings.draft_tokens)
-    verify, drafted = pair.forwards(shape(rows, rows, longest, kernels="compiled"))
-    before = pair.forwards(shape(rows, rows, longest, kernels="eager"))
+    shape = partial(resolved, drafted=settings.draft_tokens)
     config = shape(rows, rows, longest, kernels="compiled")
-    widths = {"verify": [config.width], "draft": [2] + [1] * (config.drafted - 1)}
-    beside = {n: attention_kernels(m.config, config, w) for m, (n, w) in zip(pair.models, widths.items(), strict=True)}
+    verify, drafted = pair.forwards(config)
+    before = pair.forwards(replace(config, kernels="eager"))
+    target, draft = (model.config for model in pair.models)
+    beside = {
+        "verify": attention_kernels(target, config, [config.width]),
+        "draft": attention_kernels(draft, config, draft_widths(config)),
+    }
     ratios: dict[str, dict[str, float]] = {}
     small = build("tiny", torch.float32, "cpu"), build("tiny", torch.float32, "cpu")
     for rows, longest in settings.batches:

@@ -1,13 +1,14 @@
 """The page of model families: `python -m tests.tools.families` tries every causal language model of transformers.
 
-Of each it builds a tiny one with random weights, loads it as a job would, and where it is not refused compares the
-engine's tokens with those of `generate`, one prompt at a time.
+It builds a tiny model of each family with random weights and checks it as a job does. If the model is accepted, it
+compares the engine's tokens with those of `generate`, one prompt at a time.
 """
 
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,19 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
 from exspec.actors.engine import Engine, EngineConfig, Request
-from exspec.actors.exactness import ModelError, check_config, check_forward, settle_positions
+from exspec.actors.engine.engine import model_end_ids
+from exspec.actors.exactness import ModelError, check_config, check_forward, fix_rotary_factors, transformers_generate
 from exspec.actors.models import forget_sampling
 
 PAGE = Path(__file__).parents[2] / "jobs" / "docs" / "families.md"
 VOCABULARY, CONTEXT, END = 96, 96, 5
 LENGTHS, NEW = (1, 3, 30, 17, 40), 12  # tokens of the prompts, and of each completion at most
-LARGEST = 20_000_000  # parameters of what is still small
+LARGEST = 20_000_000  # parameters of a small model, at most
 MADE = "Every family for which transformers has a causal language model, as `python -m tests.tools.families` found it"
 BUILD = "could not be built small"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-WIDER = 8  # times: widths of a mixture in half precision, where its products round as those of large models do
-# Sizes of a tiny model, by the names that configurations have for them: those that are made wider, and the others.
+WIDER = 8  # factor on the widths of a mixture in bfloat16, so that its products round as in large models
+# Sizes of a tiny model, by their names in configurations: first the ones that WIDER multiplies.
 WIDTHS: dict[str, int] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embedding_size", "word_embed_proj_dim"), 32),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "d_ff", "decoder_ffn_dim", "encoder_ffn_dim"), 64),
@@ -57,7 +59,7 @@ LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_positi
             "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}  # fmt: skip
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 3.0, "original_max_position_embeddings": 32}
-# What a family's configuration can do besides what it does unless told, by the family.
+# Configurations that are tried beside a family's default.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {"dynamic NTK": {"rope_parameters": DYNAMIC}, "YaRN": {"rope_parameters": YARN}},
     "mistral": {"no window": {"sliding_window": None}},
@@ -65,9 +67,8 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "qwen2": {"windows": {"use_sliding_window": True, "max_window_layers": 1}},
 }
 
-
-# What a family's sizes have to be besides, to be built at all.
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+# Sizes without which a family cannot be built.
 NEEDS: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 16, "num_experts_per_tok": 2},
@@ -86,7 +87,7 @@ NEEDS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of a family. result: works, refused, differs, or could not be built small. narrow: in bfloat16."""
+    """The result for a family: works, refused, differs, or could not be built small. narrow: why not in bfloat16."""
 
     family: str
     result: str
@@ -95,7 +96,7 @@ class Trial:
 
 
 def configurations() -> Iterator[tuple[str, Callable[[], PretrainedConfig]]]:
-    """Every family of transformers itself by its name, and what makes its small configuration; variants behind it."""
+    """Every family of transformers and its variants, by name, with what builds the small configuration."""
     own = {kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING if kind.__module__.startswith("transformers.")}
     for kind in sorted(own, key=lambda kind: kind.model_type):
         yield kind.model_type, lambda kind=kind: small(kind)  # type: ignore[misc]
@@ -104,9 +105,9 @@ def configurations() -> Iterator[tuple[str, Callable[[], PretrainedConfig]]]:
 
 
 def small(kind: type[PretrainedConfig], changes: dict[str, Any] | None = None, times: int = 1) -> PretrainedConfig:
-    """A configuration with small sizes, whose layers are one of each kind that its default has, and two at least.
+    """A configuration with small sizes and one layer of each kind that the default has, two layers at least.
 
-    times: by how much its widths are larger than the smallest.
+    times: a factor on the widths.
     """
     default = kind()
     parts = {name: getattr(default, name, None) for name in getattr(kind, "sub_configs", {})}
@@ -127,7 +128,7 @@ def _sizes(default: PretrainedConfig, times: int) -> dict[str, Any]:
 
 
 def build(config: PretrainedConfig) -> PreTrainedModel:
-    """A model with random weights. Raises ValueError where it is not small."""
+    """A model with random weights. Raises ValueError if it is not small."""
     with torch.device("meta"):
         count = AutoModelForCausalLM.from_config(config).num_parameters()
     if count > LARGEST:
@@ -137,7 +138,7 @@ def build(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def trial(family: str, make: Callable[[], PretrainedConfig]) -> Trial:
-    """Build, check, compare. What transformers may raise while it builds is told, whatever it is."""
+    """Build a model, check it and compare its tokens. Any exception while building is the trial's reason."""
     try:
         config = make()
         check_config(config, family)
@@ -148,7 +149,7 @@ def trial(family: str, make: Callable[[], PretrainedConfig]) -> Trial:
         return Trial(family, BUILD, f"{type(error).__name__}: {' '.join(str(error).split())}")
     forget_sampling(model)
     try:
-        settle_positions(model)
+        fix_rotary_factors(model)
         check_forward(model, family)
     except ModelError as error:
         return Trial(family, "refused", _reason(error))
@@ -158,7 +159,7 @@ def trial(family: str, make: Callable[[], PretrainedConfig]) -> Trial:
     if any((getattr(config.get_text_config(), name, 0) or 0) > 1 for name in EXPERTS):
         model = build(small(type(config), times=WIDER))
         forget_sampling(model)
-        settle_positions(model)
+        fix_rotary_factors(model)
     try:
         check_forward(model.to(torch.bfloat16), family)  # type: ignore[arg-type]
     except ModelError as error:
@@ -167,18 +168,16 @@ def trial(family: str, make: Callable[[], PretrainedConfig]) -> Trial:
 
 
 def compare(model: PreTrainedModel) -> str:
-    """How completions by speculation in batches differ from those of `generate`; empty where they do not.
-
-    The model is its own draft, and its context is what limits prompts.
-    """
+    """How completions by batched speculation, with the model as its own draft, differ from `generate`'s, if they do."""
     prompts = _prompts(model)
     found = _decoded(model, prompts)
-    wrong = [n for n, prompt in enumerate(prompts) if found[n] != _generate(model, prompt)]
+    ends = model_end_ids(model)
+    wrong = [n for n, prompt in enumerate(prompts) if [found[n]] != transformers_generate(model, [prompt], NEW, ends)]
     return f"{len(wrong)} of {len(prompts)} completions are not those of generate" if wrong else ""
 
 
 def neighbours(model: PreTrainedModel) -> str:
-    """How completions differ from those of the same prompts alone in the engine; empty where they do not."""
+    """How completions differ from the engine's for each prompt alone, if they do."""
     prompts = _prompts(model)
     found = _decoded(model, prompts)
     wrong = [n for n, prompt in enumerate(prompts) if found[n] != _decoded(model, [prompt])[0]]
@@ -196,23 +195,15 @@ def _prompts(model: PreTrainedModel) -> list[list[int]]:
 
 
 def _decoded(model: PreTrainedModel, prompts: list[list[int]]) -> dict[Any, list[int]]:
-    """Completions of the prompts by speculation in batches, by the prompts' numbers."""
+    """Completions by batched speculation, by the prompts' numbers."""
     engine = Engine(model, model, EngineConfig(batch_size=4, draft_tokens=3, capacity=_context(model)))
     for number, prompt in enumerate(prompts):
         engine.submit(Request(number, prompt, NEW))
     return {completion.id: completion.tokens for completion in engine.run()}
 
 
-def _generate(model: PreTrainedModel, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt])
-    output = model.generate(  # type: ignore[operator]
-        input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, pad_token_id=0
-    )
-    return output[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
-
-
 def _reason(error: ModelError) -> str:
-    """Why it was refused, without the family's name before and what would work behind."""
+    """Why a model was refused, without the family's name and without what would work."""
     return str(error).partition(": ")[2].rpartition("; expected ")[0]
 
 
@@ -223,38 +214,47 @@ def page(trials: list[Trial]) -> str:
         "# Model families",
         "",
         f"{MADE} with transformers {transformers.__version__}.",
-        "A model is refused or accepted by running it, not by its name: a job checks it with its own weights when it",
-        "loads it.",
+        "A job tries its own model when it loads it, and prints the full reason if it rejects the model. With another",
+        "configuration a rejected family may work, and the reverse.",
         "",
-        "**How tried.** A tiny model with random weights, one layer of each kind that the family's configuration has",
-        "unless told otherwise, is loaded as a job loads one. Where it is not refused, prompts of",
-        f"{', '.join(map(str, LENGTHS))} tokens are decoded in batches of 4 in float32, with the model as its own",
-        f"draft, and {NEW} tokens of each are compared with those of `generate` for that prompt alone. In bfloat16",
-        "they are compared with those that the engine gives for the prompt alone. There mixtures of experts are",
-        f"{WIDER} times as wide, because products of small matrices round alike in any shape. Models of a refused",
-        "family may work, and the other way round, where their configuration is another.",
+        "**Method.** A job loads a tiny model of the family, with random weights and a layer of each kind. Prompts of",
+        f"{', '.join(map(str, LENGTHS))} tokens are decoded in batches of 4, with the model as its own draft.",
+        f"In float32 {NEW} tokens of each must equal those of `generate`. In bfloat16 they must equal those of the",
+        f"engine for the prompt alone, and mixtures of experts are {WIDER} times as wide, because small matrix",
+        "products round alike in any shape.",
         "",
         f"{len(works)} of {len(trials)} work.",
         "",
         "## Works",
         "",
-        f"All {len(LENGTHS)} completions are those of `generate`.",
-        "",
         ", ".join(f"`{t.family}`" for t in works if not t.narrow),
     ]
-    if narrow := [t for t in works if t.narrow]:
-        lines += ["", "In float32, and not in bfloat16:", "", "| family | why not in bfloat16 |", "|---|---|"]
-        lines += [f"| `{t.family}` | {_cell(t.narrow)} |" for t in narrow]
-    for result, title in (("differs", "Accepted, and differs"), ("refused", "Refused"), (BUILD, "Not tried: " + BUILD)):
-        rows = [t for t in trials if t.result == result]
-        if rows:
-            lines += ["", f"## {title}", "", "| family | why |", "|---|---|"]
-            lines += [f"| `{t.family}` | {_cell(t.reason)} |" for t in rows]
-    return "\n".join([*lines, ""])
+    lines += _grouped("Works in float32 only", [replace(t, reason=t.narrow) for t in works if t.narrow])
+    lines += _grouped("Accepted, but the tokens differ", [t for t in trials if t.result == "differs"])
+    lines += _grouped("Rejected", [t for t in trials if t.result == "refused"])
+    return "\n".join([*lines, *_grouped(f"Not tried: {BUILD}", [t for t in trials if t.result == BUILD]), ""])
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")[:200]
+def _grouped(title: str, trials: list[Trial]) -> list[str]:
+    """A section of families by reason and detail; no lines without any."""
+    groups: dict[str, dict[str, list[str]]] = {}
+    for t in trials:
+        reason, detail = _general(t)
+        groups.setdefault(reason, {}).setdefault(detail, []).append(f"`{t.family}`")
+    rows = []
+    for reason, details in sorted(groups.items()):
+        parts = [f"{detail}{', '.join(names)}" for detail, names in sorted(details.items())]
+        rows.append(f"- {reason}: {'; '.join(parts)}")
+    return ["", f"## {title}", "", *rows] if rows else []
+
+
+def _general(t: Trial) -> tuple[str, str]:
+    """The reason without the model's name, and what it has in brackets without messages of torch and transformers."""
+    name = re.escape(t.family.partition(",")[0]) + r"\w*"
+    reason = re.sub(rf"^{name} | of {name}| \({name}\)", "", t.reason)
+    reason = re.sub(r"(\w+Error): .*", r"\1)", reason)
+    reason, _, detail = reason.removesuffix(")").partition(" (")
+    return reason, f"({detail}) " if detail and not detail.startswith("'") else ""
 
 
 def main() -> None:

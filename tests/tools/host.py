@@ -1,7 +1,7 @@
-"""What a round costs the host: everything but the forwards and the choice of tokens, on models that cost nothing.
+"""Measures the host's work in a round: everything but the forwards and the choice of tokens.
 
-The models are tables of logits behind transformers' interface, so that a vocabulary of any size needs no weights. What
-an engine hands to its recorder would run on the device: that is done first, and played to the engine that is timed.
+The models are tables of logits behind transformers' interface, so that a vocabulary of any size needs no weights. A
+first engine computes what the device would, and a second engine, which is timed, gets those results played back.
 """
 
 import json
@@ -26,9 +26,9 @@ from tests.tiny import Weightless
 DRAFTED = 5  # K
 CAPACITY = 1024
 PROMPT = 300  # tokens of the shortest prompt
-WARM, ROUNDS = 2, 9  # rounds before the first that counts, and those that count
-LARGEST = 2**20  # bytes of a result that a tape keeps
-TABLE = 16  # rows of logits that a model has
+WARM, ROUNDS = 2, 9  # rounds before the timed ones, and timed rounds
+LARGEST = 2**20  # bytes of a result that a tape keeps whole
+TABLE = 16  # rows of logits in a model
 LETTERS = 'etaoinshrdlucmfgpbETA\u0120,.":{}0123456789'
 SCHEMA = {
     "type": "object",
@@ -45,9 +45,9 @@ SCHEMA = {
 
 
 class Table(Weightless):
-    """A causal model whose logits are rows of a table, by token and position.
+    """A causal model that looks its logits up in a table, by token and position.
 
-    wrong: the row that this one confuses with the next; None: none.
+    wrong: a row that is replaced by the next one, so that a draft errs; None: none.
     """
 
     def __init__(self, logits: Tensor, wrong: int | None) -> None:
@@ -65,8 +65,7 @@ class Table(Weightless):
 
 
 class Tape:
-    """A device that costs the host nothing, not even its caches: what a first engine has it compute is kept, and played
-    to a second one that asks the same, call by call."""
+    """A recorder that keeps the results of a first engine, and plays them to a second engine with the same calls."""
 
     records = False
 
@@ -94,7 +93,7 @@ class Tape:
 
 
 def _bounded(result: Any) -> Any:
-    """A result as a tape keeps it: of logits, which only the device reads, the shape."""
+    """A result as a tape keeps it. Of large logits, which only the device reads, it keeps the shape."""
     if isinstance(result, tuple):
         return tuple(map(_bounded, result))
     if isinstance(result, Tensor) and result.dtype.is_floating_point and result.nbytes > LARGEST:
@@ -123,8 +122,8 @@ def synthetic_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
 def host_milliseconds(batch_size: int = 64, vocabulary: int = 152_000) -> dict[str, float]:
     """Milliseconds of host work in a round of B rows, the median over rounds, by what the requests ask for.
 
-    greedy: nothing. penalty: a repetition penalty. stop: two stop strings. json: JSON of a schema. beside_target: of
-    json, what is done while the target computes.
+    greedy: nothing. penalty: a repetition penalty. stop: two stop strings. json: JSON of a schema. beside_target: the
+    part of json that is done while the target computes.
     """
     tokenizer = synthetic_tokenizer(vocabulary)
     stop = StopStrings(tokenizer, ["\n\nUser:", "</answer>"])
@@ -136,12 +135,12 @@ def host_milliseconds(batch_size: int = 64, vocabulary: int = 152_000) -> dict[s
         "json": {"constraint": answers.constraint, "end_ids": answers.end_ids},
     }
     found = {name: _milliseconds(batch_size, vocabulary, case) for name, case in cases.items()}
-    told = {name: all_of_it for name, (all_of_it, _) in found.items()} | {"beside_target": found["json"][1]}
-    return {name: round(milliseconds, 3) for name, milliseconds in told.items()}
+    rounds = {name: whole for name, (whole, _) in found.items()} | {"beside_target": found["json"][1]}
+    return {name: round(milliseconds, 3) for name, milliseconds in rounds.items()}
 
 
 def _milliseconds(batch_size: int, vocabulary: int, case: dict[str, Any]) -> tuple[float, float]:
-    """Of a round, and of its verify."""
+    """Of a whole round, and of its verify phase."""
     logits = torch.randn(TABLE, vocabulary, generator=torch.Generator().manual_seed(0))
     tape = Tape()
     _rounds(tape, logits, batch_size, case)

@@ -1,8 +1,8 @@
-"""What the pipeline itself costs at scale, with nothing decoded: `python -m tests.tools.scale plan|resume|rows`.
+"""Measures the pipeline at scale without decoding: `python -m tests.tools.scale plan|resume|rows`.
 
-Each prints one JSON line. plan: footers of 10,000 shards with 100 million rows. resume: these at 64 rows a chunk, from
-the plan through 1.6 million parts to the report and the next run.
-rows: a job of 2 million rows with an engine that returns at once.
+Each prints one JSON line. plan: read the footers of 10,000 shards with 100 million rows. resume: plan these in chunks
+of 64 rows, commit 1.6 million parts, report, and start again. rows: run 2 million rows with an engine that returns at
+once.
 """
 
 import json
@@ -37,7 +37,7 @@ from tests.pipeline import jobs
 
 
 def plan(folder: Path) -> dict[str, Any]:
-    """The footers are real, of files of 10,000 equal rows, which are one file under many names."""
+    """The shards are one file of 10,000 rows under many names."""
     table = pa.table({"prompt": ["w1"] * 10_000})
     pq.write_table(table, folder / "shard-00000.parquet")
     for i in range(1, 10_000):
@@ -51,7 +51,7 @@ def plan(folder: Path) -> dict[str, Any]:
 
 
 def resume(folder: Path) -> dict[str, Any]:
-    """From the plan to the report and to the next run, with what the null engine's actors would have staged."""
+    """From the plan to the report and the next run. The parts are staged here, not by actors."""
     shards = [Shard(f"{n:05}.parquet", f"file:///in/{n:05}.parquet", 10_000, 1, "") for n in range(10_000)]
     made, figures, clock = Plan(shards, 64), {}, time.perf_counter()
 
@@ -85,28 +85,28 @@ def resume(folder: Path) -> dict[str, Any]:
 
 
 def linked(folder: Folder, prefix: str, chunk: Chunk) -> File:
-    """A staged part with what a null engine's summary tells; its bytes are those of all others."""
+    """A staged part with a summary. All parts are links to a few files."""
     name = f"_staged/{prefix}-{chunk.number}-{chunk.first}"
-    one = Path(folder.path) / "_staged" / f"one-{chunk.number // 300}"  # a file has only so many names
+    one = Path(folder.path) / "_staged" / f"one-{chunk.number // 300}"  # a file may have only so many links
     if not one.exists():
         one.parent.mkdir(exist_ok=True)
         one.write_bytes(b"rows")
     Path(f"{folder.path}/{name}").hardlink_to(one)
     now = time.time()
     drafted, lengths = [chunk.rows] * 5, {str(n): 1 for n in range(40)}
-    told = Summary(chunk.number, chunk.first, chunk.rows, 0, 64 * 20, 64 * 40, drafted, drafted, 64 * 8, 0, lengths,
+    summary = Summary(chunk.number, chunk.first, chunk.rows, 0, 64 * 20, 64 * 40, drafted, drafted, 64 * 8, 0, lengths,
                    f"actor-{chunk.number % 8}", {"device": "null", "torch": "2"}, now, now + 1, 1)  # fmt: skip
-    return File("", name, 4, "0" * 32, 4, [told])
+    return File("", name, 4, "0" * 32, 4, [summary])
 
 
 def batched(items: Iterable[Chunk], size: int) -> Iterator[list[Chunk]]:
-    them = iter(items)
-    while together := list(islice(them, size)):
-        yield together
+    iterator = iter(items)
+    while batch := list(islice(iterator, size)):
+        yield batch
 
 
 class Instant:
-    """An engine whose sequences are done when they are submitted."""
+    """An engine whose sequences finish when they are submitted."""
 
     busy = False
     config = EngineConfig()
@@ -140,7 +140,7 @@ def rows(folder: Path) -> dict[str, Any]:
     pair = jobs.save_pair(folder / "pair")
     settings: dict[str, Any] = {"rows_per_chunk": 5000, "max_new_tokens_column": None, "max_new_tokens": 4}
     job = jobs.job(pair, folder / "in", folder / "out", **settings)
-    memory: dict[int, int] = {}  # MiB by parts that are there
+    memory: dict[int, int] = {}  # MiB by the number of parts
     over = threading.Event()
 
     def watch() -> None:

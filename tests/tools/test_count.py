@@ -1,4 +1,4 @@
-"""What a round costs is within its limits, and what is added to it is found."""
+"""The counted costs of a round are within limits, and an added kernel, byte or wait is found."""
 
 import json
 from collections.abc import Iterator
@@ -13,13 +13,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from exspec.actors.engine import Engine
 from exspec.actors.engine.kv import cached_model
 from exspec.actors.engine.tokens import sampling
-from exspec.jobs.benchmarks.synthetic import build, kv_bytes, model_bytes
+from exspec.jobs.benchmarks.models import build, kv_bytes, model_bytes
 from tests.tools import count, host
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.*is deprecated:DeprecationWarning")  # of torch's compiler
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.*is deprecated:DeprecationWarning")  # in torch's compiler
 
-TINY = partial(count.settled, rows=4, window=4, capacity=64, drafted=3, kernels="compiled")
-LARGE = partial(count.settled, drafted=5, kernels="compiled")
+TINY = partial(count.resolved, rows=4, window=4, capacity=64, drafted=3, kernels="compiled")
+LARGE = partial(count.resolved, drafted=5, kernels="compiled")
 VERIFY, DRAFT, RATIO = 600, 2000, 1.15  # at most
 
 
@@ -92,7 +92,7 @@ def test_a_kernel_more_in_choosing_tokens_is_found(
 
 
 def test_the_last_column_is_one_product(pair: count.Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a draft's two columns one is kept. As it lies, torch would read the weights once for each row."""
+    """Of a draft's first two columns the last is kept. Without a copy, torch would read the weights once per row."""
     before = pair.forwards(TINY())[1].bytes
     monkeypatch.setattr(cached_model, "_contiguous", lambda _, inputs: inputs)
     assert pair.forwards(TINY())[1].bytes > before + 2 * (128 * 64 * 2), "three rows more read the weights"
@@ -143,15 +143,15 @@ def test_a_constrained_round_waits_twice_however_long_its_drafts() -> None:
 def test_a_greedy_round_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("tiny", torch.float32, "cpu")
     assert count.waits(model, model) == 1
-    draft = Engine._draft
+    draft = Engine.draft
 
-    def looking(self: Engine, group: Any) -> Any:
+    def reading(self: Engine, group: Any) -> Any:
         found = draft(self, group)
         assert found.lengths.sum() >= 0
         found.tokens.tolist()
         return found
 
-    monkeypatch.setattr(Engine, "_draft", looking)
+    monkeypatch.setattr(Engine, "draft", reading)
     assert count.waits(model, model) == 3
 
 

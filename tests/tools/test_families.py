@@ -1,4 +1,4 @@
-"""The page of model families: what is tried, and that a family that is not exact is found."""
+"""The page of model families: families are tried, and one that is not exact is found."""
 
 from typing import Any
 
@@ -27,11 +27,11 @@ def test_a_family_that_works_works_in_both_dtypes(known: dict[str, Any], family:
         ("moshi", "moshi does not decode the same by slots as on its own (its logits differ)"),
     ],
 )
-def test_a_family_that_is_refused_is_told_why(known: dict[str, Any], family: str, reason: str) -> None:
+def test_a_refused_family_has_its_reason(known: dict[str, Any], family: str, reason: str) -> None:
     assert families.trial(family, known[family]) == Trial(family, "refused", reason)
 
 
-def test_what_cannot_be_built_is_told_and_not_counted() -> None:
+def test_a_family_that_cannot_be_built_is_listed_and_not_counted() -> None:
     def fails() -> Any:
         raise KeyError("size")
 
@@ -39,13 +39,32 @@ def test_what_cannot_be_built_is_told_and_not_counted() -> None:
     assert made == Trial("odd", families.BUILD, "KeyError: 'size'")
     page = families.page([made, Trial("good", "works")])
     assert "1 of 2 work." in page
-    assert "| `odd` | KeyError: 'size' |" in page
+    assert "- KeyError: `odd`" in page
+
+
+def test_the_page_groups_families_by_reason() -> None:
+    refused = {
+        "bart": "an encoder-decoder model (bart)",
+        "mbart": "an encoder-decoder model (mbart)",
+        "llama4": "llama4_text does not decode (RuntimeError: size 4 (of 8))",
+        "gptj": "gptj does not decode (RuntimeError: size 3)",
+        "moshi": "moshi does not decode (its logits differ)",
+        "jamba": "the cache of jamba does not hold every token (linear_attention)",
+        "gemma4": "the layers of gemma4 have different shapes ('head_dim' is a per-layer attribute)",
+    }
+    page = families.page([Trial(family, "refused", reason) for family, reason in refused.items()])
+    assert page.partition("## Rejected\n\n")[2].splitlines() == [
+        "- an encoder-decoder model: `bart`, `mbart`",
+        "- does not decode: (RuntimeError) `llama4`, `gptj`; (its logits differ) `moshi`",
+        "- the cache does not hold every token: (linear_attention) `jamba`",
+        "- the layers have different shapes: `gemma4`",
+    ]
 
 
 def test_a_model_that_gets_past_the_check_and_differs_is_found(
     known: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The comparison itself: without the check, a model whose cache forgets is not counted among those that work."""
+    """The comparison itself: without the check, a model whose cache forgets does not count as working."""
     monkeypatch.setattr(families, "check_forward", lambda *_: None)
     made = families.trial("moshi", known["moshi"])
     assert made.result == "differs"

@@ -1,4 +1,4 @@
-"""A head that is trained drafts what its target says."""
+"""A trained EAGLE-3 head drafts what its target generates."""
 
 from itertools import islice
 from pathlib import Path
@@ -22,4 +22,4 @@ def test_a_head_that_is_trained_for_a_minute_is_accepted(tmp_path: Path) -> None
         text = f"<|message|>{example.message}<|record|>"
         engine.submit(Request(i, pair.tokenizer(text)["input_ids"], max_new_tokens=60))
     total = sum((c.statistics for c in engine.run()), start=SequenceStatistics())
-    assert total.acceptance_rate > 0.15, "one that knows nothing has less than a hundredth"
+    assert total.acceptance_rate > 0.15, "an untrained head has less than 0.01"

@@ -1,10 +1,10 @@
-"""Trains a head of EAGLE-3 for the demo target, and writes it in the authors' format.
+"""Trains an EAGLE-3 head for the demo target, and writes it in the authors' format.
 
     python -m tests.tools.train_eagle3 FOLDER [--minutes 8]
 
-Training-time test of the paper (arXiv:2503.01840): STEPS drafts in a row, each on what the head gave in the step
-before. In step i the column of token t sees those of the tokens up to t as the target's features made them, and its own
-of the steps between.
+This is the paper's training-time test (arXiv:2503.01840): STEPS draft steps in a row, each on the head's output of the
+step before. In step i, the column of token t attends to the columns of the tokens up to t in the first step, and to its
+own columns of the steps since.
 """
 
 import time
@@ -28,12 +28,12 @@ from exspec.jobs.training.examples import optimizers_of
 from tests.actors.engine.drafters.test_eagle3 import as_published
 
 STEPS, DECAY, RATE = 4, 0.8, 4e-3
-SEED, COUNTED = 7, 40  # of the messages, and batches that the vocabulary is counted in
+SEED, COUNTED = 7, 40  # seed of the messages; batches from which the draft vocabulary is counted
 PROPOSED = 640  # tokens that the head can propose
 
 
 class Unrolled:
-    """The head over whole sequences, step by step, with gradients."""
+    """Runs the head over whole sequences, step by step, with gradients."""
 
     def __init__(self, head: Eagle3Head) -> None:
         self.head, self.layer = head, head.layers[0]
@@ -41,7 +41,7 @@ class Unrolled:
         self.values: list[Tensor] = []
 
     def step(self, embedding: Tensor, feature: Tensor) -> Tensor:
-        """The hidden states [R, S, D] of one more step."""
+        """The hidden states [R, S, D] of the next step."""
         layer: Any = self.layer
         attention, number = layer.self_attn, len(self.keys)
         rows, width, _ = feature.shape
@@ -68,15 +68,15 @@ class Unrolled:
         return hidden + layer.mlp(layer.post_attention_layernorm(hidden))  # type: ignore[no-any-return]
 
 
-def losses(head: Eagle3Head, target: Any, ids: Tensor, labels: Tensor, places: tuple[int, ...]) -> list[Tensor]:
-    """Cross-entropy against the target's distribution over the tokens that can be proposed, step by step."""
+def losses(head: Eagle3Head, target: Any, ids: Tensor, labels: Tensor, aux_layers: tuple[int, ...]) -> list[Tensor]:
+    """Cross-entropy of each step against the target's distribution over the tokens that the head can propose."""
     with torch.no_grad():
         output = target(input_ids=ids, output_hidden_states=True)
         known = torch.arange(head.config.draft_vocab_size) + head.d2t
         wanted = output.logits.float()[..., known].softmax(-1)
         right = torch.isin(output.logits.argmax(-1), known) & (labels != -100)
         embedded = target.get_input_embeddings()(ids)
-        states = torch.cat([output.hidden_states[n] for n in places], dim=-1)
+        states = torch.cat([output.hidden_states[n] for n in aux_layers], dim=-1)
     unrolled, found = Unrolled(head), []
     feature = head.fc(states)
     width = ids.shape[1] - STEPS
@@ -93,7 +93,7 @@ def main(
     minutes: Annotated[float, typer.Option(help="Minutes of training.")] = 8,
     steps: Annotated[int, typer.Option(help="Steps of training, at most.")] = 100_000,
 ) -> None:
-    """Train and write a head."""
+    """Train a head and write it."""
     torch.manual_seed(0)
     target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
@@ -107,12 +107,12 @@ def main(
     config._attn_implementation = "eager"
     head = Eagle3Head(config)
     head.d2t += used - torch.arange(len(used))
-    places = Eagle3.tapped(target.config, config)
+    aux_layers = Eagle3.aux_layers_of(target.config, config)
     matrices = [p for p in [*head.layers.parameters(), head.fc.weight] if p.ndim == 2]
     optimizers = optimizers_of(head, matrices, RATE)
     start, step, share = time.monotonic(), 0, 0.0
     while share < 1 and step < steps:
-        found = losses(head, target, *next(stream), places)
+        found = losses(head, target, *next(stream), aux_layers)
         torch.stack([DECAY**i * loss for i, loss in enumerate(found)]).sum().backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         for optimizer in optimizers:
@@ -121,10 +121,8 @@ def main(
             optimizer.zero_grad(set_to_none=True)
         step, share = step + 1, (time.monotonic() - start) / (60 * minutes)
         if step % 25 == 0:
-            print(
-                f"step {step} {60 * minutes * share:.0f} s: {' '.join(f'{loss.item():.3f}' for loss in found)}",
-                flush=True,
-            )
+            figures = " ".join(f"{loss.item():.3f}" for loss in found)
+            print(f"step {step} {60 * minutes * share:.0f} s: {figures}", flush=True)
     as_published(head, folder, "authors")
 
 

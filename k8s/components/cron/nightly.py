@@ -1,6 +1,6 @@
-"""Creates today's RayJob from the suspended one and waits for its end. Standard library alone.
+"""Creates today's RayJob from the suspended template and waits until it ends. Uses only the standard library.
 
-Exit codes: 0 it completed, 1 it failed, 2 it could not be created or watched (another pod may try).
+Exit codes: 0 the RayJob completed, 1 it failed, 2 it could not be created or watched (another pod may try again).
 """
 
 import json
@@ -16,12 +16,12 @@ from urllib.request import Request, urlopen
 
 ACCOUNT = Path(os.environ.get("ACCOUNT", "/var/run/secrets/kubernetes.io/serviceaccount"))
 API = os.environ.get("API") or "https://{KUBERNETES_SERVICE_HOST}:{KUBERNETES_SERVICE_PORT}".format(**os.environ)
-EVERY = float(os.environ.get("EVERY", "15"))  # seconds between looks
+EVERY = float(os.environ.get("EVERY", "15"))  # seconds between requests
 PATIENCE = 20  # failed requests in a row
 
 
 def call(method: str, name: str = "", body: Any = None) -> Any:
-    """One request about RayJobs to the Kubernetes API."""
+    """Send a request about RayJobs to the Kubernetes API."""
     url = f"{API}/apis/ray.io/v1/namespaces/{os.environ['NAMESPACE']}/rayjobs{name and '/' + name}"
     token = (ACCOUNT / "token").read_text()  # the kubelet renews it
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
@@ -32,7 +32,7 @@ def call(method: str, name: str = "", body: Any = None) -> Any:
 
 
 def rayjob(template: dict[str, Any], name: str, date: str) -> dict[str, Any]:
-    """The template's specification under a name of its own, to be started, owned by the Job that this pod is of."""
+    """A RayJob with the template's specification, not suspended unless it is queued, and owned by this pod's Job."""
     more = dict(pair.split("=", 1) for pair in os.environ.get("LABELS", "").split(",") if pair)
     labels = template["metadata"].get("labels", {}) | {"app.kubernetes.io/component": "nightly", "date": date} | more
     queued = "kueue.x-k8s.io/queue-name" in labels
@@ -51,18 +51,18 @@ def rayjob(template: dict[str, Any], name: str, date: str) -> dict[str, Any]:
 
 
 def create(name: str, date: str) -> None:
-    """Create the RayJob, unless an earlier pod of this night has."""
+    """Create the RayJob, unless an earlier pod of this night created it."""
     try:
         call("POST", body=rayjob(call("GET", os.environ["TEMPLATE"]), name, date))
         print(f"created RayJob {name}", flush=True)
     except HTTPError as error:
         if error.code != 409:
             raise
-        print(f"RayJob {name} is there already", flush=True)
+        print(f"RayJob {name} already exists", flush=True)
 
 
 def wait(name: str) -> int:
-    """The exit code, when the RayJob has ended."""
+    """Wait until the RayJob has ended, and return the exit code."""
     failures, last = 0, ""
     while True:
         try:

@@ -25,7 +25,7 @@ class Kept:
 def result(first: int, actor: str, prefill: int, found: int, set_aside: str = "") -> dict[str, Any]:
     chunk = Chunk(SHARD, 0, first, 8)
     told = Summary(0, first, 8, 0, 0, 0, [], [], 0, 0, {}, actor, {}, 0.0, 1.0, 1)
-    engine = EngineStatistics(prefill_tokens=prefill, found_tokens=found)
+    engine = EngineStatistics(prefill_tokens=prefill, cached_tokens=found)
     file = vars(File("", f"staged-{first}", 1, "", 1, [told])) | {"chunks": [vars(told)]}
     return {"task": Task(chunk), "actor": actor, "engine": engine, "set_aside": set_aside, "file": file}
 

@@ -409,7 +409,7 @@ def test_an_audit_reads_merged_files(pair: Pair, tmp_path: Path) -> None:
     words = ["compact", str(tmp_path / "out"), "--target-size", "1MiB"]
     result = CliRunner().invoke(cli.app, words, catch_exceptions=False)
     assert result.exit_code == 0
-    assert "6 files are 1 now" in result.stdout
+    assert "1 files instead of 6" in result.stdout
     assert "nothing to do" in CliRunner().invoke(cli.app, words).stdout
     result = CliRunner().invoke(cli.app, ["audit", str(tmp_path / "out"), "--share", "1"], catch_exceptions=False)
     assert result.exit_code == 0

@@ -22,7 +22,7 @@ from exspec.actors.exactness import ModelError
 from exspec.actors.models import load_head, load_pair
 from exspec.jobs.demo import TARGET
 from exspec.jobs.demo.messages import examples
-from exspec.jobs.training.clover import Last, grown, train
+from exspec.jobs.training.clover import LastHidden, new_head, train
 from exspec.jobs.training.demo import prompt_text
 from tests import tiny
 from tests.actors.engine.drafters.slow import Slow, slow_engine
@@ -49,9 +49,9 @@ class SlowClover(Slow, Clover):
     @torch.inference_mode()
     def slow(self, tokens: list[int], count: int) -> list[int]:
         """The layer over what has left the target's last one; then from token to token, beginning with the pending."""
-        ids, last = torch.tensor([tokens[:-1]]), Last(self.whole)
+        ids, last = torch.tensor([tokens[:-1]]), LastHidden(self.whole)
         self.whole(input_ids=ids)
-        last.let_go()
+        last.remove()
         places = torch.arange(ids.shape[1])[None]
         hidden = self.own(input_ids=ids, features=last.hidden, position_ids=places).logits[0, -1]
         drafted = [tokens[-1]]
@@ -174,7 +174,7 @@ def test_a_head_of_another_target_is_refused() -> None:
 
 
 def test_a_pair_of_a_target_and_a_head_is_loaded(tmp_path: Path) -> None:
-    folder = save(grown(load_pair(str(TARGET), None).target, 3), tmp_path / "head")
+    folder = save(new_head(load_pair(str(TARGET), None).target, 3), tmp_path / "head")
     assert isinstance(load_pair(str(TARGET), str(folder)).draft, CloverHead)
     other = save(tiny.clover(tiny.deep(5)), tmp_path / "other")
     with pytest.raises(ModelError, match="other: the head is for a vocabulary of 61"):
@@ -230,7 +230,7 @@ def test_no_more_is_tried_than_the_head_can_draft(heads: int) -> None:
 def test_training_begins_with_the_targets_last_layer(family: str) -> None:
     """Where the target is a Llama; and no step from token to token changes anything."""
     target = tiny.model(family)
-    head = grown(target, 2)
+    head = new_head(target, 2)
     if family in ("llama", "mistral"):
         own, last = head.layers[0].state_dict(), list(layers_of(target))[-1].state_dict()
         assert {n: t.tolist() for n, t in own.items()} == {n: t.tolist() for n, t in last.items()}

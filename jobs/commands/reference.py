@@ -1,0 +1,95 @@
+"""What an audit compares with: plain decoding by the engine, and `generate` of transformers."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from exspec.actors.engine import (
+    Completion,
+    Engine,
+    EngineConfig,
+    Request,
+    RequestError,
+    Sampling,
+    SequenceStatistics,
+)
+from exspec.actors.engine.engine import model_end_ids
+from exspec.actors.engine.kv.memory import MEBIBYTE
+from exspec.actors.engine.shape.plan import fit
+from exspec.actors.engine.tokens.constraint import tokens_of
+from exspec.actors.exactness import transformers_generate
+from exspec.actors.models import Pair
+from exspec.pipeline.errors import JobError
+
+
+def fitted(shape: EngineConfig, pair: Pair, budget: int) -> EngineConfig:
+    """The job's shape with as many pages as fit into the budget. Raises JobError if the batch does not fit."""
+    try:
+        config = fit(pair.target.config, None, shape, pair.target.dtype, budget)
+    except ValueError as error:
+        raise JobError(str(error)) from error
+    if config.batch_size < shape.batch_size:
+        raise JobError(f"memory: the job's batch of {shape.batch_size} does not fit into {budget / MEBIBYTE:.0f} MiB")
+    return config
+
+
+def decode(
+    target: PreTrainedModel, config: EngineConfig, requests: Iterable[Request]
+) -> dict[tuple[str, int], Completion]:
+    """Completions by shard and row number. A request that the engine refuses has none."""
+    engine = Engine(target, None, config)
+    for request in requests:
+        try:
+            engine.submit(request)
+        except RequestError:
+            continue  # the job must have written an error row
+    return {(str(c.id[0]), int(c.id[1])): c for c in engine.run()}  # type: ignore[index]
+
+
+def is_greedy(request: Request) -> bool:
+    """Whether `generated` gives the tokens that the request asks for: the likeliest ones, without further rules."""
+    sampling = Sampling(seed=request.sampling.seed, top_k=request.sampling.top_k, top_p=request.sampling.top_p,
+                        min_p=request.sampling.min_p)  # fmt: skip
+    free = not (request.min_new_tokens or request.ignore_end or request.bad_words)
+    return free and request.sampling == sampling
+
+
+def generated(model: PreTrainedModel, request: Request) -> Completion:
+    """The completion that transformers generates for one prompt, ended where the engine would end it."""
+    ends = model_end_ids(model) | request.end_ids
+
+    def allowed(_: int, ids: torch.Tensor) -> list[int]:
+        return _allowed(request, ids[len(request.prompt) :].tolist())
+
+    constraint = allowed if request.constraint else None
+    (tokens,) = transformers_generate(
+        model, [request.prompt], request.max_new_tokens, ends, prefix_allowed_tokens_fn=constraint
+    )
+    check = request.stop() if request.stop else None
+    for i, token in enumerate(tokens):
+        stopped = check(token) if check else None
+        if token in ends or stopped is not None:
+            by = token if token in ends else stopped
+            return Completion(request.id, tokens[: i + 1], "stop", by, SequenceStatistics())
+    return Completion(request.id, tokens, "length", None, SequenceStatistics())
+
+
+@torch.inference_mode()
+def margin(model: PreTrainedModel, request: Request, tokens: Sequence[int]) -> float | None:
+    """By how much the best next token's logit leads after these tokens. None if only one token is allowed."""
+    ids = torch.tensor([[*request.prompt, *tokens]], device=model.device)
+    logits = model(input_ids=ids).logits[0, -1].float()
+    if request.constraint:
+        logits = logits[_allowed(request, tokens)]
+    best = logits.topk(min(2, len(logits))).values
+    return float(best[0] - best[1]) if len(best) > 1 else None
+
+
+def _allowed(request: Request, tokens: Sequence[int]) -> list[int]:
+    """Token ids that the request's constraint allows after these tokens."""
+    assert request.constraint is not None
+    walk = request.constraint()
+    for token in tokens:
+        walk.advance(token)
+    return tokens_of(walk.allowed())
