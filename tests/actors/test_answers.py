@@ -1,4 +1,4 @@
-"""Labels and JSON: what is asked of the engine, and what is read out of its completions."""
+"""Labels and JSON: what the engine is asked for, and what is read from its completions."""
 
 import json
 import math
@@ -16,12 +16,13 @@ from transformers import PreTrainedTokenizerFast
 from exspec.actors.answers.answers import AnswerError, FreeText, asked
 from exspec.actors.answers.choices import Choices
 from exspec.actors.answers.json_schema import Json
-from exspec.actors.engine import Completion, Engine, EngineConfig, Request, SequenceStatistics
+from exspec.actors.engine import Completion, Engine, EngineConfig, SequenceStatistics
 from exspec.actors.engine.tokens.constraint import tokens_of
 from exspec.actors.models import Pair, load_pair
 from exspec.actors.stop_strings import completion_text
 from exspec.jobs.demo import DRAFT, TARGET
 from exspec.jobs.demo.messages import examples
+from tests import tiny
 
 LABELS = ["no", "not", "not at all", "note", "yes", "ja", "réservé", "日本"]
 SCHEMA = {
@@ -54,11 +55,13 @@ def prompts(pair: Pair, count: int) -> list[list[int]]:
     return [pair.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]  # type: ignore[misc]
 
 
-def decode(pair: Pair, answers: Any, config: EngineConfig, count: int, budget: int | None = None) -> list[Completion]:
+def decode(
+    pair: Pair, answers: Any, config: EngineConfig, count: int, budget: int | None = None
+) -> list[tuple[Completion, str]]:
+    """Completions and their texts, in the order of the prompts."""
     engine = Engine(pair.target, pair.draft if config.drafts else None, config)
-    for i, prompt in enumerate(prompts(pair, count)):
-        engine.submit(Request(i, prompt, budget or answers.longest, **asked(answers)))
-    return sorted(engine.run(), key=lambda c: int(c.id))  # type: ignore[call-overload]
+    done = tiny.run(engine, tiny.requests(prompts(pair, count), budget or answers.longest, **asked(answers)))
+    return [(done[i], completion_text(pair.tokenizer, done[i], None)) for i in range(count)]
 
 
 EXSPEC = EngineConfig(batch_size=4, window=8, draft_tokens=4, bucket=128, capacity=512)
@@ -132,13 +135,13 @@ def test_a_property_that_is_one_of_some_texts_has_the_probability_of_its_text(pa
               "required": ["to", "why"], "additionalProperties": False}  # fmt: skip
     columns = {"to": ("to", pa.string()), "why": ("why", pa.string())}
     answers = Json(pair.tokenizer, schema, columns, labels={"to": labels})
-    done = [c for c in decode(pair, answers, EXSPEC, 10, budget=60) if c.finish_reason == "stop"]
-    plain = {c.id: c for c in decode(pair, answers, EXSPEC.plain(), 10, budget=60)}
-    assert len(done) >= 5
-    for completion in done:
-        prompt, text = prompts(pair, 10)[int(completion.id)], completion_text(pair.tokenizer, completion, None)  # type: ignore[call-overload]
+    done, plain = (decode(pair, answers, config, 10, budget=60) for config in (EXSPEC, EXSPEC.plain()))
+    assert sum(completion.finish_reason == "stop" for completion, _ in done) >= 5
+    for prompt, (completion, text), (other, _) in zip(prompts(pair, 10), done, plain, strict=True):
+        if completion.finish_reason != "stop":
+            continue
         found = answers.read(completion, text)
-        assert found == answers.read(plain[completion.id], text)
+        assert found == answers.read(other, text)
         label, walk, confidence, rivals = json.loads(text)["to"], answers.constraint(), 1.0, [0.0]
         heads = {name: f'{{"to": "{name}"' for name in labels}
 
@@ -165,7 +168,7 @@ def test_a_property_that_is_one_of_some_texts_has_the_probability_of_its_text(pa
         assert label not in found["to_runner_up"].split(" | ")
 
 
-def test_what_cannot_be_asked_for_is_refused_by_name(pair: Pair) -> None:
+def test_impossible_answers_are_refused_by_name(pair: Pair) -> None:
     def refusal(make: Any) -> str:
         with pytest.raises(AnswerError) as error:
             make()
@@ -193,7 +196,7 @@ def test_what_cannot_be_asked_for_is_refused_by_name(pair: Pair) -> None:
     )
 
 
-def test_a_number_that_no_column_holds_is_an_error_of_its_row(pair: Pair) -> None:
+def test_a_number_that_no_column_can_hold_is_an_error_of_its_row(pair: Pair) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
     answers = Json(pair.tokenizer, schema, {"n": ("n", pa.int64())})
     completion = Completion(0, [1, 2], "stop", 2, SequenceStatistics())
@@ -205,8 +208,8 @@ def test_a_number_that_no_column_holds_is_an_error_of_its_row(pair: Pair) -> Non
     assert FreeText().read(completion, "x") == {}
 
 
-def test_answers_go_to_other_processes_however_long_they_are(pair: Pair) -> None:
-    """Ray pickles the requests of a sample; what makes their constraints goes along."""
+def test_answers_can_be_pickled_however_long_they_are(pair: Pair) -> None:
+    """Ray pickles the requests of a sample with the functions that make their constraints."""
     fields = {f"field {i}": ["yes", "no", "perhaps"] for i in range(60)}
     answers = Choices(pair.tokenizer, fields, {name: name for name in fields})
     copied = pickle.loads(pickle.dumps(answers.constraint))()
@@ -216,8 +219,8 @@ def test_answers_go_to_other_processes_however_long_they_are(pair: Pair) -> None
     assert pickle.loads(pickle.dumps(schema.constraint))().allowed().tolist() == first
 
 
-def test_a_tokenizer_that_begins_every_text_with_a_space_writes_none_between() -> None:
-    """As those of Llama 2 and Mistral do: a text behind another one gets no space of its own."""
+def test_a_tokenizer_that_adds_a_leading_space_adds_none_between_labels() -> None:
+    """As those of Llama 2 and Mistral do."""
     letters = sorted(set('▁{}":, abcdefghilmnorstuvwy_'))
     vocabulary = {letter: i for i, letter in enumerate(["<s>", "</s>", *letters])}
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<s>"))

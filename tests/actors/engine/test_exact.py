@@ -158,15 +158,6 @@ def test_no_stop_string_ends_a_completion_before_its_minimum_length() -> None:
     assert {n: len(tokens) for n, tokens in tiny.decode(engine, rows).items()} == {n: max(n, 1) for n in range(12)}
 
 
-def test_greedy_and_sampled_rows_share_a_group() -> None:
-    samplings = [Sampling(), Sampling(temperature=1.0, seed=7), Sampling(temperature=0.5, top_k=3, seed=8),
-                 Sampling(repetition_penalty=1.5), Sampling(frequency_penalty=0.5),
-                 Sampling(temperature=1.0, min_p=0.2, seed=9)]  # fmt: skip
-    rows = [Request(i, prompt, 12, samplings[i % 6]) for i, prompt in enumerate(PROMPTS)]
-    engine = tiny.engine(tiny.model(), draft=tiny.model(seed=1))
-    assert tiny.decode(engine, rows) == tiny.slow_decode(tiny.model(), rows)
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_prompts_up_to_the_context_limit(method: str) -> None:
     target = tiny.model()

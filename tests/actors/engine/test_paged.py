@@ -124,20 +124,6 @@ def test_whole_chunks_that_prompts_share_are_computed_once() -> None:
     assert engine.statistics.prefill_tokens == sum(len(row) - 1 for row in rows) - 200
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"attention": "paged"}, "attention: expected one of auto, in_place, gathered, not 'paged'"),
-        ({"kernels": "fast"}, "kernels: expected one of eager, packed, compiled, not 'fast'"),
-        ({"page": 6}, r"prefill_columns: expected a multiple of page \(6\), not 8"),
-        ({"pages": 11}, "pages: expected at least 12, which hold one sequence of 96 tokens, not 11"),
-    ],
-)
-def test_wrong_settings_are_named(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        tiny.config(**changes)
-
-
 def test_without_a_compiler_the_engine_falls_back_and_warns_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

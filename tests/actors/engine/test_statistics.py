@@ -35,7 +35,7 @@ def test_counters_equal_the_sum_of_their_rounds(rounds: list[tuple[bool, int, in
     counters, total = SequenceCounters(9), SequenceStatistics(prompt_tokens=9)
     for grouped, drafted, most in rounds:
         accepted = min(drafted, most)
-        counters.round(grouped, drafted, accepted)
+        counters.round(grouped, drafted, accepted, {})
         total += SequenceStatistics(
             grouped_rounds=int(grouped),
             ragged_rounds=int(not grouped),
