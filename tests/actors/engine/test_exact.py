@@ -166,18 +166,6 @@ def test_prompts_up_to_the_context_limit(method: str) -> None:
     assert found == {i: tiny.generate(target, row, min(30, tiny.CONTEXT - len(row))) for i, row in enumerate(rows)}
 
 
-def test_requests_submitted_between_rounds_decode_as_those_submitted_at_the_start() -> None:
-    engine = tiny.engine(tiny.model(), draft=tiny.model(seed=1))
-    done = {}
-    for request in tiny.requests(PROMPTS):
-        engine.submit(request)
-        engine.step()
-        engine.check()
-        done |= {c.id: c.tokens for c in engine.take()}
-    done |= {c.id: c.tokens for c in engine.run()}
-    assert done == reference()
-
-
 @pytest.mark.parametrize("size", [tiny.VOCABULARY - 20, tiny.VOCABULARY + 20])
 def test_the_draft_may_have_a_smaller_or_larger_embedding(size: int) -> None:
     draft = tiny.model(seed=1, vocab_size=size)

@@ -80,5 +80,4 @@ def test_overlapping_rounds_need_twice_the_slots(changes: dict[str, Any], slots:
 
 
 def test_free_shapes_do_not_overlap() -> None:
-    engine = tiny.engine(tiny.model(), **SHAPE | {"exact": False})
-    assert engine.config.overlap is False
+    assert tiny.engine(tiny.model(), **SHAPE | {"exact": False}).config.overlap is False
