@@ -3,7 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -33,14 +33,16 @@ from transformers.generation.logits_process import (
 )
 from transformers.models.auto import AutoModelForCausalLM
 
-from exspec.actors.engine import Engine, EngineConfig, Request, Sampling
+from exspec.actors.engine import Completion, Engine, EngineConfig, Request, Sampling, SequenceStatistics
 from exspec.actors.engine.drafters import drafter_class
 from exspec.actors.engine.drafters.clover_head import CloverConfig, CloverHead
-from exspec.actors.engine.drafters.drafter import Draft, Drafter
+from exspec.actors.engine.drafters.drafter import Draft, Drafter, MakeDrafter
 from exspec.actors.engine.drafters.eagle3_head import Eagle3Config, Eagle3Head
+from exspec.actors.engine.graphs import Recorder
 from exspec.actors.engine.kv.attention import trial
 from exspec.actors.engine.layers.fused import compiler_trial
 from exspec.actors.engine.layers.spans import layers_of
+from exspec.actors.engine.methods import drafter_of
 from exspec.actors.engine.scheduling.group import Group
 from exspec.actors.engine.tokens.sampling import gumbel_noise
 
@@ -63,16 +65,16 @@ FAMILIES: dict[str, PretrainedConfig] = {
 
 
 def in_place() -> bool:
-    """Whether attention can read KV in its pages here: on a machine without a compiler it cannot."""
+    """Whether attention can read KV in place on this machine: that takes a compiler."""
     return trial(torch.device("cpu"), torch.float32, 4, 2, 8, 8) is None
 
 
 def need(attention: str | None, kernels: str | None = None) -> None:
-    """Skip a test of what this machine cannot run."""
+    """Skip the test if this machine cannot run the attention or the kernels."""
     if attention == "in_place" and not in_place():
-        pytest.skip("no compiler for the kernel of attention in place")
+        pytest.skip("no compiler for attention in place")
     if kernels == "compiled" and (not in_place() or compiler_trial(torch.device("cpu")) is not None):
-        pytest.skip("nothing can be compiled here")
+        pytest.skip("layers cannot be compiled here")
 
 
 def model(family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
@@ -83,7 +85,7 @@ def model(family: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float
 
 
 def deep(layers: int = 6, agreement: float = 0.06, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """One whose later layers change so little of what the first one says that its exits are sometimes right."""
+    """A Llama whose later layers change the hidden states so little that its early exits are sometimes right."""
     made = model(num_hidden_layers=layers)
     with torch.no_grad():
         for layer in list(layers_of(made))[1:]:
@@ -92,31 +94,33 @@ def deep(layers: int = 6, agreement: float = 0.06, dtype: torch.dtype = torch.fl
     return made.to(dtype)
 
 
+def _head_shape(target: PreTrainedModel) -> dict[str, Any]:
+    text = target.config.get_text_config()
+    return {"hidden_size": text.hidden_size, "vocab_size": text.vocab_size, "intermediate_size": 64,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}  # fmt: skip
+
+
 def head(
     target: PreTrainedModel, seed: int = 1, dtype: torch.dtype = torch.float32, size: int = 41, **changes: Any
 ) -> Eagle3Head:
-    """A head of EAGLE-3 with random weights that can propose `size` of the target's tokens."""
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
-             "vocab_size": VOCABULARY, "initializer_range": 0.3}  # fmt: skip
-    aux_layers = changes.pop("aux_layers", [1, 2, target.config.get_text_config().num_hidden_layers - 1])
-    config = Eagle3Config(aux_layers, size, 32, **shape | changes)
+    """An EAGLE-3 head with random weights that can propose `size` of the target's tokens."""
+    text = target.config.get_text_config()
+    aux_layers = changes.pop("aux_layers", [1, 2, text.num_hidden_layers - 1])
+    config = Eagle3Config(aux_layers, size, text.hidden_size, **_head_shape(target) | changes)
     torch.manual_seed(seed)
     made = Eagle3Head(config)
-    made.d2t += torch.randperm(VOCABULARY)[:size].sort().values - torch.arange(size)
+    made.d2t += torch.randperm(text.vocab_size)[:size].sort().values - torch.arange(size)
     return made.to(dtype).eval()  # type: ignore[no-any-return]
 
 
 def clover(target: PreTrainedModel, seed: int = 1, dtype: torch.dtype = torch.float32, **changes: Any) -> CloverHead:
-    """A head of Clover with random weights."""
-    text = target.config.get_text_config()
-    shape = {"hidden_size": text.hidden_size, "intermediate_size": 64, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "vocab_size": text.vocab_size, "initializer_range": 0.3}  # fmt: skip
+    """A Clover head with random weights."""
     torch.manual_seed(seed)
-    return CloverHead(CloverConfig(**shape | changes)).to(dtype).eval()  # type: ignore[no-any-return]
+    return CloverHead(CloverConfig(**_head_shape(target) | changes)).to(dtype).eval()  # type: ignore[no-any-return]
 
 
 def draft_of(drafter: str, target: PreTrainedModel, seed: int = 1) -> PreTrainedModel | None:
-    """What a drafter drafts with."""
+    """The draft model or head that a drafter needs, if any."""
     if drafter == "eagle3":
         return head(target, seed, target.dtype)
     if drafter == "clover":
@@ -125,7 +129,7 @@ def draft_of(drafter: str, target: PreTrainedModel, seed: int = 1) -> PreTrained
 
 
 def prompts(count: int, seed: int = 0, longest: int = 40) -> list[list[int]]:
-    """Prompts of very different lengths, from one token up, with pad and end ids among their tokens."""
+    """Prompts of 1 to `longest` tokens; every third one has a pad or end id in it."""
     rng = random.Random(seed)
     lengths = [1, 2, longest, *(rng.choice([1, 3, 8, 17, 18, longest // 2, longest]) for _ in range(count))][:count]
     made = [[rng.randrange(VOCABULARY) for _ in range(n)] for n in lengths]
@@ -135,12 +139,17 @@ def prompts(count: int, seed: int = 0, longest: int = 40) -> list[list[int]]:
 
 
 def generate(target: PreTrainedModel, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
-    """transformers' greedy `generate` of one prompt: the oracle in float32."""
+    """The greedy tokens of one prompt, from transformers' `generate`: the oracle in float32."""
     ids = torch.tensor([list(prompt)], device=target.device)
     output = target.generate(  # type: ignore[operator]
         input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens
     )
     return output[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+
+
+def greedy(target: PreTrainedModel, rows: Sequence[Sequence[int]], max_new_tokens: int = 20) -> dict[int, list[int]]:
+    """`generate` for every prompt, by its number: what `decode` must give for `requests(rows, max_new_tokens)`."""
+    return {i: generate(target, row, max_new_tokens) for i, row in enumerate(rows)}
 
 
 class Penalties(LogitsProcessor):  # type: ignore[misc]
@@ -155,19 +164,22 @@ class Penalties(LogitsProcessor):  # type: ignore[misc]
         return logits
 
 
-@torch.inference_mode()
-def slow_decode(
-    target: PreTrainedModel, prompt: Sequence[int], sampling: Sampling, max_new_tokens: int, **request: Any
-) -> list[int]:
-    """One sequence, one token at a time, no cache, logits processed by transformers; noise as the engine defines it.
+def slow_decode(target: PreTrainedModel, requests: Sequence[Request]) -> dict[Hashable, list[int]]:
+    """One sequence, one token at a time, without a cache; transformers processes the logits, the noise is the engine's.
 
-    request: what else a request may ask for: min_new_tokens, ignore_end, bad_words.
+    The oracle for sampling, penalties, min_new_tokens, ignore_end and bad_words.
     """
+    return {request.id: _slow_decode(target, request) for request in requests}
+
+
+@torch.inference_mode()
+def _slow_decode(target: PreTrainedModel, request: Request) -> list[int]:
+    prompt, sampling = request.prompt, request.sampling
     processors = LogitsProcessorList()
-    if least := request.get("min_new_tokens"):
-        processors.append(MinNewTokensLengthLogitsProcessor(len(prompt), least, sorted(ENDS)))
-    if words := request.get("bad_words"):
-        processors.append(NoBadWordsLogitsProcessor([list(word) for word in words]))
+    if request.min_new_tokens:
+        processors.append(MinNewTokensLengthLogitsProcessor(len(prompt), request.min_new_tokens, sorted(ENDS)))
+    if request.bad_words:
+        processors.append(NoBadWordsLogitsProcessor([list(word) for word in request.bad_words]))
     if sampling.repetition_penalty != 1:
         processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
     processors.append(Penalties(len(prompt), sampling))
@@ -180,21 +192,21 @@ def slow_decode(
         if sampling.min_p:
             processors.append(MinPLogitsWarper(sampling.min_p))
     tokens = list(prompt)
-    while len(tokens) - len(prompt) < max_new_tokens:
+    while len(tokens) < min(len(prompt) + request.max_new_tokens, CONTEXT):
         ids = torch.tensor([tokens])
         logits = processors(ids, target(input_ids=ids).logits[:, -1].float())[0]
         if sampling.temperature > 0:
             noise = gumbel_noise(torch.tensor([sampling.seed]), torch.tensor([[len(tokens)]]), len(logits))
             logits = logits + noise[0, 0]
         tokens.append(int(logits.argmax()))
-        if tokens[-1] in ENDS and not request.get("ignore_end"):
+        if tokens[-1] in ENDS and not request.ignore_end:
             break
     return tokens[len(prompt) :]
 
 
 @dataclass
 class Scripted(Drafter):
-    """A drafter that proposes the reference continuation, each token right by a seeded coin of odds `right`."""
+    """Proposes the reference continuation; each token is right with probability `right`, by a seeded coin."""
 
     reference: dict[Hashable, list[int]]
     right: float
@@ -215,8 +227,8 @@ class Scripted(Drafter):
         ]
 
 
-def decode(engine: Engine, requests: Sequence[Request], shuffle: int | None = None) -> dict[Hashable, list[int]]:
-    """Run the requests, in shuffled order if asked, checking every invariant after every round."""
+def run(engine: Engine, requests: Sequence[Request], shuffle: int | None = None) -> dict[Hashable, Completion]:
+    """Decode the requests, in shuffled order if asked. Checks every invariant after every round."""
     order = list(requests)
     if shuffle is not None:
         random.Random(shuffle).shuffle(order)
@@ -228,36 +240,50 @@ def decode(engine: Engine, requests: Sequence[Request], shuffle: int | None = No
         engine.check()
         done |= {completion.id: completion for completion in engine.take()}
     assert set(done) == {request.id for request in requests}
-    return {name: completion.tokens for name, completion in done.items()}
+    return done
+
+
+def decode(engine: Engine, requests: Sequence[Request], shuffle: int | None = None) -> dict[Hashable, list[int]]:
+    """The tokens of `run`."""
+    return {name: completion.tokens for name, completion in run(engine, requests, shuffle).items()}
+
+
+def total(done: dict[Hashable, Completion]) -> SequenceStatistics:
+    return sum((completion.statistics for completion in done.values()), start=SequenceStatistics())
 
 
 def requests(
-    rows: Sequence[Sequence[int]], max_new_tokens: int = 20, sampling: Sampling | None = None
+    rows: Sequence[Sequence[int]], max_new_tokens: int = 20, sampling: Sampling | None = None, **settings: Any
 ) -> list[Request]:
-    """One request a prompt; with sampling, each under a seed of its own."""
-    made = []
-    for i, row in enumerate(rows):
-        own = Sampling(**{**vars(sampling), "seed": 1000 + i}) if sampling else Sampling()
-        made.append(Request(i, row, max_new_tokens=max_new_tokens, sampling=own))
-    return made
+    """One request per prompt, numbered from 0. With sampling, each has its own seed."""
+    samplings = [replace(sampling, seed=1000 + i) if sampling else Sampling() for i in range(len(rows))]
+    return [Request(i, row, max_new_tokens, samplings[i], **settings) for i, row in enumerate(rows)]
 
 
-def engine(target: Any, drafter: Any = None, draft: Any = None, **config: Any) -> Engine:
-    """An engine with small shapes; `drafter` replaces the draft model, or is the name of another."""
-    if isinstance(drafter, str):
-        config["drafter"], drafter = drafter, None
-    shape = EngineConfig(**{
-        "batch_size": 4, "window": 10, "draft_tokens": 3, "bucket": 32, "capacity": CONTEXT, "prefill_columns": 8,
-        "prefill_rows": 1, "attention": "gathered",
-        **config,
-    })  # fmt: skip
-    if drafter is None:
-        return Engine(target, draft or target, shape)
-    return Engine(target, None, shape, drafter=lambda _: drafter)
+def config(**changes: Any) -> EngineConfig:
+    """Small shapes, in which prompts take several chunks and sequences several pages and buckets."""
+    shape = {"batch_size": 4, "window": 10, "draft_tokens": 3, "bucket": 32, "capacity": CONTEXT, "prefill_columns": 8,
+             "prefill_rows": 1, "attention": "gathered"}  # fmt: skip
+    return EngineConfig(**shape | changes)
+
+
+def engine(
+    target: Any,
+    drafter: Drafter | str = "model",
+    draft: Any = None,
+    make: MakeDrafter = drafter_of,
+    recorder: Recorder | None = None,
+    **changes: Any,
+) -> Engine:
+    """An engine with small shapes. drafter: the name of one, or a drafter itself. draft: by default, the target."""
+    if isinstance(drafter, Drafter):
+        return Engine(target, None, config(**changes), None, recorder, lambda _: drafter)
+    draft = draft or (target if drafter == "model" else None)
+    return Engine(target, draft, config(drafter=drafter, **changes), None, recorder, make)
 
 
 class Weightless:
-    """What models without weights have of transformers' interface."""
+    """The parts of transformers' interface that a model without weights needs."""
 
     device, dtype = torch.device("cpu"), torch.float32
     generation_config = None
@@ -275,10 +301,10 @@ class Weightless:
 
 
 class ArithmeticModel(Weightless):
-    """A model whose every next token can be worked out by hand, behind transformers' interface.
+    """A model behind transformers' interface whose tokens can be computed by hand.
 
-    KV holds (token, position) themselves, and the next token is a weighted sum over all KV columns, so one
-    column lost, doubled, stale or out of place changes the tokens.
+    Its KV holds (token, position), and the next token is a weighted sum over all KV columns. So a column that is lost,
+    doubled, stale or out of place changes the tokens.
     """
 
     def __init__(self, context: int = 64) -> None:
@@ -305,8 +331,8 @@ class ArithmeticModel(Weightless):
         own = torch.stack([input_ids, position_ids], dim=-1)[:, None].float()  # [R, 1, Q, 2]
         keys, _values = past_key_values.update(own, own, 0)
         if attention_mask.dtype == torch.int32:  # [R, 1, 1, 2 + n]: start, end and pages of each row
-            places = attention_mask[:, 0, 0]
-            keys = keys[places[:, 2:].long()].flatten(1, 2)[:, None, :, 0]  # [R, 1, S, 2]
+            table = attention_mask[:, 0, 0]
+            keys = keys[table[:, 2:].long()].flatten(1, 2)[:, None, :, 0]  # [R, 1, S, 2]
             seen = torch.arange(keys.shape[2]) <= position_ids[..., None]
         elif attention_mask.ndim == 2:  # [R, S]: every column up to the query's own
             width = attention_mask.shape[1]

@@ -1,4 +1,4 @@
-"""Labels and JSON: what is asked of the engine, and what is read out of its completions."""
+"""Labels and JSON: what the engine is asked for, and what is read from its completions."""
 
 import json
 import math
@@ -16,12 +16,13 @@ from transformers import PreTrainedTokenizerFast
 from exspec.actors.answers.answers import AnswerError, FreeText, asked
 from exspec.actors.answers.choices import Choices
 from exspec.actors.answers.json_schema import Json
-from exspec.actors.engine import Completion, Engine, EngineConfig, Request, SequenceStatistics
+from exspec.actors.engine import Completion, Engine, EngineConfig, SequenceStatistics
 from exspec.actors.engine.tokens.constraint import tokens_of
 from exspec.actors.models import Pair, load_pair
 from exspec.actors.stop_strings import completion_text
 from exspec.jobs.demo import DRAFT, TARGET
 from exspec.jobs.demo.messages import examples
+from tests import tiny
 
 LABELS = ["no", "not", "not at all", "note", "yes", "ja", "réservé", "日本"]
 SCHEMA = {
@@ -54,22 +55,23 @@ def prompts(pair: Pair, count: int) -> list[list[int]]:
     return [pair.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]  # type: ignore[misc]
 
 
-def decode(pair: Pair, answers: Any, config: EngineConfig, count: int, budget: int | None = None) -> list[Completion]:
+def decode(
+    pair: Pair, answers: Any, config: EngineConfig, count: int, budget: int | None = None
+) -> list[tuple[Completion, str]]:
+    """Completions and their texts, in the order of the prompts."""
     engine = Engine(pair.target, pair.draft if config.drafts else None, config)
-    for i, prompt in enumerate(prompts(pair, count)):
-        engine.submit(Request(i, prompt, budget or answers.longest, **asked(answers)))
-    return sorted(engine.run(), key=lambda c: int(c.id))  # type: ignore[call-overload]
+    done = tiny.run(engine, tiny.requests(prompts(pair, count), budget or answers.longest, **asked(answers)))
+    return [(done[i], completion_text(pair.tokenizer, done[i], None)) for i in range(count)]
 
 
 EXSPEC = EngineConfig(batch_size=4, window=8, draft_tokens=4, bucket=128, capacity=512)
 
 
 @torch.inference_mode()
-def test_one_of_some_labels_with_the_probability_it_has_among_them(pair: Pair) -> None:
-    """Some labels begin others, some are of several tokens; the oracle scores every label whole."""
+def test_a_label_comes_with_its_probability_among_the_labels(pair: Pair) -> None:
+    """Some labels begin others, some have several tokens. The oracle scores every whole label."""
     answers = Choices(pair.tokenizer, {"": LABELS}, {"": "label"})
-    for completion, prompt in zip(decode(pair, answers, EXSPEC, 8), prompts(pair, 8), strict=True):
-        text = completion_text(pair.tokenizer, completion, None)
+    for (completion, text), prompt in zip(decode(pair, answers, EXSPEC, 8), prompts(pair, 8), strict=True):
         found = answers.read(completion, text)
         assert found["label"] == text
         assert text in LABELS
@@ -90,30 +92,29 @@ def test_one_of_some_labels_with_the_probability_it_has_among_them(pair: Pair) -
 
 
 @pytest.mark.parametrize("spaces", [True, False])
-def test_fields_come_as_one_json_object_and_do_not_depend_on_speculation(pair: Pair, spaces: bool) -> None:
+def test_fields_are_one_json_object_with_and_without_speculation(pair: Pair, spaces: bool) -> None:
     fields = {"category": ["refund", "delivery", "praise", "question"], "how urgent?": ["high", "low", "hi"]}
     answers = Choices(pair.tokenizer, fields, {name: name for name in fields}, spaces)
     read = []
     for config in (EXSPEC, EXSPEC.plain()):
-        for completion in decode(pair, answers, config, 12):
-            text = completion_text(pair.tokenizer, completion, None)
+        for completion, text in decode(pair, answers, config, 12):
             values = answers.read(completion, text)
             separators = (", ", ": ") if spaces else (",", ":")
             assert text == json.dumps({name: values[name] for name in fields}, separators=separators)
             assert all(values[name] in labels for name, labels in fields.items())
             assert completion.statistics.forced > len(completion.tokens) / 2
             read.append((text, values))
-    assert read[:12] == read[12:], "labels and confidences, to the bit"
+    assert read[:12] == read[12:], "labels or confidences differ"
 
 
-def test_json_of_a_schema_is_valid_or_an_error_and_the_same_without_speculation(pair: Pair) -> None:
+def test_json_of_a_schema_is_valid_or_an_error_with_and_without_speculation(pair: Pair) -> None:
     answers = Json(pair.tokenizer, SCHEMA, COLUMNS)
     done = decode(pair, answers, EXSPEC, 12, budget=120)
-    assert [c.tokens for c in done] == [c.tokens for c in decode(pair, answers, EXSPEC.plain(), 12, budget=120)]
-    ended = [c for c in done if c.finish_reason == "stop"]
+    plain = decode(pair, answers, EXSPEC.plain(), 12, budget=120)
+    assert [c.tokens for c, _ in done] == [c.tokens for c, _ in plain]
+    ended = [(c, text) for c, text in done if c.finish_reason == "stop"]
     assert len(ended) >= 6
-    for completion in ended:
-        text = completion_text(pair.tokenizer, completion, None)
+    for completion, text in ended:
         values = answers.read(completion, text)
         jsonschema.validate(json.loads(text), SCHEMA)
         assert values["c"] == json.loads(text)["category"]
@@ -121,40 +122,41 @@ def test_json_of_a_schema_is_valid_or_an_error_and_the_same_without_speculation(
         assert values["p"] == json.dumps(json.loads(text)["who"])
     (cut,) = decode(pair, answers, EXSPEC, 1, budget=9)
     with pytest.raises(AnswerError, match="not complete after 9 tokens; raise max_new_tokens"):
-        answers.read(cut, completion_text(pair.tokenizer, cut, None))
+        answers.read(*cut)
 
 
 @torch.inference_mode()
-def test_a_property_that_is_one_of_some_texts_has_the_probability_of_its_text(pair: Pair) -> None:
-    """The oracle looks at every token that was allowed, in the whole answer: which labels could it still become?"""
+def test_an_enum_property_comes_with_its_probability(pair: Pair) -> None:
+    """The oracle asks for every allowed token which labels are still possible after it."""
     labels = ["refund", "refusal", "delivery", "praise", "réservé"]
     schema = {"type": "object", "properties": {"to": {"enum": labels}, "why": {"type": "string", "maxLength": 5}},
               "required": ["to", "why"], "additionalProperties": False}  # fmt: skip
     columns = {"to": ("to", pa.string()), "why": ("why", pa.string())}
     answers = Json(pair.tokenizer, schema, columns, labels={"to": labels})
-    done = [c for c in decode(pair, answers, EXSPEC, 10, budget=60) if c.finish_reason == "stop"]
-    plain = {c.id: c for c in decode(pair, answers, EXSPEC.plain(), 10, budget=60)}
-    assert len(done) >= 5
-    for completion in done:
-        prompt, text = prompts(pair, 10)[int(completion.id)], completion_text(pair.tokenizer, completion, None)  # type: ignore[call-overload]
+    heads = {name: f'{{"to": "{name}"' for name in labels}
+
+    def possible(tokens: list[int]) -> frozenset[str]:
+        text = str(pair.tokenizer.decode(tokens)).rstrip("\ufffd")
+        return frozenset(name for name, head in heads.items() if head.startswith(text) or text.startswith(head))
+
+    done, plain = (decode(pair, answers, config, 10, budget=60) for config in (EXSPEC, EXSPEC.plain()))
+    assert sum(completion.finish_reason == "stop" for completion, _ in done) >= 5
+    for prompt, (completion, text), (other, _) in zip(prompts(pair, 10), done, plain, strict=True):
+        if completion.finish_reason != "stop":
+            continue
         found = answers.read(completion, text)
-        assert found == answers.read(plain[completion.id], text)
+        assert found == answers.read(other, text)
         label, walk, confidence, rivals = json.loads(text)["to"], answers.constraint(), 1.0, [0.0]
-        heads = {name: f'{{"to": "{name}"' for name in labels}
-
-        def left(written: str, heads: dict[str, str] = heads) -> frozenset[str]:
-            return frozenset(n for n, head in heads.items() if head.startswith(written) or written.startswith(head))
-
         for place, token in enumerate(completion.tokens[:-1]):
             before = completion.tokens[:place]
             allowed = tokens_of(walk.allowed())
             walk.advance(token)
-            if len(left(str(pair.tokenizer.decode(before)).rstrip("\ufffd"))) == 1:
+            if len(possible(before)) == 1:
                 continue
             logits = pair.target(input_ids=torch.tensor([[*prompt, *before]])).logits[0, -1]
             chances: dict[frozenset[str], float] = defaultdict(float)
             for t, chance in zip(allowed, logits[allowed].softmax(0).tolist(), strict=True):
-                chances[left(str(pair.tokenizer.decode([*before, t])).rstrip("\ufffd"))] += chance
+                chances[possible([*before, t])] += chance
             chances.pop(frozenset(), None)
             total = sum(chances.values())
             rivals += [confidence * chance / total for names, chance in chances.items() if label not in names]
@@ -165,35 +167,36 @@ def test_a_property_that_is_one_of_some_texts_has_the_probability_of_its_text(pa
         assert label not in found["to_runner_up"].split(" | ")
 
 
-def test_what_cannot_be_asked_for_is_refused_by_name(pair: Pair) -> None:
-    def refusal(make: Any) -> str:
-        with pytest.raises(AnswerError) as error:
-            make()
-        return str(error.value)
-
-    assert "uniqueItems" in refusal(lambda: Json(pair.tokenizer, {"type": "array", "uniqueItems": True}, {}))
-    assert "$.type" in refusal(lambda: Json(pair.tokenizer, {"type": "objekt"}, {}))
-
-    class Endless:
-        eos_token_id = None
-
-    assert "has no end token" in refusal(lambda: Choices(Endless(), {"": ["a", "b"]}, {"": "label"}))  # type: ignore[arg-type]
-
-    class Upper:
-        eos_token_id = 2
-
-        def __call__(self, text: str, **_: Any) -> Any:
-            return pair.tokenizer(text.upper(), add_special_tokens=False)
-
-        def decode(self, *args: Any, **kwargs: Any) -> Any:
-            return pair.tokenizer.decode(*args, **kwargs)
-
-    assert "label 'a': the tokenizer writes the answer as 'A'" in refusal(
-        lambda: Choices(Upper(), {"": ["a", "b"]}, {"": "label"})  # type: ignore[arg-type]
-    )
+class NoEnd:
+    eos_token_id = None
 
 
-def test_a_number_that_no_column_holds_is_an_error_of_its_row(pair: Pair) -> None:
+class UpperCase:
+    """Does not write what it was given."""
+
+    eos_token_id = 2
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.decode = tokenizer, tokenizer.decode
+
+    def __call__(self, text: str, **_: Any) -> Any:
+        return self.tokenizer(text.upper(), add_special_tokens=False)
+
+
+def test_impossible_answers_are_refused_by_name(pair: Pair) -> None:
+    with pytest.raises(AnswerError, match="uniqueItems"):
+        Json(pair.tokenizer, {"type": "array", "uniqueItems": True}, {})
+    with pytest.raises(AnswerError, match=r"\$\.type"):
+        Json(pair.tokenizer, {"type": "objekt"}, {})
+    for tokenizer, message in (
+        (NoEnd(), "has no end token"),
+        (UpperCase(pair.tokenizer), "label 'a': the tokenizer writes the answer as 'A'"),
+    ):
+        with pytest.raises(AnswerError, match=message):
+            Choices(tokenizer, {"": ["a", "b"]}, {"": "label"})  # type: ignore[arg-type]
+
+
+def test_a_number_that_no_column_can_hold_is_an_error_of_its_row(pair: Pair) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
     answers = Json(pair.tokenizer, schema, {"n": ("n", pa.int64())})
     completion = Completion(0, [1, 2], "stop", 2, SequenceStatistics())
@@ -205,8 +208,8 @@ def test_a_number_that_no_column_holds_is_an_error_of_its_row(pair: Pair) -> Non
     assert FreeText().read(completion, "x") == {}
 
 
-def test_answers_go_to_other_processes_however_long_they_are(pair: Pair) -> None:
-    """Ray pickles the requests of a sample; what makes their constraints goes along."""
+def test_answers_can_be_pickled_however_long_they_are(pair: Pair) -> None:
+    """Ray pickles the requests of a sample with the functions that make their constraints."""
     fields = {f"field {i}": ["yes", "no", "perhaps"] for i in range(60)}
     answers = Choices(pair.tokenizer, fields, {name: name for name in fields})
     copied = pickle.loads(pickle.dumps(answers.constraint))()
@@ -216,8 +219,8 @@ def test_answers_go_to_other_processes_however_long_they_are(pair: Pair) -> None
     assert pickle.loads(pickle.dumps(schema.constraint))().allowed().tolist() == first
 
 
-def test_a_tokenizer_that_begins_every_text_with_a_space_writes_none_between() -> None:
-    """As those of Llama 2 and Mistral do: a text behind another one gets no space of its own."""
+def test_a_tokenizer_that_adds_a_leading_space_adds_none_between_labels() -> None:
+    """As those of Llama 2 and Mistral do."""
     letters = sorted(set('▁{}":, abcdefghilmnorstuvwy_'))
     vocabulary = {letter: i for i, letter in enumerate(["<s>", "</s>", *letters])}
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<s>"))

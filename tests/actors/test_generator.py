@@ -1,4 +1,4 @@
-"""The actor without Ray: what it asks of its ledger, and how a suspect chunk runs alone."""
+"""The actor without Ray: its attempts in the ledger, row errors, and chunks that run alone."""
 
 import json
 import threading
@@ -19,8 +19,8 @@ from exspec.pipeline.output.parts import Task
 from tests.pipeline import jobs
 
 
-def test_a_book_narrows_down_to_the_row_that_kills() -> None:
-    """Whatever the process died of was marked; a row that was marked alone twice is bad."""
+def test_the_book_finds_the_row_that_kills_the_process() -> None:
+    """Rows are marked before they run. A row that was marked alone twice is bad."""
     book = Book()
     assert (book.begin("p").number, book.begin("p").number) == (1, 2)
     book.mark("p", [8, 9, 10])
@@ -38,9 +38,7 @@ def test_a_book_narrows_down_to_the_row_that_kills() -> None:
     assert book.begin("other").number == 1
 
 
-def test_an_actor_that_cannot_be_built_for_lack_of_memory_tries_half_its_window() -> None:
-    """It tried 32 slots where it had 24, twice the same, and then gave up."""
-
+def test_an_actor_that_runs_out_of_memory_tries_half_its_window_next() -> None:
     class Full(jobs.ArithmeticLoader):
         def __call__(self, window: int) -> Any:
             raise torch.OutOfMemoryError(f"{window} slots")
@@ -51,8 +49,8 @@ def test_an_actor_that_cannot_be_built_for_lack_of_memory_tries_half_its_window(
             Generator(Full(window=24), {}, unused, book, unused, 3, lambda _: FreeText())  # type: ignore[arg-type]
 
 
-def test_a_row_whose_settings_cannot_be_computed_is_an_error_of_its_own() -> None:
-    """It ended the process, again and again, until its whole chunk was set aside."""
+def test_a_row_with_impossible_settings_fails_alone() -> None:
+    """The fault: it ended the process, until its whole chunk was set aside."""
     kept: list[Any] = []
 
     def stage(_: Any, __: Any, results: list[Any], *___: Any) -> dict[str, Any]:
@@ -73,31 +71,26 @@ def test_a_row_whose_settings_cannot_be_computed_is_an_error_of_its_own() -> Non
     assert hot.error == "temperature: expected 0 (greedy), or 1e-6 to 1e6, not inf"
 
 
-def test_one_who_must_be_alone_waits_for_all_and_lets_nobody_in() -> None:
+def test_a_task_that_runs_alone_waits_for_all_others_and_keeps_new_ones_out() -> None:
     turns, log = Turns(), []
     entered = threading.Event()
 
-    def share(name: str, seconds: float) -> None:
-        with turns.shared():
+    def enter(name: str, turn: Any, seconds: float) -> None:
+        with turn():
             entered.set()
             log.append(f"{name} in")
             time.sleep(seconds)
             log.append(f"{name} out")
 
-    def alone() -> None:
-        with turns.alone():
-            log.append("alone in")
-            time.sleep(0.05)
-            log.append("alone out")
-
-    first = threading.Thread(target=share, args=("first", 0.2))
-    first.start()
+    threads = [
+        threading.Thread(target=enter, args=arguments)
+        for arguments in (("first", turns.shared, 0.2), ("alone", turns.alone, 0.05), ("late", turns.shared, 0))
+    ]
+    threads[0].start()
     entered.wait()
-    lonely = threading.Thread(target=alone)
-    lonely.start()
+    threads[1].start()
     time.sleep(0.05)
-    late = threading.Thread(target=share, args=("late", 0))
-    late.start()
-    for thread in (first, lonely, late):
+    threads[2].start()
+    for thread in threads:
         thread.join()
     assert log == ["first in", "first out", "alone in", "alone out", "late in", "late out"]

@@ -1,37 +1,36 @@
-"""Stop strings are found at the token that a decoding of the whole text after every token finds them at."""
+"""Stop strings are found at the same token as by decoding the whole text after every token."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from exspec.actors.engine import Request
 from exspec.actors.stop_strings import StopStrings
 from exspec.jobs.demo import TARGET
+from tests import tiny
 
 SPECIAL = ["<end>", "<pad>"]
 
 
 class Whole:
-    """The plain way: decodes the end of the text after every token, and all of it where a string may be there."""
+    """The slow, obvious way: decode the whole text after every token."""
 
     def __init__(self, tokenizer: Any, strings: Sequence[str], least: int) -> None:
-        self.tokenizer, self.strings, self.least = tokenizer, tuple(strings), least
-        self.special = frozenset(tokenizer.all_special_ids)
-        self.tail = 4 * max(map(len, strings)) + 8
+        self.tokenizer, self.strings, self.least = tokenizer, strings, least
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def __call__(self, tokens: Sequence[int]) -> str | None:
-        seen = [t for t in tokens if t not in self.special]
-        if not any(s in self._text(seen[-self.tail :]) for s in self.strings):
-            return None
-        text, before = self._text(tokens), len(self._text(tokens[: max(self.least - 1, 0)]))
+        """The string that begins first, and of those the longest. One that is complete too early does not count."""
+        text, before = self.text(tokens), len(self.text(tokens[: max(self.least - 1, 0)]))
         places = [(text.find(s, max(before - len(s) + 1, 0)), -len(s), s) for s in self.strings]
-        return min((place for place in places if place[0] >= 0), default=(0, 0, None))[2]
-
-    def _text(self, tokens: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+        self.cut, _, found = min((p for p in places if p[0] >= 0), default=(len(text), 0, None))
+        return found
 
 
 def fast(model: Any, decoder: Any, **options: Any) -> PreTrainedTokenizerFast:
@@ -54,41 +53,27 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 
 def byte_fallback() -> PreTrainedTokenizerFast:
-    """As those of Llama 2 and Mistral: the first space of a text is not written, bytes stand for rare characters."""
-    pieces = [
-        "<unk>",
-        *(f"<0x{i:02X}>" for i in range(256)),
-        "▁",
-        "▁a",
-        "a",
-        "b",
-        "▁b",
-        "▁▁",
-        "ST",
-        "OP",
-        "é",
-        ".",
-        "€",
-    ]
+    """As Llama 2 and Mistral have: the first space of a text is dropped, rare characters are written as bytes."""
+    bytes_ = [f"<0x{i:02X}>" for i in range(256)]
+    pieces = ["<unk>", *bytes_, "▁", "▁a", "a", "b", "▁b", "▁▁", "ST", "OP", "é", ".", "€"]
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     return fast(words(pieces), decoders.Sequence(steps))
 
 
 def cleaned() -> PreTrainedTokenizerFast:
-    """As those of BERT: words part at spaces, and the spaces before punctuation are taken out of the text."""
+    """As BERT has: spaces between words, and none before punctuation."""
     pieces = ["[UNK]", "do", "don", "n", "'", "t", "n't", ".", ",", "a", "b", "##a", "##b", "we", "re", "s", "!"]
     return fast(words(pieces), decoders.WordPiece(cleanup=False), clean_up_tokenization_spaces=True)
 
 
-def demo() -> Any:
-    return AutoTokenizer.from_pretrained(TARGET)
-
-
-MADE = {"byte level": byte_level, "byte fallback": byte_fallback, "cleaned": cleaned, "demo": demo}
+TOKENIZERS: dict[str, Callable[[], Any]] = {
+    "byte level": byte_level, "byte fallback": byte_fallback, "cleaned": cleaned,
+    "demo": lambda: AutoTokenizer.from_pretrained(TARGET),
+}  # fmt: skip
 
 
 def phrases(name: str, tokenizer: Any) -> list[list[int]]:
-    """What random tokens would hardly ever come to: characters of several bytes, and text that clean-up changes."""
+    """What random tokens hardly ever spell: characters of several bytes, and text that clean-up changes."""
     if name == "cleaned":
         split = [["do", "n", "'", "t"], ["we", "'", "re"], ["a", ".", "b"], ["do", "n't"]]
         return [tokenizer.convert_tokens_to_ids(pieces) for pieces in split]
@@ -101,11 +86,11 @@ def phrases(name: str, tokenizer: Any) -> list[list[int]]:
     return [tokenizer.convert_tokens_to_ids(list(spell(text)[0][0])) for text in texts]
 
 
-@pytest.mark.parametrize("name", MADE)
-def test_the_first_hit_is_that_of_decoding_everything(name: str) -> None:
-    """Strings are cut out of texts of random tokens, so that they lie anywhere: in tokens, across them, in characters
-    of several bytes, one in the other."""
-    tokenizer, rng = MADE[name](), random.Random(0)
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_hits_and_cuts_equal_those_of_decoding_everything(name: str) -> None:
+    """The strings are pieces of random texts. They lie inside tokens, across tokens, in characters of several bytes,
+    and in each other."""
+    tokenizer, rng = TOKENIZERS[name](), random.Random(0)
     vocabulary, whole = len(tokenizer), phrases(name, tokenizer)
     common = [rng.randrange(vocabulary) for _ in range(12)]
     ended = 0
@@ -121,18 +106,20 @@ def test_the_first_hit_is_that_of_decoding_everything(name: str) -> None:
         if not strings:
             continue
         least = rng.choice([0, 0, 1, 5, 20])
-        check, plain = StopStrings(tokenizer, strings, least)(), Whole(tokenizer, strings, least)
+        stop, whole_text = StopStrings(tokenizer, strings, least), Whole(tokenizer, strings, least)
+        check = stop()
         for n, token in enumerate(tokens, 1):
-            expected = plain(tokens[:n])
+            expected = whole_text(tokens[:n])
             assert check(token) == expected, (strings, tokens[:n], least)
             if expected is not None:
                 ended += 1
                 break
-    assert ended > 150, "the test finds too little to mean anything"
+        assert stop.cut(tokens[:n]) == whole_text.text(tokens[:n])[: whole_text.cut]
+    assert ended > 150, "too few trials have a stop string"
 
 
 def test_most_tokens_are_not_decoded() -> None:
-    """The cost of a check is that of decoding, so it is counted: one decode for the first token alone."""
+    """Decoding is what a check costs. Only the first token is decoded."""
     tokenizer, calls = byte_level(), []
     stop = StopStrings(tokenizer, ["STOP", "\n\n"])
     tokens = tokenizer.convert_tokens_to_ids(list("abcdOab.STxyz" * 20))
@@ -144,9 +131,41 @@ def test_most_tokens_are_not_decoded() -> None:
     assert len(calls) == 1
 
 
-def test_checks_of_one_set_of_strings_do_not_see_each_other() -> None:
+def test_checks_of_the_same_strings_are_independent() -> None:
     tokenizer = byte_level()
     stop = StopStrings(tokenizer, ["STOP"])
     first, second = stop(), stop()
     start, end = tokenizer.convert_tokens_to_ids(["ST", "OP"])
     assert [first(start), second(end), first(end), second(start), second(end)] == [None, None, "STOP", None, "STOP"]
+
+
+def test_a_stop_string_is_found_after_many_tokens_and_across_special_ones() -> None:
+    tokenizer = byte_level()
+    stop = StopStrings(tokenizer, ["STOP", "end"])
+    tokens = tokenizer.convert_tokens_to_ids(["a", "b"] * 500 + ["ST"] + ["<end>"] * 60 + ["OP"])
+    check = stop()
+    assert [check(token) for token in tokens] == [None] * (len(tokens) - 1) + ["STOP"]
+    assert stop.cut(tokens) == "ab" * 500
+
+
+@pytest.mark.parametrize("strings", [[], [""], ["x", ""]])
+def test_empty_stop_strings_are_refused(strings: list[str]) -> None:
+    with pytest.raises(ValueError, match="stop: expected one or more strings, none of them empty"):
+        StopStrings(byte_level(), strings)
+
+
+def test_the_engine_stops_at_a_string() -> None:
+    """The token that completes the string is the last of the completion, and the last that is counted."""
+    tokenizer, target = byte_level(), tiny.model(eos_token_id=None)
+    free = tiny.generate(target, [3, 4], 20)
+    text = tokenizer.decode(free)
+    string = text[len(text) // 2 : len(text) // 2 + 5]
+    stop = StopStrings(tokenizer, [string])
+    engine = tiny.engine(target, draft=tiny.model(seed=1, eos_token_id=None))
+    done = tiny.run(engine, [Request(0, [3, 4], 20, stop=stop)])[0]
+    assert done.tokens == free[: len(done.tokens)]
+    assert (done.finish_reason, done.stopped_by) == ("stop", string)
+    assert string in tokenizer.decode(done.tokens)
+    assert string not in tokenizer.decode(done.tokens[:-1])
+    assert stop.cut(done.tokens) == text[: text.index(string)]
+    assert done.statistics.completion_tokens == len(done.tokens) < 20

@@ -13,7 +13,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from exspec.actors.engine.kv import attention
 
 CPU = torch.device("cpu")
-DTYPES = [torch.float32, torch.bfloat16]
 WORST = {torch.float32: 3e-6, torch.bfloat16: 3e-2}
 
 
@@ -51,9 +50,8 @@ class Example:
 
     def attend(self, name: str = "attend_in_place", window: int = 0, softcap: float = 0.0) -> Tensor:
         operator = getattr(torch.ops.exspec, name)
-        arguments = (self.query, self.keys, self.values, self.page_table, self.scale, window, softcap)
-        result: Tensor = operator(*arguments)
-        return result
+        tensors = (self.query, self.keys, self.values, self.page_table)
+        return operator(*tensors, self.scale, window, softcap)  # type: ignore[no-any-return]
 
     def oracle(self, window: int = 0, softcap: float = 0.0) -> Tensor:
         """[R, Q, Hq, D] in float64, zeros where columns are dead."""
@@ -73,26 +71,28 @@ class Example:
         return expected
 
 
+both = pytest.mark.parametrize("name", ["attend_in_place", "attend_gathered"])
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 RAGGED = [(0, 6), (1, 7), (15, 21), (60, 64), (130, 136), (-3, 2), (9, 0), (40, 41)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@dtypes
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (1, 0.0), (20, 0.0), (70, 0.0), (0, 1.5), (20, 1.5)])
-@pytest.mark.parametrize("name", ["attend_in_place", "attend_gathered"])
-def test_against_the_oracle(name: str, window: int, softcap: float, dtype: torch.dtype) -> None:
+@both
+def test_attention_equals_the_oracle(name: str, window: int, softcap: float, dtype: torch.dtype) -> None:
     example = Example(RAGGED, 6, dtype)
     found = example.attend(name, window, softcap)
     assert found.is_contiguous()
     assert found.dtype == dtype
     live = example.live()
     assert torch.allclose(found[live].double(), example.oracle(window, softcap)[live], atol=WORST[dtype], rtol=0)
-    assert found.isfinite().all(), "dead columns among them"
+    assert found.isfinite().all(), "also in dead columns"
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@dtypes
 @pytest.mark.parametrize("size", [8, 16, 32, 40, 64, 72, 80, 96, 128, 256])
 @pytest.mark.parametrize(("width", "page"), [(1, 16), (6, 5), (40, 32)])
-def test_every_head_size_and_page(size: int, width: int, page: int, dtype: torch.dtype) -> None:
+def test_every_head_and_page_size(size: int, width: int, page: int, dtype: torch.dtype) -> None:
     example = Example([(0, width), (70, 70 + width)], width, dtype, size, page)
     for window in (0, 9):
         expected = example.oracle(window)
@@ -100,12 +100,12 @@ def test_every_head_size_and_page(size: int, width: int, page: int, dtype: torch
             assert torch.allclose(example.attend(name, window).double(), expected, atol=WORST[dtype], rtol=0), name
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@dtypes
 @pytest.mark.parametrize("window", [0, 33])
 @pytest.mark.parametrize("size", [40, 64, 80, 128])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_position_has_one_result(threads: int, size: int, window: int, dtype: torch.dtype) -> None:
-    """Whatever the other rows, their number, n, its pages, the columns beside it and what follows it in the cache."""
+def test_a_position_depends_only_on_its_sequence(threads: int, size: int, window: int, dtype: torch.dtype) -> None:
+    """Not on the other rows, the number of rows or pages, its own pages, the columns beside it or later KV."""
     whole = Example([(0, 230), (0, 200)], 230, dtype, size)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -124,7 +124,7 @@ def test_a_position_has_one_result(threads: int, size: int, window: int, dtype: 
     torch.set_num_threads(before)
 
 
-def test_what_follows_a_position_leaves_no_trace() -> None:
+def test_later_kv_and_dead_columns_are_never_read() -> None:
     example = Example([(50, 53), (-2, 1)], 6)
     expected = example.attend()
     first, offset = divmod(53, example.page)
@@ -138,7 +138,7 @@ def test_what_follows_a_position_leaves_no_trace() -> None:
     assert torch.equal(example.attend(), expected)
 
 
-@pytest.mark.parametrize("name", ["attend_in_place", "attend_gathered"])
+@both
 def test_large_scores_stay_finite(name: str) -> None:
     example = Example(RAGGED, 6)
     example.query *= 1e4
@@ -146,10 +146,10 @@ def test_large_scores_stay_finite(name: str) -> None:
     assert torch.allclose(example.attend(name)[live].double(), example.oracle()[live], atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["attend_in_place", "attend_gathered"])
-def test_a_row_of_one_shape_has_one_result(name: str, dtype: torch.dtype) -> None:
-    """What the operator over gathered pages promises: whatever the other rows, its pages, and its place among them."""
+@dtypes
+@both
+def test_a_rows_result_does_not_depend_on_other_rows_of_the_same_shape(name: str, dtype: torch.dtype) -> None:
+    """Nor on its own pages and its place among the rows. Attention over gathered pages promises only this."""
     example = Example([(3, 9), (50, 56), (100, 106)], 6, dtype)
     expected = example.attend(name)
     other = Example([(50, 56), (100, 104), (9, 0)], 6, dtype)
@@ -160,8 +160,8 @@ def test_a_row_of_one_shape_has_one_result(name: str, dtype: torch.dtype) -> Non
     assert torch.equal(other.attend(name)[0], expected[1])
 
 
-@pytest.mark.parametrize("name", ["attend_in_place", "attend_gathered"])
-def test_a_trace_sees_one_call(name: str) -> None:
+@both
+def test_a_trace_has_one_call(name: str) -> None:
     example = Example(RAGGED, 6, torch.bfloat16)
     operator = getattr(torch.ops.exspec, name)
     arguments = (example.query, example.keys, example.values, example.page_table)
@@ -172,7 +172,7 @@ def test_a_trace_sees_one_call(name: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["exspec_in_place", "exspec_gathered"])
-def test_as_transformers_calls_it(where: str) -> None:
+def test_transformers_can_call_both(where: str) -> None:
     example = Example(RAGGED, 6)
     arguments = (torch.nn.Identity(), example.query, example.keys, example.values, example.page_table)
     attend = ALL_ATTENTION_FUNCTIONS[where]
@@ -189,16 +189,16 @@ def test_as_transformers_calls_it(where: str) -> None:
 
 @pytest.mark.parametrize("size", [16, 64, 80])
 @pytest.mark.parametrize("page", [1, 16, 32])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_trial_finds_nothing_here(dtype: torch.dtype, page: int, size: int) -> None:
+@dtypes
+def test_the_trial_passes_here(dtype: torch.dtype, page: int, size: int) -> None:
     assert attention.trial(CPU, dtype, 4, 2, size, page) is None
 
 
-def test_a_trial_names_a_dtype_that_the_kernel_does_not_know() -> None:
+def test_the_trial_names_an_unsupported_dtype() -> None:
     assert "takes float32 and bfloat16" in str(attention.trial(CPU, torch.float64, 4, 2, 64, 16))
 
 
-def test_a_trial_finds_a_kernel_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trial_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     right = attention.attend_gathered
     wrong = lambda *given: right(*given) * 1.001  # noqa: E731
     operators = SimpleNamespace(
@@ -212,7 +212,7 @@ BROKEN = "#!/bin/sh\necho a warning >&2\necho no such instruction >&2\nexit 1\n"
 
 
 @pytest.mark.parametrize(("script", "reason"), [(None, "No such file"), (BROKEN, "no such instruction")])
-def test_a_trial_says_why_there_is_no_kernel(
+def test_the_trial_says_why_there_is_no_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, reason: str
 ) -> None:
     compiler = tmp_path / "compiler"
@@ -225,7 +225,7 @@ def test_a_trial_says_why_there_is_no_kernel(
     found = str(attention.trial.__wrapped__(CPU, torch.float32, 4, 2, 64, 16))
     assert reason in found
     assert "\n" not in found
-    assert not list((tmp_path / "cache" / "kernels").iterdir()), "nothing half made stays behind"
+    assert not list((tmp_path / "cache" / "kernels").iterdir()), "an unfinished file is left"
 
 
 def test_a_row_that_ends_past_its_pages_is_refused() -> None:
@@ -235,6 +235,6 @@ def test_a_row_that_ends_past_its_pages_is_refused() -> None:
         example.attend()
 
 
-def test_a_kernel_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", None)
     attention.load_kernel.__wrapped__()

@@ -1,4 +1,4 @@
-"""Calibration: the prediction follows costs and acceptance, the choice keeps to what is free, and no token changes."""
+"""Calibration predicts speed from costs and acceptance, changes only free settings, and changes no token."""
 
 from dataclasses import replace
 from functools import partial
@@ -17,12 +17,12 @@ from exspec.actors.engine.shape.prediction import predict
 from exspec.actors.engine.shape.sample import Feed, Sample, probe
 from tests import tiny
 
-SHAPE = EngineConfig(batch_size=4, window=8, draft_tokens=3, bucket=32, capacity=tiny.CONTEXT, prefill_columns=8,
-                     attention="gathered")  # fmt: skip
+SHAPE = tiny.config(window=8, prefill_rows=4)
+REQUESTS = tiny.requests(tiny.prompts(12), 10)
 
 
 class Costs:
-    """A device whose forwards take `verify` seconds, and drafts `draft` seconds a token."""
+    """A device whose forwards take `verify` seconds, and whose drafts take `draft` seconds per token."""
 
     def __init__(self, verify: float, draft: float, prefill: float = 0.0, column: float = 0.0) -> None:
         self.verify, self.draft, self.each, self.column = verify, draft, prefill, column
@@ -34,22 +34,19 @@ class Costs:
         return self.each
 
 
-def sample(chance: float) -> Sample:
-    survival = tuple(chance ** (i + 1) for i in range(8))
-    return Sample([], [(10, 30), (20, 50), (5, 60)], {"model": survival}, {"model": 0.0})
-
-
 def speed(costs: Costs, chance: float, **changes: Any) -> float:
-    settings = {**vars(SHAPE), "bucket": tiny.CONTEXT, **changes}
-    return predict(EngineConfig(**settings), costs, sample(chance))  # type: ignore[arg-type]
+    """The predicted tokens per second, where each drafted token is accepted with this chance."""
+    survival = tuple(chance ** (i + 1) for i in range(8))
+    sample = Sample([], [(10, 30), (20, 50), (5, 60)], {"model": survival}, {"model": 0.0})
+    return predict(replace(SHAPE, **{"bucket": tiny.CONTEXT, **changes}), costs, sample)  # type: ignore[arg-type]
 
 
-def test_plain_decoding_takes_one_token_a_row_and_round() -> None:
+def test_plain_decoding_gives_one_token_per_row_and_round() -> None:
     assert speed(Costs(0.01, 0.001), 0.9, method="plain") == pytest.approx(4 / 0.01)
 
 
 def test_the_prediction_groups_as_the_engine_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the same class: a prediction with another one would be wrong in silence."""
+    """It uses the same class."""
     rounds: list[int] = []
 
     class Watched(grouping.LengthBuckets):
@@ -64,8 +61,8 @@ def test_the_prediction_groups_as_the_engine_does(monkeypatch: pytest.MonkeyPatc
     assert 0 < predicted < len(rounds)
 
 
-def test_speculation_is_worth_what_it_commits_over_what_it_costs() -> None:
-    """Expected tokens a round are 1 + p + p^2 + p^3, less what budgets cut."""
+def test_the_speed_of_speculation_is_tokens_over_costs() -> None:
+    """A round gives 1 + p + p^2 + p^3 tokens, a little fewer at the end of a budget."""
     expected = 4 * (1 + 0.8 + 0.64 + 0.512) / (0.01 + 3 * 0.001)
     assert speed(Costs(0.01, 0.001), 0.8) == pytest.approx(expected, rel=0.12)
 
@@ -75,30 +72,26 @@ def test_a_useless_draft_loses_and_a_good_cheap_one_wins() -> None:
     assert speed(Costs(0.01, 0.001), 0.9) > 2 * speed(Costs(0.01, 0.001), 0.9, method="plain")
 
 
-def test_the_longer_draft_wins_where_drafts_survive() -> None:
+def test_longer_drafts_win_if_they_are_accepted() -> None:
     cheap = Costs(0.01, 0.0005)
     assert speed(cheap, 0.95, draft_tokens=8) > speed(cheap, 0.95, draft_tokens=2)
     assert speed(cheap, 0.3, draft_tokens=8) < speed(cheap, 0.3, draft_tokens=2)
 
 
-def test_prefill_weighs_on_both() -> None:
+def test_prefill_costs_speed() -> None:
     assert speed(Costs(0.01, 0.001, prefill=0.05), 0.5) < 0.9 * speed(Costs(0.01, 0.001), 0.5)
 
 
-def test_narrow_buckets_pay_where_columns_cost_and_rows_are_plenty() -> None:
-    dear = Costs(0.001, 0.0, column=0.001)
-    assert speed(dear, 0.5, bucket=32, window=16) > speed(dear, 0.5)
-
-
-def requests() -> list[Request]:
-    return tiny.requests(tiny.prompts(12), 10)
+def test_narrow_buckets_pay_if_columns_are_expensive_and_slots_many() -> None:
+    expensive = Costs(0.001, 0.0, column=0.001)
+    assert speed(expensive, 0.5, bucket=32, window=16) > speed(expensive, 0.5)
 
 
 @pytest.mark.fast("free0")
 @pytest.mark.parametrize("free", [FREE, ("draft_tokens",), ("method",), ("window", "bucket")])
-def test_only_what_is_free_changes_and_tokens_never(free: tuple[str, ...]) -> None:
+def test_only_free_settings_change_and_no_token(free: tuple[str, ...]) -> None:
     target, draft = tiny.model(), tiny.model(seed=1)
-    found = calibrate(target, draft, requests(), SHAPE, free, seconds=1.0)
+    found = calibrate(target, draft, REQUESTS, SHAPE, free, seconds=1.0)
     settings = {"prefill": ("prefill_rows", "prefill_columns")}
     for name in FREE:
         if name not in free and (name, found.config.method) != ("drafter", "plain"):
@@ -109,17 +102,17 @@ def test_only_what_is_free_changes_and_tokens_never(free: tuple[str, ...]) -> No
     table = found.table()
     assert sum(row["chosen"] for row in table) == 1
     assert all(row["predicted"] > 0 for row in table)
-    decoded = tiny.decode(Engine(target, draft if found.config.drafts else None, found.config), requests())
-    assert decoded == {r.id: tiny.generate(target, r.prompt, r.max_new_tokens) for r in requests()}
+    decoded = tiny.decode(Engine(target, draft if found.config.drafts else None, found.config), REQUESTS)
+    assert decoded == tiny.greedy(target, tiny.prompts(12), 10)
 
 
-def test_without_a_draft_there_is_only_plain_decoding() -> None:
-    config = EngineConfig(method="plain", batch_size=4, window=8, capacity=tiny.CONTEXT)
-    found = calibrate(tiny.model(), None, requests(), config, ("batch_size", "bucket"), seconds=0.5)
+def test_plain_decoding_stays_plain() -> None:
+    config = replace(SHAPE, method="plain")
+    found = calibrate(tiny.model(), None, REQUESTS, config, ("batch_size", "bucket"), seconds=0.5)
     assert not any(c.config.drafts for c in found.candidates)
 
 
-def test_a_budget_leaves_out_what_does_not_fit() -> None:
+def test_candidates_stay_within_the_memory_budget() -> None:
     target, draft = tiny.model(), tiny.model(seed=1)
 
     def planned(shape: EngineConfig) -> int:
@@ -128,33 +121,33 @@ def test_a_budget_leaves_out_what_does_not_fit() -> None:
     two = planned(replace(SHAPE, batch_size=2, window=2))
     smallest = planned(replace(SHAPE, method="plain", batch_size=1, window=1))
     with pytest.raises(ValueError, match=r"are too few for one sequence of 96 tokens; expected at least"):
-        calibrate(target, draft, requests(), SHAPE, seconds=0.5, budget=smallest - 1)
-    found = calibrate(target, draft, requests(), SHAPE, seconds=0.5, budget=two)
+        calibrate(target, draft, REQUESTS, SHAPE, seconds=0.5, budget=smallest - 1)
+    found = calibrate(target, draft, REQUESTS, SHAPE, seconds=0.5, budget=two)
     assert found.candidates
     assert all(planned(c.config) <= two for c in found.candidates)
 
 
-def test_a_sample_that_cannot_be_decoded_is_refused_by_its_first() -> None:
+def test_a_sample_that_cannot_be_decoded_is_refused() -> None:
     with pytest.raises(ValueError, match="no request of the sample can be decoded; the first: request 'long'"):
         calibrate(tiny.model(), tiny.model(seed=1), [Request("long", [1] * 500)], SHAPE, seconds=0.5)
 
 
 @pytest.mark.slow
-def test_without_a_draft_the_look_up_is_tried() -> None:
-    """Whatever drafter the config names, which may not be available."""
-    found = calibrate(tiny.model(), None, requests(), SHAPE, seconds=1.0)
+def test_without_a_draft_the_suffix_drafter_is_tried() -> None:
+    """Although the config names a drafter that is not available."""
+    found = calibrate(tiny.model(), None, REQUESTS, SHAPE, seconds=1.0)
     assert {c.config.drafter for c in found.candidates if c.config.drafts} == {"suffix"}
     assert any(not c.config.drafts for c in found.candidates)
 
 
 def test_speculation_without_a_drafter_is_refused() -> None:
     with pytest.raises(ValueError, match="calibration: no drafter is available for method exspec"):
-        calibrate(tiny.model(), None, requests(), SHAPE, ("batch_size",), seconds=0.5)
+        calibrate(tiny.model(), None, REQUESTS, SHAPE, ("batch_size",), seconds=0.5)
 
 
 @pytest.mark.parametrize("count", [1, 2, 12])
-def test_a_drafter_that_learns_never_drafts_what_it_has_learned(count: int) -> None:
-    """Its probe has other requests than the probes before it, and the final others again; or it has learned nothing."""
+def test_a_drafter_that_learns_is_measured_on_requests_it_has_not_seen(count: int) -> None:
+    """With few requests, it has learned nothing."""
     made: dict[str, Engine] = {}
 
     def make(name: str) -> Engine:
@@ -162,13 +155,13 @@ def test_a_drafter_that_learns_never_drafts_what_it_has_learned(count: int) -> N
         made[name] = Engine(tiny.model(), None, shape)
         return made[name]
 
-    rows = requests()[:count]
+    rows = REQUESTS[:count]
     sample = probe({name: partial(make, name) for name in ("none", "suffix")}, rows, 60.0)
     drafter = made["suffix"].drafter
     assert isinstance(drafter, Suffix)
-    told = {tuple(kept.tolist()) for kept in drafter.tree.kept}
+    learned = {tuple(kept.tolist()) for kept in drafter.tree.kept}
     known = {(*p[-CONTEXT:], *c) for p, c in sample.completed}
-    assert told == (known if count == 12 else set())
+    assert learned == (known if count == 12 else set())
     assert sample.taken == (8 if count == 12 else 0)
     fed = Feed(Engine(tiny.model(), None, replace(SHAPE, drafter="suffix")), sample)
     fed.run(0.0)

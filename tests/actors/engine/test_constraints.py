@@ -1,4 +1,4 @@
-"""Constrained decoding: every token is what plain decoding under the same constraint gives."""
+"""Constrained decoding: every token equals that of plain decoding under the same constraint."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -39,14 +39,14 @@ LABELS = {"a": [10], "ab": [10, 11], "abc": [10, 11, 12, 13], "b": [20, 21, 22],
 
 
 def labels() -> Automaton:
-    """A forced beginning, one of the labels, something between, another of them, the end."""
+    """Forced tokens, a label, two forced tokens, another label, the end."""
     end = chain([END], Node())
     second = choice(LABELS.values(), end)
     return Automaton(chain([40, 41, 42], choice(LABELS.values(), chain([50, 51], second))))
 
 
 def maze(seed: int) -> Callable[[], Automaton]:
-    """A random automaton with loops, forced ways and wide places; an end is never far."""
+    """A random automaton with loops, forced tokens and wide choices, in which the end is never far."""
     rng = random.Random(seed)
     nodes = [Node() for _ in range(12)]
     for node in nodes:
@@ -58,9 +58,13 @@ def maze(seed: int) -> Callable[[], Automaton]:
     return lambda: Automaton(nodes[0])
 
 
+def constraint_of(i: int) -> Callable[[], Automaton]:
+    return labels if i % 3 == 0 else maze(i)
+
+
 @torch.inference_mode()
 def oracle(target: Any, prompt: Sequence[int], constraint: Automaton, sampling: Sampling, budget: int) -> list[int]:
-    """One sequence, one token at a time, no cache, no masks: the best of the tokens that are allowed."""
+    """One sequence, one token at a time, no cache, no masks: the best of the allowed tokens."""
     tokens = list(prompt)
     while len(tokens) - len(prompt) < budget:
         logits = target(input_ids=torch.tensor([tokens])).logits[0, -1].float()
@@ -75,16 +79,12 @@ def oracle(target: Any, prompt: Sequence[int], constraint: Automaton, sampling: 
     return tokens[len(prompt) :]
 
 
-def make_of(i: int) -> Callable[[], Automaton]:
-    return labels if i % 3 == 0 else maze(i)
-
-
 def requests(sampled: bool) -> list[Request]:
-    """Two of three are constrained; the others share their rounds."""
+    """Two of three are constrained; the third shares their rounds."""
     made = []
     for i, prompt in enumerate(tiny.prompts(18)):
         sampling = Sampling(temperature=1.3, seed=i) if sampled and i % 2 else Sampling()
-        constraint = None if i % 3 == 2 else make_of(i)
+        constraint = None if i % 3 == 2 else constraint_of(i)
         made.append(Request(i, prompt, 20, sampling, constraint=constraint, scored=1000 * (i % 3 == 0)))
     return made
 
@@ -101,113 +101,91 @@ CONFIGS = {
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_tokens_are_those_of_one_sequence_at_a_time(name: str, sampled: bool) -> None:
+def test_tokens_equal_those_of_one_sequence_at_a_time(name: str, sampled: bool) -> None:
     target, asked = tiny.model(), requests(sampled)
     draft = None if name == "plain" else tiny.model(seed=0 if sampled else 1)  # once a draft that is always right
-    engine = Engine(target, draft, CONFIGS[name])
+    expected = tiny.slow_decode(target, [request for request in asked if request.constraint is None])
     for request in asked:
-        engine.submit(request)
-    done = {}
-    while engine.busy:
-        engine.step()
-        engine.check()
-        done |= {c.id: c for c in engine.take()}
-    for i, request in enumerate(asked):
-        if request.constraint is None:
-            expected = tiny.slow_decode(target, request.prompt, request.sampling, 20)
-        else:
-            expected = oracle(target, request.prompt, make_of(i)(), request.sampling, 20)
-        assert done[i].tokens == expected, i
+        if request.constraint:
+            expected[request.id] = oracle(target, request.prompt, request.constraint(), request.sampling, 20)
+    assert tiny.decode(Engine(target, draft, CONFIGS[name]), asked) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tokens_and_scores_do_not_depend_on_the_drafts(dtype: torch.dtype) -> None:
-    """In the same shape, in either precision, to the bit."""
+    """In the same shape they are bit for bit the same, in either precision."""
     target, config = tiny.model(dtype=dtype), CONFIGS["exspec"]
     found = []
     for draft, shape in ((None, config.plain()), (tiny.model(seed=1, dtype=dtype), config), (target, config)):
-        engine = Engine(target, draft, shape)
-        for request in requests(sampled=True):
-            engine.submit(request)
-        found.append({c.id: (c.tokens, c.scores, c.finish_reason) for c in engine.run()})
+        done = tiny.run(Engine(target, draft, shape), requests(sampled=True))
+        found.append({name: (c.tokens, c.scores, c.finish_reason) for name, c in done.items()})
     assert found[0] == found[1] == found[2]
 
 
-def test_scores_are_the_probabilities_among_what_is_allowed() -> None:
+def test_scores_are_the_probabilities_among_the_allowed_tokens() -> None:
     target = tiny.model()
-    engine = Engine(target, None, CONFIGS["plain"])
-    asked = [request for request in requests(sampled=False) if request.scored]
-    for request in asked:
-        engine.submit(request)
-    for completion in engine.run():
-        prompt = next(request.prompt for request in asked if request.id == completion.id)
+    asked = {request.id: request for request in requests(sampled=False) if request.scored}
+    for name, completion in tiny.run(Engine(target, None, CONFIGS["plain"]), [*asked.values()]).items():
         walk = labels()
         for place, token in enumerate(completion.tokens):
             allowed = sorted(walk.path[-1].children)
             scores = completion.scores[place]
             assert sorted(scores) == (allowed if len(allowed) > 1 else [])
             if scores:
-                ids = torch.tensor([[*prompt, *completion.tokens[:place]]])
+                ids = torch.tensor([[*asked[name].prompt, *completion.tokens[:place]]])
                 logits = target(input_ids=ids).logits[0, -1, allowed].log_softmax(0)
                 assert torch.allclose(torch.tensor([scores[t] for t in allowed]), logits, atol=1e-4)
                 assert token == max(scores, key=lambda t: scores[t])
             walk.advance(token)
 
 
-def test_what_is_forced_is_free() -> None:
-    """A beginning is prefilled with the prompt, an end that cannot be missed needs no round, and in plain decoding
-    only what has an alternative takes one."""
-    target = tiny.model()
+def test_forced_tokens_take_no_round() -> None:
+    """A forced beginning is prefilled with the prompt, and a forced end is appended: only a choice takes a round."""
     constraint = lambda: Automaton(chain([40, 41, 42], choice([[10, 11, 12], [20, 21]], chain([50, END], Node()))))  # noqa: E731
-    engine = Engine(target, None, CONFIGS["plain"])
-    engine.submit(Request("x", [1, 2, 3], 20, constraint=constraint))
-    [completion] = engine.run()
+    engine = Engine(tiny.model(), None, CONFIGS["plain"])
+    completion = tiny.run(engine, [Request("x", [1, 2, 3], 20, constraint=constraint)])["x"]
     assert completion.tokens in ([40, 41, 42, 10, 11, 12, 50, END], [40, 41, 42, 20, 21, 50, END])
     assert completion.statistics.rounds == 1
     assert completion.statistics.forced == len(completion.tokens) - 1
 
 
-def test_forced_tokens_between_are_drafts_that_are_always_right() -> None:
-    target = tiny.model()
+def test_forced_tokens_in_the_middle_are_drafts_that_are_always_right() -> None:
     middle = lambda: Automaton(choice([[10], [20]], chain([50, 51, 52], choice([[30], [31]], chain([END], Node())))))  # noqa: E731
-    engine = Engine(target, tiny.model(seed=1), EngineConfig(batch_size=1, window=1, draft_tokens=4, capacity=96))
-    for i, prompt in enumerate(tiny.prompts(8)):
-        engine.submit(Request(i, prompt, 20, constraint=middle))
-    for completion in engine.run():
+    config = EngineConfig(batch_size=1, window=1, draft_tokens=4, capacity=96)
+    engine = Engine(tiny.model(), tiny.model(seed=1), config)
+    for completion in tiny.run(engine, tiny.requests(tiny.prompts(8), constraint=middle)).values():
         assert completion.statistics.forced == 4
-        assert completion.statistics.rounds <= 2, "one choice, then the way to the other and that one"
+        assert completion.statistics.rounds <= 2, "one round per choice"
 
 
-def test_a_draft_goes_on_after_tokens_that_were_put_in_its_place() -> None:
-    """The draft model is the target, and what must come after the choice is what it would never say itself: were its
-    KV not that of the tokens that stand, it would be wrong after them."""
+def test_drafts_continue_from_forced_tokens() -> None:
+    """The draft model is the target, so it is right as long as its KV holds the forced tokens, which it would not
+    choose."""
     target, wide = tiny.model(), Node()
     wide.children = {t: wide for t in range(tiny.VOCABULARY) if t not in tiny.ENDS}
     engine = Engine(target, target, EngineConfig(batch_size=2, window=2, draft_tokens=6, capacity=96))
-    way = choice([[10], [20]], chain([50, 51, 52], wide))
-    for i, prompt in enumerate(tiny.prompts(6)):
-        engine.submit(Request(i, prompt, 33, constraint=lambda: Automaton(way)))
-    for completion in engine.run():
+    start = choice([[10], [20]], chain([50, 51, 52], wide))
+    rows = tiny.requests(tiny.prompts(6), 33, constraint=lambda: Automaton(start))
+    for completion in tiny.run(engine, rows).values():
         assert completion.tokens[1:4] == [50, 51, 52]
         statistics = completion.statistics
         assert statistics.forced == 3
-        assert statistics.drafted - statistics.accepted == 2, "those of the first round that made place"
+        assert statistics.drafted - statistics.accepted == 2, "the first round's drafts that forced tokens replaced"
         assert statistics.rounds <= 8
 
 
-def test_budget_and_stop() -> None:
+def test_a_constrained_completion_ends_at_its_budget_or_its_end_token() -> None:
     engine = Engine(tiny.model(), tiny.model(seed=1), CONFIGS["exspec"])
-    for budget in range(1, 12):
-        engine.submit(Request(budget, [1, 2], budget, constraint=labels))
-    for completion in engine.run():
-        assert len(completion.tokens) <= int(completion.id)  # type: ignore[call-overload]
+    rows = [Request(budget, [1, 2], budget, constraint=labels) for budget in range(1, 12)]
+    for budget, completion in tiny.run(engine, rows).items():
+        assert len(completion.tokens) <= int(budget)  # type: ignore[call-overload]
         assert (completion.finish_reason == "length") == (completion.tokens[-1] != END)
     with pytest.raises(RequestError, match="constraint excludes stop"):
         engine.submit(Request("x", [1], 5, constraint=labels, stop=lambda: lambda _: None))
 
 
 @given(st.sets(st.integers(0, 200), max_size=40))
-def test_masks_hold_what_they_were_made_of(tokens: set[int]) -> None:
+def test_a_mask_holds_the_tokens_it_was_made_of(tokens: set[int]) -> None:
     mask = mask_of(tokens)
     assert tokens_of(mask) == sorted(tokens)
     assert Few.of(tokens).only == (min(tokens) if len(tokens) == 1 else None)
@@ -215,7 +193,7 @@ def test_masks_hold_what_they_were_made_of(tokens: set[int]) -> None:
     assert unpacked(padded, 201).nonzero()[:, 0].tolist() == sorted(tokens)
 
 
-def test_an_option_that_begins_another_needs_another_way_on() -> None:
+def test_an_option_that_begins_another_must_be_followed_by_another_token() -> None:
     with pytest.raises(ValueError, match="token 11 both continues"):
         choice([[10], [10, 11]], chain([11], Node()))
     walk = Automaton(choice([[10], [10, 11]], chain([END], Node())))
@@ -236,23 +214,23 @@ SCHEMA = {
 
 
 @pytest.mark.parametrize("padding", [0, 5, -1], ids=["as the tokenizer", "padded", "smaller"])
-def test_the_masks_of_a_schema_are_those_of_the_library_however_one_came_there(padding: int) -> None:
-    """Walks back and forth, many at once, against a matcher that walks to the same place for the first time."""
+def test_the_masks_of_a_schema_equal_the_librarys_after_any_walk(padding: int) -> None:
+    """Several walkers go back and forth, and are compared with a new matcher that goes straight there."""
     tokenizer, rng = AutoTokenizer.from_pretrained(TARGET), random.Random(0)
     answers = Json(tokenizer, SCHEMA, {})
     library = from_tokenizer(tokenizer, eos_token=tokenizer.eos_token_id)
     words = -(-library.vocab_size // 32)
     walks = [answers.constraint() for _ in range(3)]
-    ways: list[list[int]] = [[] for _ in walks]
+    paths: list[list[int]] = [[] for _ in walks]
     masks = np.full((5, words + padding), 7, dtype=np.int32)
     longest = 0
     for _ in range(80):
         asked = [(walk, 2 * row) for row, walk in enumerate(walks) if walk.kept() is None]
         if asked:
             Grammar.compute(asked, masks)
-        for walk, way in zip(walks, ways, strict=True):
+        for walk, path in zip(walks, paths, strict=True):
             fresh = LLMatcher(library, answers.grammar)
-            assert fresh.consume_tokens(way)
+            assert fresh.consume_tokens(path)
             expected = np.zeros((1, words), dtype=np.int32)
             fill_next_token_bitmask(fresh, expected)
             must = fresh.compute_ff_tokens()[:1]
@@ -263,19 +241,19 @@ def test_the_masks_of_a_schema_are_those_of_the_library_however_one_came_there(p
                 both = min(words, words + padding)
                 assert (masks[place, :both] == expected[0, :both]).all()
                 assert not masks[place, both:].any()
-            if allowed == [tokenizer.eos_token_id] or (way and rng.random() < 0.2):
-                back = min(rng.choice([1, 2, 6]), len(way))
+            if allowed == [tokenizer.eos_token_id] or (path and rng.random() < 0.2):
+                back = min(rng.choice([1, 2, 6]), len(path))
                 walk.rollback(back)
-                del way[len(way) - back :]
+                del path[len(path) - back :]
             else:
-                way.append(rng.choice(allowed))
-                walk.advance(way[-1])
-            longest = max(longest, len(way))
+                path.append(rng.choice(allowed))
+                walk.advance(path[-1])
+            longest = max(longest, len(path))
     assert longest > 20
 
 
-def test_a_schema_accepts_what_its_mask_allows_and_outlives_any_question() -> None:
-    """Of any token id, those past the tokenizer's among them, as a padded vocabulary has and a draft may propose."""
+def test_a_schema_accepts_the_tokens_of_its_mask_and_no_others() -> None:
+    """Ids past the tokenizer's too, which a draft with a padded vocabulary may propose. Asking changes nothing."""
     answers, rng = Json(AutoTokenizer.from_pretrained(TARGET), SCHEMA, {}), random.Random(1)
     for _ in range(3):
         walk, length = answers.constraint(), 0
@@ -288,8 +266,8 @@ def test_a_schema_accepts_what_its_mask_allows_and_outlives_any_question() -> No
         assert length > 10
 
 
-def test_drafts_past_the_tokenizer_are_cut() -> None:
-    """The draft model says nothing but an id that the tokenizer lacks; what the target says is what it says alone."""
+def test_drafted_ids_past_the_tokenizer_are_cut() -> None:
+    """The draft model proposes only an id that the tokenizer lacks. The tokens equal those of plain decoding."""
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
     answers, end = Json(tokenizer, SCHEMA, {}), tokenizer.eos_token_id
     vocabulary = len(tokenizer) + 50
@@ -301,15 +279,13 @@ def test_drafts_past_the_tokenizer_are_cut() -> None:
     found = []
     for config in (CONFIGS["exspec"].plain(), CONFIGS["exspec"]):
         engine = Engine(target, draft if config.drafts else None, config, frozenset({end}))
-        for i, prompt in enumerate(tiny.prompts(6)):
-            engine.submit(Request(i, prompt, 40, constraint=answers.constraint))
-        found.append({c.id: c.tokens for c in engine.run()})
+        found.append(tiny.decode(engine, tiny.requests(tiny.prompts(6), 40, constraint=answers.constraint)))
     assert found[0] == found[1]
     assert engine.statistics.tokens > 100
 
 
-def test_a_row_is_free_again_when_another_sequence_has_it() -> None:
-    """Masks stay from round to round; what they held of an earlier sequence binds nobody."""
+def test_a_rows_mask_is_cleared_for_its_next_sequence() -> None:
+    """Masks stay on the device from round to round."""
     masks = Masks(2, 3, 70, torch.device("cpu"))
     few, wide = Automaton(chain([3], Node())), Barred(70, {69}, 1, ())
     masks.write(0, {0: few, 1: wide})

@@ -1,4 +1,4 @@
-"""Mixtures of experts: what the windows compute, that no neighbour changes a bit, and what the check at load does."""
+"""Mixtures of experts: windows compute what the experts are, no neighbour changes a bit, and the check at load."""
 
 from itertools import product
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def module(dtype: torch.dtype = torch.float32, **flags: bool) -> Any:
-    """What transformers makes of a family's experts, of random weights."""
+    """A family's experts as in transformers, with random weights."""
     torch.manual_seed(0)
     usual = {"is_transposed": False, "has_bias": False, "has_gate": True, "has_post_expert_norm": False}
     made: Any = SimpleNamespace(num_experts=EXPERTS, act_fn=silu, post_expert_norm=lambda x: 3 * x, **usual | flags)
@@ -61,7 +61,7 @@ def routed(tokens: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tu
 
 @pytest.mark.parametrize("flag", ["", "is_transposed", "has_bias", "has_post_expert_norm", "has_gate"])
 @pytest.mark.parametrize("tokens", [1, 3, 40, 200])
-def test_windows_compute_what_the_experts_are(tokens: int, flag: str) -> None:
+def test_windows_equal_one_token_and_expert_at_a_time(tokens: int, flag: str) -> None:
     made = module(**({flag: flag != "has_gate"} if flag else {}))
     given = routed(tokens)
     assert torch.allclose(experts.windowed_experts(made, *given), by_hand(made, *given), atol=1e-4)
@@ -77,7 +77,7 @@ def test_all_tokens_may_go_to_one_expert() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 @pytest.mark.parametrize("tokens", [4, 24, 128])
-def test_no_bit_of_a_token_depends_on_where_others_are_routed(tokens: int, dtype: torch.dtype) -> None:
+def test_no_bit_of_a_token_depends_on_the_routing_of_others(tokens: int, dtype: torch.dtype) -> None:
     made = module(dtype)
     hidden, index, weights = routed(tokens, dtype)
     expected = experts.windowed_experts(made, hidden, index, weights)[0]
@@ -87,7 +87,7 @@ def test_no_bit_of_a_token_depends_on_where_others_are_routed(tokens: int, dtype
         assert experts.windowed_experts(made, hidden, beside, weights)[0].equal(expected)
 
 
-def test_the_operator_is_one_for_traces() -> None:
+def test_the_operator_can_be_traced() -> None:
     hidden, index, _ = routed(24)
     sorted_, order = index.flatten().sort()
     ends = torch.searchsorted(sorted_, torch.arange(EXPERTS), right=True)
@@ -110,7 +110,7 @@ def mixture(dtype: torch.dtype) -> Any:
     ("dtype", "method", "kernels"),
     [(*given, "eager") for given in product(HALF, ("plain", "exspec"))] + [(torch.bfloat16, "exspec", "compiled")],
 )
-def test_a_row_alone_is_the_row_beside_others(dtype: torch.dtype, method: Any, kernels: Any) -> None:
+def test_a_row_decodes_the_same_alone_and_beside_others(dtype: torch.dtype, method: Any, kernels: Any) -> None:
     tiny.need("in_place" if kernels == "compiled" else None, kernels)
     target = mixture(dtype)
     check_forward(target, "mixture")
@@ -131,7 +131,7 @@ def test_a_row_alone_is_the_row_beside_others(dtype: torch.dtype, method: Any, k
 
 
 def swaying(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Right, but for a last bit that the neighbours decide."""
+    """Correct, except for a last bit that depends on the neighbours."""
     found = experts.windowed_experts(self, hidden, index, weights)
     alike = bool((index == index[:1]).all())
     return found if alike else torch.nextafter(found, torch.full_like(found, torch.inf))
@@ -143,16 +143,16 @@ def _swaying(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_swaying")
-def test_where_other_rows_change_bits_the_next_implementation_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts, "implementations", lambda _: ("swaying", "batched_mm"))
+def test_if_neighbours_change_bits_the_next_implementation_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts, "ways", lambda _: ("swaying", "batched_mm"))
     model = mixture(torch.bfloat16)
     assert choose_experts(model)
     assert model.config._experts_implementation == "batched_mm"
 
 
 @pytest.mark.usefixtures("_swaying")
-def test_where_no_way_keeps_the_bits_half_precision_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts, "implementations", lambda _: ("swaying",))
+def test_half_precision_is_refused_if_every_implementation_changes_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts, "ways", lambda _: ("swaying",))
     for dtype in HALF:
         name = str(dtype).removeprefix("torch.")
         message = f"^folder: in {name} the logits of a row of mixtral depend on the other rows of the batch; "
@@ -162,13 +162,13 @@ def test_where_no_way_keeps_the_bits_half_precision_is_refused_by_name(monkeypat
     check_forward(mixture(torch.bfloat16), "draft", bits=False)
 
 
-def test_a_model_on_a_cpu_takes_the_windows_and_one_on_a_gpu_what_transformers_chose() -> None:
+def test_cpus_use_windows_and_gpus_what_transformers_chose() -> None:
     assert experts.implementations(torch.device("cpu")) == (experts.NAME,)
     assert experts.implementations(torch.device("cuda"))[0] is None
     for dtype in (torch.float32, *HALF):
         model = mixture(dtype)
         check_forward(model, "mixture")
         assert model.config._experts_implementation == experts.NAME
-        assert experts.used(model) == {"experts": experts.NAME}, "it is recorded with every part"
+        assert experts.used(model) == {"experts": experts.NAME}, "every part of the output records it"
         assert not exactness._depends_on_other_rows(model)
     assert experts.used(tiny.model()) == {}

@@ -1,5 +1,7 @@
-"""Random engines against a loop that decodes one sequence at a time, without a cache. A dozen of them; with
-EXSPEC_FUZZ=1000 in the environment a thousand, and others than those with EXSPEC_FUZZ_FROM=12."""
+"""Random engines against a loop that decodes one sequence at a time, without a cache.
+
+EXSPEC_FUZZ is the number of engines, EXSPEC_FUZZ_FROM the first seed.
+"""
 
 import os
 import random
@@ -12,7 +14,7 @@ from exspec.actors.engine.drafters import DRAFTERS, NONE
 from tests import tiny
 
 COUNT, FIRST = int(os.environ.get("EXSPEC_FUZZ", "12")), int(os.environ.get("EXSPEC_FUZZ_FROM", "0"))
-DEEP = ("early_exit", "eagle3", "clover")  # which stand on the target's own layers
+DEEP = ("early_exit", "eagle3", "clover")  # they use the target's layers
 
 
 def shape(rng: random.Random) -> dict[str, Any]:
@@ -36,7 +38,7 @@ def shape(rng: random.Random) -> dict[str, Any]:
         "exit_depth": rng.choice([None, 1]),
         "exit_tokens": rng.randint(1, 4),
     }
-    if rng.random() < 0.5:  # so few that sequences are taken back
+    if rng.random() < 0.5:  # so few that sequences are preempted
         made["pages"] = -(-tiny.CONTEXT // page) + rng.randint(0, 12)
     return made
 
@@ -56,13 +58,13 @@ def sampling(rng: random.Random) -> Sampling:
 
 
 def prompt(rng: random.Random, trunk: list[int]) -> list[int]:
-    """One of any length, which may begin as others do."""
+    """A prompt of any length, which may begin with part of the trunk."""
     own = [rng.randrange(tiny.VOCABULARY) for _ in range(rng.choice([1, 2, 5, 17, 40]))]
     return [*trunk[: rng.choice([0, 0, 7, 16, 33])], *own]
 
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + COUNT))
-def test_a_random_engine_decodes_as_a_slow_loop(seed: int) -> None:
+def test_a_random_engine_equals_a_slow_loop(seed: int) -> None:
     rng = random.Random(seed)
     family, settings = rng.choice(sorted(tiny.FAMILIES)), shape(rng)
     layers = {"n_layer" if family == "gpt2" else "num_hidden_layers": rng.choice([3, 5])}
@@ -75,8 +77,4 @@ def test_a_random_engine_decodes_as_a_slow_loop(seed: int) -> None:
     trunk = [rng.randrange(tiny.VOCABULARY) for _ in range(33)]
     made = tiny.engine(target, draft=draft, **settings)
     rows = [Request(i, prompt(rng, trunk), rng.randint(1, 20), sampling(rng)) for i in range(rng.randint(1, 9))]
-    expected = {
-        r.id: tiny.slow_decode(target, r.prompt, r.sampling, min(r.max_new_tokens, tiny.CONTEXT - len(r.prompt)))
-        for r in rows
-    }
-    assert tiny.decode(made, rows, shuffle=seed) == expected, (family, settings)
+    assert tiny.decode(made, rows, shuffle=seed) == tiny.slow_decode(target, rows), (family, settings)

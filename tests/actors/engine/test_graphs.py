@@ -1,6 +1,8 @@
-"""The recorded path, with a recorder that stands in for CUDA graphs: it traces a forward into a static graph of
-operations over buffers that stay in place, and plays that. What would make a CUDA graph wrong makes this one wrong:
-a decision taken in Python at recording time, a tensor made from values that change, a wait for the device.
+"""Recorded forwards, with a recorder that stands in for CUDA graphs.
+
+It traces a forward into a static graph of operations over buffers that stay in place, and plays the graph. What would
+make a CUDA graph wrong makes this one wrong: a decision in Python at recording time, a tensor made from values that
+change, a wait for the device.
 """
 
 from dataclasses import replace
@@ -11,7 +13,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from exspec.actors.engine import Engine, EngineConfig, Sampling
+from exspec.actors.engine import Engine, Sampling
 from exspec.actors.engine.graphs import Eager, Play, Recordings
 from exspec.actors.engine.tokens.constraint import Automaton, Node, chain, choice
 from tests import tiny
@@ -20,7 +22,7 @@ WAITS = {"_local_scalar_dense", "is_nonzero", "item", "nonzero", "masked_select"
 
 
 class NoWaiting(TorchDispatchMode):
-    """Fails at an operation whose result Python would have to wait for, or whose shape depends on values."""
+    """Fails at an operation that makes Python wait for the device, or whose shape depends on values."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.overloadpacket.__name__
@@ -48,14 +50,12 @@ class Traced(Recordings):
 
 @pytest.fixture(autouse=True)
 def _plain_linear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights packed for a CPU are none of a GPU's concern, and cannot be traced."""
+    """Weights packed for CPUs cannot be traced; GPUs have none."""
     monkeypatch.setattr("torch.backends.mkldnn.is_available", lambda: False)
 
 
 def engine(recorder: Any, **config: Any) -> Engine:
-    shape: dict[str, Any] = {"batch_size": 4, "window": 10, "draft_tokens": 3, "bucket": 32, "capacity": tiny.CONTEXT,
-                             "attention": "gathered"}  # fmt: skip
-    return Engine(tiny.model(), tiny.model(seed=1), EngineConfig(**shape | config, prefill_columns=8), None, recorder)
+    return tiny.engine(tiny.model(), draft=tiny.model(seed=1), recorder=recorder, prefill_rows=4, **config)
 
 
 @pytest.mark.fast("exspec-filtered")
@@ -70,36 +70,32 @@ def test_recorded_forwards_give_the_same_tokens(method: str, sampling: Sampling 
     recorder = Traced()
     played = tiny.decode(engine(recorder, method=method), requests)
     assert played == tiny.decode(engine(Eager(), method=method), requests)
-    assert recorder.played > 3 * recorder.recorded, "shapes come again"
+    assert recorder.played > 3 * recorder.recorded, "few shapes are used again"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["plain", "exspec"])
 def test_recorded_forwards_under_constraints(method: str) -> None:
-    """Masks and candidates come from the host, and go through the same recordings."""
+    """Masks and candidates come from the host through the same recordings."""
     words = lambda: Automaton(choice([[10, 11], [10, 11, 12], [20]], chain([40, 41, tiny.ENDS[0]], Node())))  # noqa: E731
     requests = [
         replace(r, constraint=words if i % 3 else None, scored=1000 * (i % 3 == 1))
         for i, r in enumerate(tiny.requests(tiny.prompts(14), 12))
     ]
     recorder = Traced()
-    found = []
-    for made in (engine(recorder, method=method), engine(Eager(), method=method)):
-        for request in requests:
-            made.submit(request)
-        found.append({c.id: c for c in made.run()})
-    for name, completion in found[0].items():
-        other = found[1][name]
+    played, eager = (tiny.run(engine(r, method=method), requests) for r in (recorder, Eager()))
+    for name, completion in played.items():
+        other = eager[name]
         assert completion.tokens == other.tokens
-        # Where shapes are recorded, prompts are prefilled in wider chunks: scores differ by rounding.
+        # With recorded shapes prompts are prefilled in wider chunks, so scores differ by rounding.
         assert all(a == pytest.approx(b, abs=1e-4) for a, b in zip(completion.scores, other.scores, strict=True))
     assert recorder.played > recorder.recorded
 
 
 @pytest.mark.fast("96-fixed")
 @pytest.mark.parametrize(("bucket", "draft_length"), [(96, "fixed"), (32, "fixed"), (32, "both")])
-def test_shapes_are_few(bucket: int, draft_length: str) -> None:
-    """As many recordings as the shapes allow, however many rounds."""
+def test_few_shapes_are_recorded(bucket: int, draft_length: str) -> None:
+    """However many rounds there are."""
     recorder = Traced()
     made = engine(recorder, bucket=bucket, draft_length=draft_length)
     tiny.decode(made, tiny.requests(tiny.prompts(16), 20))
@@ -108,9 +104,7 @@ def test_shapes_are_few(bucket: int, draft_length: str) -> None:
     assert recorder.recorded <= 2 * buckets + buckets + drafts
 
 
-def test_a_recording_that_looks_at_a_value_is_found() -> None:
-    """The check itself: a forward with a wait in it fails."""
-
+def test_the_stand_in_finds_a_recording_that_reads_a_value() -> None:
     def waits(x: torch.Tensor) -> torch.Tensor:
         return x * 2 if x.sum().item() > 0 else x
 
@@ -118,8 +112,8 @@ def test_a_recording_that_looks_at_a_value_is_found() -> None:
         Traced().wrap(waits)(torch.ones(3))
 
 
-def test_a_recording_that_bakes_a_value_in_is_found() -> None:
-    """The stand-in itself: what is decided at recording time stays decided, as in a CUDA graph."""
+def test_the_stand_in_keeps_what_was_decided_at_recording_time() -> None:
+    """As a CUDA graph does."""
     calls = []
 
     def counts(x: torch.Tensor) -> torch.Tensor:

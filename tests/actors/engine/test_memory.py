@@ -1,22 +1,16 @@
-"""The memory plan: what it says is what is allocated, and it never says more than the budget."""
+"""The memory plan equals what is allocated, and stays within the budget."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
-from exspec.actors.engine import Engine, EngineConfig
+from exspec.actors.engine import Engine
 from exspec.actors.engine.kv.memory import MEBIBYTE
 from exspec.actors.engine.shape.plan import fit, plan_memory
 from tests import tiny
 
-SHAPE = EngineConfig(batch_size=4, window=12, draft_tokens=3, bucket=32, capacity=tiny.CONTEXT, prefill_columns=8,
-                     attention="gathered")  # fmt: skip
-
-
-def config(family: str = "llama", **changes: Any) -> Any:
-    return tiny.model(family, **changes).config
+SHAPE = tiny.config(window=12, prefill_rows=4)
 
 
 @pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
@@ -25,9 +19,7 @@ def config(family: str = "llama", **changes: Any) -> Any:
 def test_kv_is_predicted_to_the_byte(family: str, dtype: torch.dtype, method: str) -> None:
     target, draft = tiny.model(family, dtype=dtype), tiny.model(family, seed=1, dtype=dtype)
     shape = replace(SHAPE, method=method)  # type: ignore[arg-type]
-    engine = Engine(target, draft, shape)
-    plan = plan_memory(target.config, draft.config, shape, dtype)
-    assert plan.kv == engine.kv_bytes
+    assert plan_memory(target.config, draft.config, shape, dtype).kv == Engine(target, draft, shape).kv_bytes
 
 
 @pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
@@ -37,7 +29,7 @@ def test_weights_are_predicted_to_the_byte(family: str) -> None:
     assert plan.weights == sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
 
 
-def test_kv_of_eqspec_stays_below_what_is_predicted() -> None:
+def test_kv_of_eqspec_stays_within_the_plan() -> None:
     target, draft = tiny.model(), tiny.model(seed=1)
     shape = replace(SHAPE, method="eqspec")
     engine = Engine(target, draft, shape)
@@ -50,8 +42,8 @@ def test_kv_of_eqspec_stays_below_what_is_predicted() -> None:
     assert 0 < most <= plan_memory(target.config, draft.config, shape, torch.float32).kv
 
 
-def test_no_plan_exceeds_its_budget_and_tokens_stay_the_same() -> None:
-    """From the smallest budget that works up to more than is needed: the pages give way before the batch."""
+def test_a_plan_stays_within_its_budget_and_changes_no_token() -> None:
+    """From the smallest budget that works to more than is needed. Pages are cut before batch rows."""
     target, draft = tiny.model(), tiny.model(seed=1)
     requests = tiny.requests(tiny.prompts(10), 12)
     reference = tiny.decode(Engine(target, draft, SHAPE), requests)
@@ -66,17 +58,17 @@ def test_no_plan_exceeds_its_budget_and_tokens_stay_the_same() -> None:
         assert tiny.decode(Engine(target, draft, found), requests) == reference
         shapes.append((found.batch_size, found.window, found.page_count))
     assert shapes == sorted(shapes)
-    assert shapes[0] == (1, 4, 12), "slots cost nothing by themselves"
+    assert shapes[0] == (1, 4, 12), "slots themselves cost nothing"
     assert shapes[-1] == (4, 12, 12 * 12)
     assert any(rows == 4 and window == 12 and pages < 12 * 12 for rows, window, pages in shapes)
 
 
-def test_too_small_a_budget_is_refused_with_the_smallest_that_works() -> None:
-    one = replace(SHAPE, batch_size=1, window=1)
-    smallest = plan_memory(config(), config(), one, torch.float32).total
-    fit(config(), config(), SHAPE, torch.float32, smallest)
+def test_too_small_a_budget_is_refused_and_the_smallest_is_named() -> None:
+    config = tiny.model().config
+    smallest = plan_memory(config, config, replace(SHAPE, batch_size=1, window=1), torch.float32).total
+    fit(config, config, SHAPE, torch.float32, smallest)
     with pytest.raises(ValueError, match=rf"at least {smallest / MEBIBYTE:.1f} MiB, or a smaller capacity"):
-        fit(config(), config(), SHAPE, torch.float32, smallest - 1)
+        fit(config, config, SHAPE, torch.float32, smallest - 1)
 
 
 def test_packed_weights_are_counted_twice() -> None:

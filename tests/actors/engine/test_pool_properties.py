@@ -1,6 +1,7 @@
-"""Pool, KV store and grouping under random admissions and acceptances, against an oracle of plain arithmetic."""
+"""Pool, KV store and grouping under random admissions and acceptances, against plain arithmetic."""
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from exspec.actors.engine.scheduling.pool import Sequence
 from tests import tiny
 from tests.tiny import ENDS, VOCABULARY, ArithmeticModel
 
-# Many begin alike, and go apart at any place.
+# Many share a beginning of any length.
 PROMPT = st.one_of(
     st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=30),
     st.builds(
@@ -39,7 +40,7 @@ CONFIG = st.builds(
 
 
 def check_kv(engine: Engine) -> None:
-    """Every column holds the token and the place that belong there."""
+    """Every KV column holds the right token and position."""
     if not isinstance(engine.target, PagedModel):
         return
     for sequence in engine.pool.running:
@@ -51,7 +52,7 @@ def check_kv(engine: Engine) -> None:
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(CONFIG, st.lists(st.one_of(REQUEST, st.just("step")), min_size=1, max_size=40), st.floats(0, 1))
-def test_random_work_gives_the_oracles_tokens(
+def test_random_work_gives_the_right_tokens(
     config: EngineConfig, script: list[tuple[list[int], int] | str], right: float
 ) -> None:
     expected: dict[Hashable, list[int]] = {}
@@ -88,7 +89,7 @@ def test_random_work_gives_the_oracles_tokens(
 @given(
     st.lists(st.integers(1, 60), min_size=1, max_size=24), st.integers(1, 8), st.sampled_from([1, 8, 64]), st.booleans()
 )
-def test_a_group_is_of_one_bucket_full_if_it_can_be_and_nobody_starves(
+def test_a_group_has_one_bucket_and_as_many_rows_as_possible_and_no_sequence_starves(
     lengths: list[int], batch_size: int, bucket: int, fallback: bool
 ) -> None:
     grouping = LengthBuckets(batch_size, bucket, fallback, patience=3)
@@ -117,14 +118,14 @@ def test_a_group_is_of_one_bucket_full_if_it_can_be_and_nobody_starves(
     st.integers(1, 5), st.integers(1, 3), st.integers(1, 3), st.integers(0, 12),
     st.lists(st.tuples(st.integers(0, 4), st.integers(1, 24), st.integers(0, 2)), max_size=60),
 )  # fmt: skip
-def test_pages_are_shared_taken_and_given_back(
+def test_pages_are_shared_and_freed(
     slots: int, size: int, parts: int, more: int, script: list[tuple[int, int, int]]
 ) -> None:
-    """Under any order of beginnings, growth and ends: nothing lost, and what is found begins as what is asked for."""
+    """Sequences begin, grow and end in any order: no page is lost, and cached pages hold the prompt's own tokens."""
     chunk = size * parts
     pages = Pages(slots, -(-24 // size) + more, size, chunk, 32, torch.device("cpu"))
     held: dict[int, list[int]] = {}
-    written: dict[int, tuple[int, ...]] = {}  # what each page came to hold last
+    written: dict[int, tuple[int, ...]] = {}  # tokens up to the end of each page
     for slot, length, kind in script:
         tokens = [kind] * (length - length % 3) + [5] * (length % 3)
         if slot in held:
@@ -150,25 +151,26 @@ def test_pages_are_shared_taken_and_given_back(
     assert len(pages.free) + pages.unused == pages.pages
 
 
-def test_check_finds_a_broken_pool_and_a_broken_store() -> None:
-    """A check that cannot fail is none."""
-    breakages = {
-        "held": lambda e: e.pool.free.append(e.pool.running[0].slot),
-        "prompt of": lambda e: e.pool.running[0].tokens.__setitem__(0, 60),
-        "limit": lambda e: setattr(e.pool.running[0], "limit", 1),
-        "NaN": lambda e: e.target.keys[0][3].fill_(float("nan")),
-        "pages for": lambda e: e.pool.running[0].tokens.extend([1] * 9),
-        "allocated twice": lambda e: e.pool.store.free.append(e.pool.store.own[0][0]),
-        "pages lost": lambda e: e.pool.store.free.pop(),
-        "table has": lambda e: e.pool.store.table[1].fill_(1),
-        "users": lambda e: setattr(next(iter(e.pool.store.root.children.values())), "users", 9),
-    }
-    for words, damage in breakages.items():
-        engine = tiny.engine(tiny.model(eos_token_id=None), draft=tiny.model(seed=1))
-        for request in tiny.requests([[1, 2, 3] * 4] * 4, 20):
-            engine.submit(request)
-        engine.step()
+BREAKAGES: dict[str, Callable[[Any], Any]] = {
+    "held": lambda e: e.pool.free.append(e.pool.running[0].slot),
+    "prompt of": lambda e: e.pool.running[0].tokens.__setitem__(0, 60),
+    "limit": lambda e: setattr(e.pool.running[0], "limit", 1),
+    "NaN": lambda e: e.target.keys[0][3].fill_(float("nan")),
+    "pages for": lambda e: e.pool.running[0].tokens.extend([1] * 9),
+    "allocated twice": lambda e: e.pool.store.free.append(e.pool.store.own[0][0]),
+    "pages lost": lambda e: e.pool.store.free.pop(),
+    "table has": lambda e: e.pool.store.table[1].fill_(1),
+    "users": lambda e: setattr(next(iter(e.pool.store.root.children.values())), "users", 9),
+}
+
+
+@pytest.mark.parametrize("message", BREAKAGES)
+def test_check_finds_a_broken_pool_or_store(message: str) -> None:
+    engine = tiny.engine(tiny.model(eos_token_id=None), draft=tiny.model(seed=1))
+    for request in tiny.requests([[1, 2, 3] * 4] * 4, 20):
+        engine.submit(request)
+    engine.step()
+    engine.check()
+    BREAKAGES[message](engine)
+    with pytest.raises(AssertionError, match=message):
         engine.check()
-        damage(engine)
-        with pytest.raises(AssertionError, match=words):
-            engine.check()

@@ -1,4 +1,4 @@
-"""Statistics are values with `+`, and the figures derived from them are those of the sum."""
+"""Statistics are immutable values that add up; rates are derived from the sum."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +7,7 @@ from exspec.actors.engine import EngineStatistics, SequenceStatistics
 from exspec.actors.engine.statistics import EngineCounters, SequenceCounters
 
 
-def test_sequences_add_up_by_position() -> None:
+def test_sequence_statistics_add_up_by_position() -> None:
     one = SequenceStatistics(3, 6, 2, 0, (2, 2), (2, 1))
     other = SequenceStatistics(4, 4, 1, 1, (2, 1, 1), (1, 1, 1), 0.5, 0.25, 1.0)
     both = one + other
@@ -17,7 +17,7 @@ def test_sequences_add_up_by_position() -> None:
     assert sum([one, other], start=SequenceStatistics()) == both
 
 
-def test_engines_add_up_by_phase() -> None:
+def test_engine_statistics_add_up_by_phase() -> None:
     both = EngineStatistics(rounds=1, rows=8, busy_rows=8, seconds={"draft": 1.0}) + EngineStatistics(
         rounds=1, rows=8, busy_rows=4, seconds={"draft": 0.5, "verify": 2.0}
     )
@@ -25,13 +25,13 @@ def test_engines_add_up_by_phase() -> None:
     assert both.seconds == {"draft": 1.5, "verify": 2.0}
 
 
-def test_nothing_divides_by_zero() -> None:
+def test_rates_of_nothing_are_zero() -> None:
     assert SequenceStatistics().acceptance_rate == SequenceStatistics().mean_accepted_length == 0
     assert EngineStatistics().occupancy == 0
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 7), st.integers(0, 7)), max_size=30))
-def test_counters_are_the_sum_of_their_rounds(rounds: list[tuple[bool, int, int]]) -> None:
+def test_counters_equal_the_sum_of_their_rounds(rounds: list[tuple[bool, int, int]]) -> None:
     counters, total = SequenceCounters(9), SequenceStatistics(prompt_tokens=9)
     for grouped, drafted, most in rounds:
         accepted = min(drafted, most)
@@ -46,8 +46,8 @@ def test_counters_are_the_sum_of_their_rounds(rounds: list[tuple[bool, int, int]
     assert counters.rounds == total.rounds == len(rounds)
 
 
-def test_a_value_does_not_change_with_its_counters() -> None:
-    """Another thread reports the value while the engine goes on."""
+def test_a_value_does_not_change_when_its_counters_do() -> None:
+    """Another thread reads the value while the engine counts."""
     counters = EngineCounters()
     counters.add(rounds=1, tokens=5)
     counters.spend("draft", 0.5)

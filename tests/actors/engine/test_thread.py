@@ -1,4 +1,4 @@
-"""An engine in its own thread serves any number of callers."""
+"""An engine in its own thread serves many callers."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -47,7 +47,7 @@ EXTREMES: list[dict[str, Any]] = [
 
 
 def outcome(thread: EngineThread, extreme: dict[str, Any]) -> BaseException | None:
-    """What comes of an extreme request: an error when it is made or decoded, or none."""
+    """The error of an extreme request, when it is made or decoded; None if there is none."""
     sampling = extreme.get("sampling", Sampling())
     given = {"id": "extreme", "prompt": [1], "max_new_tokens": 3} | extreme
     try:
@@ -58,11 +58,11 @@ def outcome(thread: EngineThread, extreme: dict[str, Any]) -> BaseException | No
 
 
 @pytest.mark.parametrize("extreme", EXTREMES)
-def test_no_request_ends_the_engine_for_the_others(extreme: dict[str, Any]) -> None:
+def test_no_request_stops_the_engine_for_others(extreme: dict[str, Any]) -> None:
     with EngineThread(engine()) as thread:
         good = [thread.submit(Request(i, [1 + i], max_new_tokens=9)) for i in range(3)]
         error = outcome(thread, extreme)
-        assert error is None or isinstance(error, ValueError), "refused in words, or decoded"
+        assert error is None or isinstance(error, ValueError), "neither decoded nor refused with a reason"
         later = thread.submit(Request("later", [5], max_new_tokens=9))
         for row, future in (*((1 + i, f) for i, f in enumerate(good)), (5, later)):
             assert future.result(timeout=60).tokens == ArithmeticModel.continuation([row], 9)
@@ -76,7 +76,7 @@ def test_a_refused_request_fails_alone() -> None:
         assert good.result(timeout=60).tokens == ArithmeticModel.continuation([1], 3)
 
 
-def test_an_engine_that_fails_fails_everyone_who_waits() -> None:
+def test_a_failing_engine_fails_every_waiting_caller() -> None:
     broken = engine()
 
     def fail(*_: object, **__: object) -> None:

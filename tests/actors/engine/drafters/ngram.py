@@ -1,4 +1,4 @@
-"""What a stranger writes: a drafter in one file. A line in the registry is all that it needs beside."""
+"""A new drafter: one file, and a line in the registry."""
 
 import torch
 
@@ -7,7 +7,7 @@ from exspec.actors.engine.scheduling.group import Group
 
 
 class NGram(Drafter):
-    """Proposes what followed the last two tokens of the sequence before."""
+    """Proposes what followed an earlier occurrence of the sequence's last two tokens."""
 
     lengths = (2, 4)
     probed_with = 4
@@ -32,7 +32,7 @@ class NGram(Drafter):
 
     def _row(self, slot: int) -> list[int]:
         row = self.rows[slot]
-        for place in range(len(row) - 2, 1, -1):
-            if row[place - 2 : place] == row[-2:]:
-                return row[place:]
+        for end in range(len(row) - 2, 1, -1):
+            if row[end - 2 : end] == row[-2:]:
+                return row[end:]
         return []

@@ -1,4 +1,4 @@
-"""The target's own layers: what they propose, that a draft computes no token twice, and which targets are refused."""
+"""Early exit: drafts equal those of a slow loop, no token is computed twice, unfit targets are refused."""
 
 from collections import Counter
 from dataclasses import replace
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from exspec.actors.engine import Engine, EngineConfig, SequenceStatistics
+from exspec.actors.engine import Engine, EngineConfig
 from exspec.actors.engine.drafters import drafter_class
 from exspec.actors.engine.drafters.drafter import Draft
 from exspec.actors.engine.drafters.early_exit import EarlyExit
@@ -26,7 +26,7 @@ from tests import tiny
 LAYERS = 6
 PROMPTS = tiny.prompts(9)
 EXITS = {"exit_depth": 1, "check_depth": 3}
-WAYS = [
+CONFIGS: list[dict[str, Any]] = [
     {},
     {"attention": "in_place", "bucket": tiny.CONTEXT},
     {"exact": False, "bucket": 1},
@@ -37,7 +37,7 @@ WAYS = [
 
 
 class Slow(EarlyExit):
-    """Checks every draft against one that is made without any cache."""
+    """Compares every draft with one that is made without any cache. seen: counts of tokens."""
 
     whole: PreTrainedModel
     seen: Counter[str]
@@ -58,7 +58,7 @@ class Slow(EarlyExit):
         return draft
 
     def slow(self, tokens: list[int], limit: int, count: int) -> tuple[list[int], list[int]]:
-        """HiSpec as its paper tells it, one column at a time: the draft, and what depth i was shown and agreed with."""
+        """HiSpec as in its paper, one column at a time: the draft; how many tokens depth i saw, and agreed with."""
         (d, i), kept, shown, agreed = self.depths, list[int](), 0, 0
         ahead = max(min(self.ahead, count), 1)
         for _ in range(-(-count // ahead) if limit else 0):
@@ -85,50 +85,40 @@ def slow_engine(target: PreTrainedModel, **config: Any) -> tuple[Engine, Slow]:
         made[0].whole, made[0].seen = target, Counter()
         return made[0]
 
-    shape = {"batch_size": 4, "window": 10, "draft_tokens": 4, "bucket": 32, "capacity": tiny.CONTEXT,
-             "prefill_columns": 8, "prefill_rows": 1, "page": 8, "attention": "gathered"}  # fmt: skip
-    return Engine(
-        target, None, EngineConfig(drafter="early_exit", **{**shape, **EXITS, **config}), None, None, make
-    ), made[0]
+    return tiny.engine(target, "early_exit", None, make, **{"draft_tokens": 4, **EXITS, **config}), made[0]
 
 
-@pytest.mark.parametrize("way", WAYS, ids=["gathered", "in place", "free", "three ahead", "one ahead", "deeper"])
-def test_drafts_are_those_of_a_slow_loop_and_so_are_the_tokens(way: dict[str, Any]) -> None:
-    tiny.need(way.get("attention"))
+@pytest.mark.parametrize("config", CONFIGS, ids=["gathered", "in place", "free", "three ahead", "one ahead", "deeper"])
+def test_drafts_and_tokens_equal_a_slow_loop(config: dict[str, Any]) -> None:
+    tiny.need(config.get("attention"))
     target = tiny.deep(LAYERS)
-    made, drafter = slow_engine(target, **way)
-    expected = {r.id: tiny.generate(target, r.prompt, 20) for r in tiny.requests(PROMPTS, 20)}
-    assert tiny.decode(made, tiny.requests(PROMPTS, 20), shuffle=0) == expected
+    made, drafter = slow_engine(target, **config)
+    done = tiny.run(made, tiny.requests(PROMPTS), shuffle=0)
+    assert {name: c.tokens for name, c in done.items()} == tiny.greedy(target, PROMPTS)
     assert drafter.seen["proposed"] > drafter.seen["shown"] / 2
-    assert 0.1 < drafter.seen["agreed"] / drafter.seen["shown"] < 0.98, "both ways of a check are taken"
-
-
-def test_statistics_tell_both_levels() -> None:
-    made, drafter = slow_engine(tiny.deep(LAYERS))
-    for request in tiny.requests(PROMPTS, 20):
-        made.submit(request)
-    total = sum((c.statistics for c in made.run()), start=SequenceStatistics())
+    assert 0.1 < drafter.seen["agreed"] / drafter.seen["shown"] < 0.98, "checks pass and fail"
+    total = tiny.total(done)
     assert (total.early_drafted, total.early_accepted) == (drafter.seen["shown"], drafter.seen["agreed"])
     assert 0 < total.early_acceptance_rate < 1
     assert 0 < total.acceptance_rate < 1
-    assert total.early_accepted <= total.drafted, "what was kept is proposed, with a token of the check's own each time"
+    assert total.early_accepted <= total.drafted, "all that a check keeps is proposed, and the check's own token"
 
 
 @pytest.mark.cover(1)
 @pytest.mark.parametrize("agreement", [0.0, 0.06, 1.0], ids=["always right", "sometimes", "never"])
-@pytest.mark.parametrize("way", WAYS[2:4], ids=["two ahead", "three ahead"])
-def test_a_draft_computes_a_surviving_token_once_in_every_layer(
-    way: dict[str, Any], agreement: float, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("config", CONFIGS[2:4], ids=["two ahead", "three ahead"])
+def test_a_draft_computes_each_accepted_token_once_per_layer(
+    config: dict[str, Any], agreement: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the verify once more. Every token that is written to a sequence's KV is counted, by layer, with the tokens of
-    its round that stand before it. The last token of a draft may be the check's own, which no draft has computed."""
-    made, _ = slow_engine(tiny.deep(LAYERS, agreement), **way)
-    written: Counter[tuple[int, tuple[int, ...], int]] = Counter()  # slot, tokens of this round up to it, layer
-    fed: dict[tuple[int, int], int] = {}  # token by slot and place, as it was fed last
+    """The verify forward computes it once more. Counted are writes to the KV, by layer and by the tokens of the round
+    up to the written one. The last token of a draft may be the check's own, which no draft has computed."""
+    made, _ = slow_engine(tiny.deep(LAYERS, agreement), **config)
+    written: Counter[tuple[int, tuple[int, ...], int]] = Counter()  # by slot, tokens, layer
+    fed: dict[tuple[int, int], int] = {}  # token by slot and position, as it was fed last
     starts: dict[int, int] = {}
     verifier: Any = made.target
     run, update = verifier._run, Forward.update
-    here: list[tuple[int, int]] = []  # slot and place of the columns of the forward that runs
+    here: list[tuple[int, int]] = []  # slot and position of the running forward's columns
 
     def watched(batch: Batch, *rest: Any, **options: Any) -> Any:
         rows = zip(batch.slots.tolist(), batch.tokens.tolist(), batch.starts.tolist(), strict=True)
@@ -137,9 +127,9 @@ def test_a_draft_computes_a_surviving_token_once_in_every_layer(
         return run(batch, *rest, **options)
 
     def counted(forward: Forward, key: Tensor, value: Tensor, layer: int, *rest: Any, **options: Any) -> Any:
-        for (slot, place), page in zip(here, (forward.write // made.config.page_size).tolist(), strict=True):
+        for (slot, position), page in zip(here, (forward.write // made.config.page_size).tolist(), strict=True):
             if slot in starts and page:
-                written[slot, tuple(fed[slot, p] for p in range(starts[slot], place + 1)), layer] += 1
+                written[slot, tuple(fed[slot, p] for p in range(starts[slot], position + 1)), layer] += 1
         return update(forward, key, value, layer, *rest, **options)
 
     monkeypatch.setattr(verifier, "_run", watched)
@@ -169,8 +159,8 @@ def test_a_draft_computes_a_surviving_token_once_in_every_layer(
     assert accepted > 20 or agreement == 1.0
 
 
-def test_what_is_known_ahead_is_known_at_each_rows_own_place() -> None:
-    """Rows of a turn stand at different places of their drafts: against a loop over rows and places."""
+def test_each_row_is_narrowed_at_its_own_position_of_its_draft() -> None:
+    """Rows are at different positions of their drafts: compared with a loop over rows and columns."""
     torch.manual_seed(0)
     logits = torch.randn(3, 2, 40)
     must = torch.tensor([[7, 8, -1, -1], [-1, -1, -1, -1], [3, 4, 5, 6]])
@@ -188,26 +178,26 @@ def test_what_is_known_ahead_is_known_at_each_rows_own_place() -> None:
         assert found[row, column].isfinite().nonzero()[:, 0].tolist() == sorted(may)
 
 
-@pytest.mark.parametrize("way", WAYS[2:4], ids=["two ahead", "three ahead"])
-def test_tokens_that_a_constraint_puts_into_a_draft_change_nothing(way: dict[str, Any]) -> None:
-    """The drafter has not seen them."""
+@pytest.mark.parametrize("config", CONFIGS[2:4], ids=["two ahead", "three ahead"])
+def test_tokens_that_a_constraint_puts_into_a_draft_are_drafted_after(config: dict[str, Any]) -> None:
+    """The drafter has not proposed them."""
     last = choice([[token] for token in range(7, 60)], chain([tiny.ENDS[0]], Node()))
     label = lambda: Automaton(choice([[token] for token in range(7, 30)], chain([40, 41], last)))  # noqa: E731
     rows = [replace(r, constraint=label) for r in tiny.requests(PROMPTS, 20)]
     target = tiny.deep(LAYERS)
-    made = tiny.engine(target, "early_exit", **EXITS, **way)
+    made = tiny.engine(target, "early_exit", **EXITS, **config)
     found = tiny.decode(made, rows)
     assert found == tiny.decode(Engine(target, None, made.config.plain()), rows)
-    assert len({tokens[3] for tokens in found.values()}) > 3, "what comes behind them depends on the row"
+    assert len({tokens[3] for tokens in found.values()}) > 3, "the token after them depends on the row"
 
 
 @pytest.mark.parametrize("family", sorted(tiny.FAMILIES))
-def test_families_can_run_a_part_of_their_layers(family: str) -> None:
+def test_families_can_run_some_of_their_layers(family: str) -> None:
     changes = {"n_layer": LAYERS} if family == "gpt2" else {"num_hidden_layers": LAYERS}
     assert EarlyExit.trial(tiny.model(family, **changes), EngineConfig(drafter="early_exit")) is None
 
 
-def test_a_target_whose_layers_hand_on_more_than_hidden_states_is_refused() -> None:
+def test_a_target_whose_layers_share_more_than_hidden_states_is_refused() -> None:
     target = tiny.deep(LAYERS)
     first, *_, last = layers_of(target)
     calls = [0]
@@ -224,7 +214,7 @@ def test_a_target_whose_layers_hand_on_more_than_hidden_states_is_refused() -> N
         Engine(target, None, EngineConfig(drafter="early_exit", capacity=64, bucket=64))
 
 
-def test_depths_that_cannot_be_left_at_are_refused() -> None:
+def test_impossible_exit_depths_are_refused() -> None:
     with pytest.raises(
         ValueError, match="leaves at exit_depth 1 and check_depth 2; expected 0 < 1 < 2 < 2, the target"
     ):
@@ -235,20 +225,20 @@ def test_depths_that_cannot_be_left_at_are_refused() -> None:
         EngineConfig(exit_depth=0)
 
 
-def test_the_depths_that_are_tried_are_told_apart() -> None:
-    """Eighths and quarters of the layers, and what is asked for where somebody asks."""
+def test_the_depths_that_calibration_tries_have_labels() -> None:
+    """By default eighths and quarters of the layers; otherwise the depths of the config."""
     config = EngineConfig(drafter="early_exit")
     deep = tiny.model(num_hidden_layers=16).config
     tried = drafter_class("early_exit").variants(deep, config)
-    assert [tuple(way.values()) for way in tried] == [(2, 4, 2), (2, 4, 3), (4, 8, 2)]
-    labels = [EarlyExit.label(replace(config, **way)) for way in tried]
+    assert [tuple(depths.values()) for depths in tried] == [(2, 4, 2), (2, 4, 3), (4, 8, 2)]
+    labels = [EarlyExit.label(replace(config, **depths)) for depths in tried]
     assert labels == ["early_exit 2/4/2", "early_exit 2/4/3", "early_exit 4/8/2"]
     asked = replace(config, exit_depth=3, check_depth=5, exit_tokens=4)
-    assert [tuple(way.values()) for way in EarlyExit.variants(deep, asked)] == [(3, 5, 4)]
+    assert [tuple(depths.values()) for depths in EarlyExit.variants(deep, asked)] == [(3, 5, 4)]
     assert EarlyExit.label(config) == "early_exit"
 
 
-def test_hidden_states_are_planned_for() -> None:
+def test_the_memory_plan_counts_hidden_states() -> None:
     target = tiny.deep(LAYERS)
     config = EngineConfig(drafter="early_exit", capacity=64, bucket=64, batch_size=2, window=2)
     plan = plan_memory(target.config, None, config, torch.float32)

@@ -1,4 +1,4 @@
-"""What holds for every drafter in the registry, and for one that a stranger has added with a line."""
+"""What holds for every drafter in the registry, and for a new one that is registered here."""
 
 from dataclasses import replace
 from functools import cache
@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from exspec.actors.engine import Engine, EngineConfig, Request, Sampling
+from exspec.actors.engine import Engine, EngineConfig, Sampling
 from exspec.actors.engine.drafters import DRAFTERS, NONE, available
 from exspec.actors.engine.drafters.drafter import Draft, Drafter
 from exspec.actors.engine.graphs import Eager
@@ -21,25 +21,23 @@ from exspec.actors.engine.tokens.constraint import Automaton, Node, chain, choic
 from tests import tiny
 from tests.actors.engine.test_graphs import Traced
 
-STRANGER = "ngram"
-NAMES = [*(name for name in DRAFTERS if name != NONE), STRANGER]
-# Rows that repeat themselves and each other, so that what looks up finds something; and such that do not.
+NEW = "ngram"
+NAMES = [*(name for name in DRAFTERS if name != NONE), NEW]
+# Prompts that repeat themselves and each other, for drafters that look tokens up; and prompts that do not.
 PROMPTS = [[*([7, 8, 9, 10] * 5), i % 3] for i in range(9)] + tiny.prompts(8)
 SAMPLED = Sampling(temperature=0.8, top_k=20, top_p=0.9)
-LAYERS = 4  # of the target
-SHAPE = {"batch_size": 4, "window": 10, "draft_tokens": 4, "bucket": 32, "capacity": tiny.CONTEXT, "prefill_columns": 8,
-         "prefill_rows": 1, "page": 8}  # fmt: skip
+SHAPE: dict[str, Any] = {"draft_tokens": 4, "attention": "auto"}
 
 
 @pytest.fixture(autouse=True)
 def _line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stranger's line. Once its name replaced a drafter's of the product, every test here would try it instead."""
-    assert STRANGER not in DRAFTERS
-    monkeypatch.setitem(DRAFTERS, STRANGER, "tests.actors.engine.drafters.ngram:NGram")
+    """Register the new drafter. It must not replace one of the product: every test here would test it instead."""
+    assert NEW not in DRAFTERS
+    monkeypatch.setitem(DRAFTERS, NEW, "tests.actors.engine.drafters.ngram:NGram")
 
 
 class Watched(Drafter):
-    """Has another draft, and sees that it is called as it is promised and keeps to what it is asked for."""
+    """Wraps a drafter. Checks that the engine tells it every token, and that its drafts stay within the limits."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter, self.caches = drafter, drafter.caches
@@ -55,7 +53,7 @@ class Watched(Drafter):
 
     def propose(self, group: Group, limits: list[int]) -> Draft:
         for row, sequence in enumerate(group.sequences):
-            assert sequence is None or self.tokens[sequence.slot] == sequence.tokens, "it was told of every token"
+            assert sequence is None or self.tokens[sequence.slot] == sequence.tokens, "a token was not passed on"
             assert sequence is not None or limits[row] == 0, "a dead row drafts nothing"
         draft = self.drafter.propose(group, limits)
         assert (draft.lengths <= torch.tensor(limits)).all()
@@ -81,29 +79,27 @@ class Watched(Drafter):
         self.drafter.learn(prompt, completion)
 
 
+def model(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The target."""
+    return tiny.deep(4, 0.3, dtype)
+
+
 def engine(
     name: str, dtype: torch.dtype = torch.float32, recorder: Any = None, **config: Any
 ) -> tuple[Engine, Watched]:
     watched: list[Watched] = []
 
-    def make(given: Any) -> Drafter:
-        watched.append(Watched(drafter_of(given)))
+    def make(context: Any) -> Drafter:
+        watched.append(Watched(drafter_of(context)))
         return watched[0]
 
-    shape = EngineConfig(drafter=name, **SHAPE | config)
     target = model(dtype)
-    return Engine(target, tiny.draft_of(name, target), shape, None, recorder, make), watched[0]
-
-
-def model(dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The target."""
-    return tiny.deep(LAYERS, 0.3, dtype)
+    return tiny.engine(target, name, tiny.draft_of(name, target), make, recorder, **SHAPE | config), watched[0]
 
 
 @cache
 def reference(sampling: Sampling | None = None) -> dict[Any, list[int]]:
-    target = model()
-    return {r.id: tiny.slow_decode(target, r.prompt, r.sampling, 20) for r in tiny.requests(PROMPTS, 20, sampling)}
+    return tiny.slow_decode(model(), tiny.requests(PROMPTS, 20, sampling))
 
 
 @pytest.mark.cover(2)
@@ -125,7 +121,7 @@ def reference(sampling: Sampling | None = None) -> dict[Any, list[int]]:
     ids=["gathered", "in place", "overlap", "free", "eqspec", "lengths", "few pages", "dead rows"],
 )
 @pytest.mark.parametrize("name", NAMES)
-def test_tokens_are_those_of_a_slow_loop(name: str, config: dict[str, Any], sampling: Sampling | None) -> None:
+def test_tokens_equal_a_slow_loop(name: str, config: dict[str, Any], sampling: Sampling | None) -> None:
     tiny.need(config.get("attention"))
     if name in ("early_exit", "eagle3", "clover") and config.get("method") == "eqspec":
         with pytest.raises(ValueError, match=f"the drafter {name}: method eqspec moves the KV"):
@@ -150,8 +146,8 @@ def test_bfloat16_equals_plain_in_the_same_shape(name: str, sampling: Sampling |
 @pytest.mark.cover(1)
 @pytest.mark.parametrize("config", [{}, {"attention": "gathered", "exact": False, "bucket": 1}], ids=["", "free"])
 @pytest.mark.parametrize("name", NAMES)
-def test_constraints_hold_whoever_drafts(name: str, config: dict[str, Any]) -> None:
-    """Labels of several tokens, walked by the engine alone, beside rows that are free."""
+def test_constraints_hold_with_every_drafter(name: str, config: dict[str, Any]) -> None:
+    """Two of three rows must be one of some labels of several tokens."""
     words = [[10, 11], [10, 11, 12], [20, 7, 8, 9], [7, 8, 9]]
     label = lambda: Automaton(choice(words, chain([40, 41, tiny.ENDS[0]], Node())))  # noqa: E731
     rows = [
@@ -167,9 +163,9 @@ def test_constraints_hold_whoever_drafts(name: str, config: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_that_have_room_for_one_token_draft_nothing(name: str) -> None:
+def test_rows_with_room_for_one_token_draft_nothing(name: str) -> None:
     made, watched = engine(name)
-    expected = {r.id: tokens[:1] for r, tokens in zip(tiny.requests(PROMPTS), reference().values(), strict=True)}
+    expected = {name: tokens[:1] for name, tokens in reference().items()}
     assert tiny.decode(made, tiny.requests(PROMPTS, 1)) == expected
     assert watched.proposed == 0
 
@@ -180,34 +176,34 @@ def test_recorded_shapes_give_the_same_tokens_and_are_few(name: str, monkeypatch
     monkeypatch.setattr("torch.backends.mkldnn.is_available", lambda: False)
     recorder = Traced()
     made, _ = engine(name, recorder=recorder, attention="gathered")
-    found = tiny.decode(made, tiny.requests(PROMPTS, 20))
-    assert found == tiny.decode(engine(name, recorder=Eager(), attention="gathered")[0], tiny.requests(PROMPTS, 20))
+    eager, _ = engine(name, recorder=Eager(), attention="gathered")
+    assert tiny.decode(made, tiny.requests(PROMPTS)) == tiny.decode(eager, tiny.requests(PROMPTS))
     buckets = tiny.CONTEXT // made.config.bucket
     assert recorder.recorded <= 3 * buckets + buckets * (1 + made.config.draft_tokens)
 
 
 @pytest.mark.fast("model")
 @pytest.mark.parametrize("name", NAMES)
-def test_it_is_planned_for_and_calibrated(name: str) -> None:
-    """Through the registry alone: nothing outside of it names a drafter."""
+def test_every_drafter_is_planned_for_and_calibrated(name: str) -> None:
+    """Through the registry: no other code names a drafter."""
     target = model()
     draft = tiny.draft_of(name, target)
-    config = EngineConfig(drafter=name, **SHAPE)
+    config = tiny.config(drafter=name, **SHAPE)
     assert name in available(target.config, draft and draft.config, config)
     plan = plan_memory(target.config, draft and draft.config, config, torch.float32)
     without = plan_memory(target.config, None, config.plain(), torch.float32)
     assert plan.kv == Engine(target, draft, config).kv_bytes
     assert plan.total >= without.total
-    rows = [Request(i, p, 10) for i, p in enumerate(PROMPTS)]
+    rows = tiny.requests(PROMPTS, 10)
     found = calibrate(target, draft, rows, config, ("method", "drafter", "draft_tokens"), seconds=1.0)
     assert name in {c.config.drafter for c in found.candidates if c.config.drafts}
     measured = [row for row in found.table() if row["drafter"].split()[0] == name and row["measured"]]
-    assert measured, "one of each drafter is run"
+    assert measured, "one configuration of each drafter is run"
     decoded = tiny.decode(Engine(target, draft, found.config), rows)
-    assert decoded == {r.id: reference()[r.id][:10] for r in rows}
+    assert decoded == {name: tokens[:10] for name, tokens in reference().items()}
 
 
-def test_a_drafter_that_lacks_what_it_needs_is_refused_by_name() -> None:
+def test_a_missing_draft_or_unknown_drafter_is_refused() -> None:
     with pytest.raises(ValueError, match="method exspec with the drafter model: it needs a draft model"):
         Engine(tiny.model(), None, EngineConfig())
     with pytest.raises(ValueError, match=f"drafter: expected one of {', '.join(DRAFTERS)}, not 'medusa'"):

@@ -1,4 +1,4 @@
-"""The look-up: counts that are those of the completions it has kept, in bounded memory."""
+"""The suffix drafter: it counts what follows in kept completions, within a memory limit."""
 
 import random
 import tracemalloc
@@ -18,7 +18,7 @@ def draft(drafter: Suffix, tokens: list[int], most: int = 8) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_the_tree_counts_what_it_has_kept_whatever_was_taken_out(seed: int) -> None:
+def test_the_tree_counts_the_completions_that_it_keeps(seed: int) -> None:
     rng = random.Random(seed)
     tree = Tree(rng.choice([40, 300, 3000]) * NODE)
     for _ in range(60):
@@ -30,7 +30,7 @@ def test_the_tree_counts_what_it_has_kept_whatever_was_taken_out(seed: int) -> N
         asked = [rng.randrange(3) for _ in range(12)]
         kept = [tuple(k.tolist()) for k in tree.kept]
         longest = max(
-            (n for n in range(CONTEXT + 1) if any(_has(k, tuple(asked[len(asked) - n :])) for k in kept)), default=0
+            (n for n in range(CONTEXT + 1) if any(_count(k, tuple(asked[len(asked) - n :])) for k in kept)), default=0
         )
         node, depth = tree.find(asked[-CONTEXT:])
         assert depth == longest
@@ -49,33 +49,29 @@ def _count(tokens: tuple[int, ...], string: tuple[int, ...]) -> int:
     return sum(tokens[i : i + len(string)] == string for i in range(len(tokens) - len(string) + 1))
 
 
-def _has(tokens: tuple[int, ...], string: tuple[int, ...]) -> bool:
-    return _count(tokens, string) > 0
-
-
-def test_the_likeliest_of_all_suffixes_is_drafted() -> None:
+def test_the_most_likely_follower_of_any_suffix_is_drafted() -> None:
     drafter = Suffix(1)
     for follower in (5, 6, 6):
         drafter.learn([], [1, 2, 3, follower])
     assert draft(drafter, [1, 2, 3], 1) == [6], "two of three"
     assert draft(drafter, [4, 2, 3], 1) == [6]
-    assert draft(drafter, [4, 0, 7]) == [], "of no context nothing is said"
+    assert draft(drafter, [4, 0, 7]) == [], "an unknown context has no draft"
     for _ in range(9):
         drafter.learn([], [9, 2, 3, 7])
     assert draft(drafter, [8, 9, 2, 3], 1) == [7]
-    assert draft(drafter, [1, 2, 3], 1) == [7], "nine of twelve know better than two of three"
+    assert draft(drafter, [1, 2, 3], 1) == [7], "nine of twelve beat two of three"
 
 
-def test_a_sequence_is_its_own_source_where_it_knows_better() -> None:
+def test_a_sequence_is_its_own_source_if_its_match_is_better() -> None:
     drafter = Suffix(1)
     drafter.learn([], [2, 3, 9])
-    assert draft(drafter, [7, 1, 2, 3, 4, 5, 1, 2, 3], 2) == [4, 5], "three tokens of its own, against once of one"
+    assert draft(drafter, [7, 1, 2, 3, 4, 5, 1, 2, 3], 2) == [4, 5], "a match of three tokens beats one observation"
     for _ in range(20):
         drafter.learn([], [2, 3, 9, 9])
     assert draft(drafter, [7, 1, 2, 3, 4, 5, 1, 2, 3], 2) == [9, 9]
 
 
-def test_a_draft_ends_where_it_is_no_longer_worth_it() -> None:
+def test_a_draft_ends_when_acceptance_becomes_unlikely() -> None:
     drafter = Suffix(1, worth=0.5)
     for follower in (5, 6, 6):
         drafter.learn([], [1, 2, 3, follower, 8, 8])
@@ -86,8 +82,8 @@ def test_a_draft_ends_where_it_is_no_longer_worth_it() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_row_finds_the_last_place_where_it_has_been_before(seed: int) -> None:
-    """Grown by steps, against a search through all places."""
+def test_a_row_finds_the_last_occurrence_of_its_end(seed: int) -> None:
+    """It grows token by token, and is compared with a search through all positions."""
     rng = random.Random(seed)
     tokens = [rng.randrange(3) for _ in range(60)]
     row = Row(tokens[:7])
@@ -106,13 +102,13 @@ def test_a_row_finds_the_last_place_where_it_has_been_before(seed: int) -> None:
     assert Row(tokens).last == row.last
 
 
-def test_what_repeats_itself_goes_on_repeating() -> None:
+def test_a_repetition_is_drafted_on() -> None:
     assert Row([4, 1, 2, 3, 1, 2, 3]).find() == (4, 3)
     assert draft(Suffix(1), [4, 1, 2, 3, 1, 2, 3], 7) == [1, 2, 3, 1, 2, 3, 1]
 
 
-def test_a_long_completion_is_learned_in_slices_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many end at once, the backlog shrinks while sequences grow."""
+def test_a_long_completion_is_learned_completely_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many sequences end at once, the backlog shrinks every round."""
     at_once: list[int] = []
     add = Tree._add
     monkeypatch.setattr(Tree, "_add", lambda tree, tokens: (at_once.append(len(tokens)), add(tree, tokens))[1])
@@ -130,10 +126,10 @@ def test_a_long_completion_is_learned_in_slices_and_whole(monkeypatch: pytest.Mo
     assert max(at_once) <= SLICE + CONTEXT
     assert 10 < rounds <= 3 * 21 // 4 + 1
     drafter.tree.check()
-    for place in range(CONTEXT, len(long), 97):
-        node, depth = drafter.tree.find(long[place - CONTEXT : place])
+    for end in range(CONTEXT, len(long), 97):
+        node, depth = drafter.tree.find(long[end - CONTEXT : end])
         assert depth == CONTEXT
-        assert drafter.tree.guess(node)[0] == long[place]
+        assert drafter.tree.guess(node)[0] == long[end]
     drafter.learn([], long)
     drafter.forget()
     assert not drafter.waiting
@@ -146,7 +142,7 @@ def test_a_long_completion_is_learned_in_slices_and_whole(monkeypatch: pytest.Mo
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [60, 600, 20_000])
 def test_the_store_holds_no_more_than_its_limit(size: int) -> None:
-    """Of tokens that have nothing in common, at any moment."""
+    """At any moment, for completions that have nothing in common."""
     rng = random.Random(0)
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
@@ -162,8 +158,7 @@ def test_the_store_holds_no_more_than_its_limit(size: int) -> None:
 
 @pytest.mark.slow
 def test_memory_stays_within_what_the_plan_counts() -> None:
-    """After tens of thousands of completions that have nothing in common, of such that are all alike, of a very long
-    one, and in long rows."""
+    """After many completions that have nothing in common, many equal ones and a very long one; and with long rows."""
     store = 4 * 2**20
     rng = random.Random(0)
     tracemalloc.start()
@@ -187,8 +182,8 @@ def test_memory_stays_within_what_the_plan_counts() -> None:
     assert rows <= 8 * 4096 * TOKEN, f"{rows / 8 / 4096:.0f} bytes a token, not {TOKEN}"
 
 
-def test_the_second_time_it_knows() -> None:
-    """A prompt that comes again is drafted whole, and nothing is known after `forget`."""
+def test_a_repeated_prompt_is_drafted_completely() -> None:
+    """And after `forget`, not at all."""
     target, prompt = tiny.model(), [3, 4]
     expected = tiny.generate(target, prompt, 20)
     assert len(set(expected)) > 5

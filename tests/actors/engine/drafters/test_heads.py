@@ -1,0 +1,91 @@
+"""What holds for the heads of Clover and of EAGLE-3 alike."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from exspec.actors.exactness import ModelError
+from exspec.actors.models import load_head, load_pair
+from exspec.jobs.demo import TARGET
+from tests import tiny
+from tests.actors.engine.drafters.slow import Slow, slow_engine
+from tests.actors.engine.drafters.test_clover import SlowClover
+from tests.actors.engine.drafters.test_eagle3 import SlowEagle3, as_published
+
+HEADS: dict[str, Any] = {"clover": tiny.clover, "eagle3": tiny.head}
+both = pytest.mark.parametrize("drafter", HEADS)
+
+
+def save(drafter: str, target: Any, folder: Path, layout: str = "authors") -> Path:
+    head = HEADS[drafter](target)
+    if drafter == "eagle3":
+        return as_published(head, folder, layout)
+    head.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("slow", "drafter"), [(SlowClover, "clover"), (SlowEagle3, "eagle3")], ids=HEADS)
+def test_drafts_are_right_after_cached_tokens(slow: type[Slow], drafter: str) -> None:
+    """Cached tokens come with the features that the head needs. EAGLE-3 lacks the last one, so the prompts come one
+    by one here."""
+    target = tiny.deep(5, 0.3)
+    engine = slow_engine(slow, target, HEADS[drafter](target), batch_size=1, window=1)
+    trunk = tiny.prompts(3)[2][:24]
+    for tail in ([3], [4, 5], [3, 9]):
+        found = tiny.decode(engine, tiny.requests([[*trunk, *tail]], 9))
+        assert found[0] == tiny.generate(target, [*trunk, *tail], 9)
+    assert engine.statistics.cached_tokens == 2 * 24
+
+
+@pytest.mark.parametrize(
+    ("drafter", "name", "tensor", "message"),
+    [
+        ("clover", "v_proj.weight", None, r"head: no tensor v_proj.weight; expected one of \[32, 32\]"),
+        ("clover", "mlps.0.weight", torch.ones(8, 32),
+         r"head: mlps.0.weight is \[8, 32\], and its config.json asks for \[32, 32\]"),
+        ("clover", "o_proj.weight", torch.zeros(2), "head: a head of Clover has no tensor o_proj.weight"),
+        ("eagle3", "midlayer.hidden_norm.weight", None,
+         r"no tensor layers.0.hidden_norm.weight; expected one of \[32\]"),
+        ("eagle3", "fc.weight", torch.ones(32, 32),
+         r"fc.weight is \[32, 32\], and its config.json asks for \[32, 96\]"),
+        ("eagle3", "fc_norm.0.weight", torch.ones(32), "a head of EAGLE-3 has no tensor fc_norm.0.weight"),
+        ("eagle3", "d2t", torch.full((41,), tiny.VOCABULARY), "d2t leads out of the vocabulary of 61 tokens"),
+    ],
+)  # fmt: skip
+def test_a_wrong_tensor_is_refused_by_name(
+    drafter: str, name: str, tensor: Tensor | None, message: str, tmp_path: Path
+) -> None:
+    folder = save(drafter, tiny.deep(5), tmp_path / "head")
+    tensors = load_file(folder / "model.safetensors")
+    if tensor is None:
+        del tensors[name]
+    else:
+        tensors[name] = tensor
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=message):
+        load_head(str(folder), torch.float32)
+
+
+@both
+def test_rotary_factors_stay_in_float32(drafter: str, tmp_path: Path) -> None:
+    folder = save(drafter, tiny.deep(5), tmp_path / "head")
+    rounded, whole = (load_head(str(folder), dtype) for dtype in (torch.bfloat16, torch.float32))
+    assert {p.dtype for p in rounded.parameters()} == {torch.bfloat16}
+    assert torch.equal(rounded.rotary_emb.inv_freq, whole.rotary_emb.inv_freq)
+
+
+@both
+def test_a_pair_of_a_target_and_a_head_loads(drafter: str, tmp_path: Path) -> None:
+    """A head has no tokenizer; its config says what it is."""
+    folder = save(drafter, load_pair(str(TARGET), None).target, tmp_path / "head", "speculators")
+    head = load_pair(str(TARGET), str(folder), torch.bfloat16).draft
+    assert head is not None
+    assert head.config.head_for == drafter
+    assert {p.dtype for p in head.parameters()} == {torch.bfloat16}
+    other = save(drafter, tiny.deep(5), tmp_path / "other")
+    with pytest.raises(ModelError, match="other: the head is for a vocabulary of 61"):
+        load_pair(str(TARGET), str(other))
