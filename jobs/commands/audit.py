@@ -43,10 +43,11 @@ from exspec.pipeline.input.plan import Chunk, decode_schema
 from exspec.pipeline.input.prompts import Prompts
 from exspec.pipeline.input.requests import mapped, requests
 from exspec.pipeline.input.rows import RowError
-from exspec.pipeline.input.shards import vanished
+from exspec.pipeline.input.snapshot import vanished
+from exspec.pipeline.job.kinds import stored_job
 from exspec.pipeline.job.settings import Dtype, Job
 from exspec.pipeline.output.contents import read_range
-from exspec.pipeline.output.owner import AUDIT, Output, read_output, settings
+from exspec.pipeline.output.owner import AUDIT, Output, read_output
 from exspec.pipeline.output.report import rewrite
 from exspec.pipeline.progress import Progress
 from exspec.pipeline.secrets import anonymous
@@ -106,7 +107,7 @@ def audit(
     folder = Folder(output, options)
     done = read_output(folder)
     description, plan = done.state.description, done.state.plan
-    job = settings(description, options).model_copy(update=permissions)
+    job = stored_job(description, options).model_copy(update=permissions)
     check_map(job, output)
     if not done.state.complete:
         print(f"{done.state.rows} of {plan.rows} rows are done: the sample is of those")

@@ -10,7 +10,8 @@ import pytest
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job.fingerprint import differences, fingerprint
 from exspec.pipeline.job.functions import Function, FunctionError
-from exspec.pipeline.output.owner import read_output, settings
+from exspec.pipeline.job.kinds import stored_job
+from exspec.pipeline.output.owner import read_output
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
 from exspec.pipeline.storage import Folder
@@ -85,7 +86,7 @@ def test_other_code_is_another_job(pair: tuple[str, str], own: Path) -> None:
     jobs.write_shards(own / "in", rows=6)
     job = jobs.job(pair, own / "in", own / "out", map="mine:shorter")
     assert execute(prepare(job), load=jobs.ArithmeticLoader()) == 0
-    stored = settings(read_output(Folder(str(own / "out"))).state.description, {})
+    stored = stored_job(read_output(Folder(str(own / "out"))).state.description, {})
     assert stored.map == job.map, "who reads the output has the code"
     assert execute(prepare(job), load=jobs.ArithmeticLoader()) == 0
     (own / "mine.py").write_text(SOURCE.replace("= 2", "= 3"))

@@ -168,7 +168,7 @@ def test_a_file_that_is_as_planned_is_not_gone_through_again(tmp_path: Path, mon
 
     (tmp_path / "a.jsonl").write_bytes(lines(TABLE))
     found, schema = find_shards([str(tmp_path)], {})
-    monkeypatch.setattr(shards, "look_through", lambda *_: pytest.fail("it was gone through"))
+    monkeypatch.setattr(shards, "scan", lambda *_: pytest.fail("it was gone through"))
     again, same = find_shards([str(tmp_path)], {}, Plan(found, 8, None, encode_schema(schema)))
     assert (again, same) == (found, schema)
 

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input import reading
 from exspec.pipeline.input.plan import Chunk, Shard
-from exspec.pipeline.input.shards import Unreadable, find_shards, read_chunk, read_ranges
+from exspec.pipeline.input.reading import Unreadable, read_chunk, read_ranges
+from exspec.pipeline.input.shards import find_shards
 
 
 class CountedFileSystem(MemoryFileSystem):

@@ -12,7 +12,8 @@ import pytest
 
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Chunk, Plan, encode_schema
-from exspec.pipeline.input.shards import Since, find_shards, read_chunk
+from exspec.pipeline.input.reading import read_chunk
+from exspec.pipeline.input.shards import Since, find_shards
 
 
 def planned(*urls: Any, before: Plan | None = None, since: Since | None = None) -> Plan:

@@ -275,6 +275,6 @@ def test_a_million_chunks_fit_a_small_memory() -> None:
     for shard in range(0, 1000, 100):
         chunks = [Chunk(made.shards[shard], shard, first, 64) for first in range(0, 64_000, 128)]
         new = [vars(File(f"part-{shard}-{c.first}", "", 1, "", 1, [])) | {"chunks": [vars(summary(c))]} for c in chunks]
-        state.fold({"kind": "swap", "new": new, "old": []})
+        state.apply({"kind": "swap", "new": new, "old": []})
     assert sum(1 for _ in state.missing()) == 1_000_000 - 5000
     assert psutil.Process().memory_info().rss - before < 64 << 20
