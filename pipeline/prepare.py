@@ -19,7 +19,7 @@ from exspec.actors.engine.shape.plan import fit
 from exspec.actors.exactness import ModelError, check_config, limit_context
 from exspec.actors.models import check_vocabularies, config_of, head_config, load_part
 from exspec.pipeline.errors import JobError, job_errors, no_column
-from exspec.pipeline.input.batch import is_batch, of_batch
+from exspec.pipeline.input.batch import COLUMNS, is_batch, of_batch
 from exspec.pipeline.input.plan import Chunk, Plan, Shard, encode_schema
 from exspec.pipeline.input.prompts import Prompts, prompt_column
 from exspec.pipeline.input.requests import mapped
@@ -34,7 +34,6 @@ from exspec.pipeline.shape import LONGEST, Shape, memory_of, shape_of, wants_dra
 from exspec.pipeline.storage import PROBE, Folder
 from exspec.pipeline.weights import local_model, model_digest, resolved
 
-COLUMNS = ("id_column", "max_new_tokens_column", "temperature_column", "seed_column", "stop_column")
 ROOM = 1 << 20  # bytes of a probe file
 T = TypeVar("T")
 
@@ -249,7 +248,9 @@ def _check_memory(job: Job, models: Models) -> None:
 
 def _check_columns(job: Job, schema: pa.Schema) -> None:
     """Raises JobError for all settings that name missing columns, or columns that must be carried and are not."""
-    named = {key: [getattr(job, key)] for key in COLUMNS if getattr(job, key) is not None} | job.kept_columns
+    named = {
+        key: [getattr(job, key)] for key in ("id_column", *COLUMNS) if getattr(job, key) is not None
+    } | job.kept_columns
     missing = [(key, column) for key, columns in named.items() for column in columns if column not in schema.names]
     problems = [f"{key}: {no_column(column, schema.names)}" for key, column in missing]
     try:

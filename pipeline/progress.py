@@ -79,7 +79,24 @@ class Progress:
             return
         self.stop()
         over = threading.Event()
-        watch = threading.Thread(target=self._watch, args=(over, report, finished, actors, signs, lacking), daemon=True)
+
+        def show() -> None:
+            began, said = time.monotonic(), False
+            while not over.wait(1.0 if self.live else EVERY):
+                now = signs()
+                waiting = now.actors < actors
+                line = report.line(now) if now.tokens else "loading models"
+                line += f", {now.actors} of {actors} actors ready" if waiting else ""
+                done = finished + report.rows_now
+                if self.live:
+                    self.bar.update(self.bar.task_ids[-1], completed=done, description=line)
+                else:
+                    print(f"{done}/{report.planned} rows, {line}", file=sys.stderr, flush=True)
+                if waiting and not said and time.monotonic() - began > PATIENCE:
+                    said = True
+                    self.say(f"waiting for {actors - now.actors} of {actors} actors: {lacking()}")
+
+        watch = threading.Thread(target=show, daemon=True)
         if self.live:
             self.bar.start()
             self.bar.add_task("", total=report.planned, completed=finished)
@@ -90,30 +107,6 @@ class Progress:
             over.set()
             watch.join(timeout=PATIENCE)  # it may be waiting for a Ray that has died
             self.stop()
-
-    def _watch(
-        self,
-        over: threading.Event,
-        report: "Report",
-        finished: int,
-        actors: int,
-        signs: Callable[[], Signs],
-        lacking: Callable[[], str],
-    ) -> None:
-        began, said = time.monotonic(), False
-        while not over.wait(1.0 if self.live else EVERY):
-            now = signs()
-            waiting = now.actors < actors
-            line = report.line(now) if now.tokens else "loading models"
-            line += f", {now.actors} of {actors} actors ready" if waiting else ""
-            done = finished + report.rows_now
-            if self.live:
-                self.bar.update(self.bar.task_ids[-1], completed=done, description=line)
-            else:
-                print(f"{done}/{report.planned} rows, {line}", file=sys.stderr, flush=True)
-            if waiting and not said and time.monotonic() - began > PATIENCE:
-                said = True
-                self.say(f"waiting for {actors - now.actors} of {actors} actors: {lacking()}")
 
 
 class Silent(Progress):

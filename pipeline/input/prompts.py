@@ -27,7 +27,6 @@ from exspec.pipeline.job.settings import LARGEST, Job
 
 MESSAGES = "messages"
 DEFAULT_COLUMNS = (MESSAGES, "prompt", "message", "text")
-OWN_COLUMNS = ("max_new_tokens_column", "temperature_column", "seed_column", "stop_column")
 MARK = 0xF0000  # first of the private-use characters that stand for control tokens in a row's text
 LONG = 32  # characters per token of capacity: of a longer text, the beginning is tokenized first
 
@@ -85,7 +84,7 @@ class Prompts:
 
     def columns(self, schema: pa.Schema) -> list[str]:
         """The columns that prompts and settings of rows need, in the order of the schema."""
-        named = {self.column, *(getattr(self.job, key) for key in OWN_COLUMNS), *self.variables}
+        named = {self.column, *(getattr(self.job, key) for key in COLUMNS), *self.variables}
         named = {BODY} if self.batch else named
         return [name for name in schema.names if name in named]
 
@@ -223,25 +222,14 @@ class Prompts:
     def settings(self, row: Row, shard: Shard, number: int) -> RowSettings:
         """The settings of a row: the job's, overridden by columns. Raises RowError."""
         job, row = self.job, self._given(row)
-        whole: Callable[[Any], bool] = lambda v: isinstance(v, int) and not isinstance(v, bool) and 0 <= v < 2**63  # noqa: E731
-        seed = _override(
-            row, job.seed_column, row_seed(job.seed, shard, number), whole, "a whole number of 63 bits", _number
-        )
-        length = _override(
-            row,
-            job.max_new_tokens_column,
-            self.answers.longest or job.max_new_tokens,
-            lambda v: whole(v) and 1 <= v < 2**31,
-            "a whole number from 1 up",
-            _number,
-        )
-        finite: Callable[[Any], bool] = lambda v: isinstance(v, int | float) and 0 <= v <= LARGEST  # noqa: E731
-        temperature = _override(row, job.temperature_column, job.temperature, finite, "0 or more", _number)
+        seed = _override(row, job.seed_column, row_seed(job.seed, shard, number), _is_seed, "a whole number of 63 bits")
+        length = _override(row, job.max_new_tokens_column, job.max_new_tokens, _is_length, "a whole number from 1 up")
+        temperature = _override(row, job.temperature_column, job.temperature, _is_temperature, "0 or more")
         if self.answers.longest:  # the label decides the length
             length = self.answers.longest
         if self.json_stop and isinstance(text := row[str(job.stop_column)], str):
             row = row | {str(job.stop_column): _json(job.stop_column, text, "texts")}
-        stop = _override(row, job.stop_column, job.stop, _are_texts, "non-empty texts")
+        stop = _override(row, job.stop_column, job.stop, _are_texts, "non-empty texts", read=lambda value: value)
         if stop and self.answers.constraint:
             raise RowError("stop does not apply to labels or JSON of a schema; leave it out")
         sampling = {"temperature": float(temperature), "seed": seed, **(row["sampling"] if self.batch else {})}
@@ -281,13 +269,23 @@ def row_seed(seed: int, shard: Shard, number: int) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
+def _number(value: Any) -> Any:
+    """Parse a number that is text, as in CSV. Other values stay as they are."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
 def _override(
     row: dict[str, Any],
     column: str | None,
     default: Any,
     good: Callable[[Any], bool],
     expected: str,
-    read: Callable[[Any], Any] = lambda value: value,
+    read: Callable[[Any], Any] = _number,
 ) -> Any:
     """The value of a column in a row, or the default if it is null. Raises RowError."""
     value = read(row[column]) if column else None
@@ -298,19 +296,21 @@ def _override(
     return value
 
 
+def _is_seed(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _is_length(value: Any) -> bool:
+    return _is_seed(value) and 1 <= value < 2**31
+
+
+def _is_temperature(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 <= value <= LARGEST
+
+
 def _are_texts(value: Any) -> bool:
     texts = value if isinstance(value, list) else [value]
     return all(isinstance(text, str) and text and text.encode(errors="replace").decode() == text for text in texts)
-
-
-def _number(value: Any) -> Any:
-    """Parse a number that is text, as in CSV. Other values stay as they are."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
 
 
 def _template(source: str, columns: Sequence[str]) -> tuple[jinja2.Template, set[str]]:

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -24,24 +25,24 @@ _CHOICE = {
 }
 
 
+_labels = partial(setting, "Labels")
+
+
 class LabelJob(Job):
     """A job whose completions are a label of a list, a label for each of several fields, or JSON of a schema."""
 
     kind: ClassVar[str] = "label"
 
-    labels: list[str] = setting("Labels", [], "The labels; each row gets one of them.")
-    fields: dict[str, list[str]] = setting(
-        "Labels",
-        {},
-        "Labels by field, for several labels per row, each as NAME=LABEL,LABEL.",
-        json_schema_extra={"flag": True},
+    labels: list[str] = _labels([], "The labels; each row gets one of them.")
+    fields: dict[str, list[str]] = _labels(
+        {}, "Labels by field, for several labels per row, each as NAME=LABEL,LABEL.", json_schema_extra={"flag": True}
     )
-    json_schema: str | None = setting("Labels", None, "JSON schema of the answer, or a file with it.")
-    json_spaces: bool = setting("Labels", True, 'Write {"a": 1, "b": 2}, as most models do, not {"a":1,"b":2}.')
-    label_column: str = setting("Labels", "label", "Column of the label, or prefix of the columns of several fields.")
-    gold_column: list[str] = setting("Labels", [], "Column of known labels. With fields: FIELD=COLUMN.", later="any")
-    review_share: float | None = setting(
-        "Labels", None, "Write this share of the rows, the least certain ones, to _review.csv.", later="any", gt=0, le=1
+    json_schema: str | None = _labels(None, "JSON schema of the answer, or a file with it.")
+    json_spaces: bool = _labels(True, 'Write {"a": 1, "b": 2}, as most models do, not {"a":1,"b":2}.')
+    label_column: str = _labels("label", "Column of the label, or prefix of the columns of several fields.")
+    gold_column: list[str] = _labels([], "Column of known labels. With fields: FIELD=COLUMN.", "any")
+    review_share: float | None = _labels(
+        None, "Write this share of the rows, the least certain ones, to _review.csv.", "any", gt=0, le=1
     )
 
     @field_validator("gold_column", mode="before")
@@ -51,7 +52,7 @@ class LabelJob(Job):
 
     @field_validator("labels", mode="before")
     @classmethod
-    def _labels(cls, value: Any) -> Any:
+    def _label_texts(cls, value: Any) -> Any:
         return _as_texts([value] if isinstance(value, str) else value)
 
     @field_validator("fields", mode="before")

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterator
 from datetime import UTC, date, datetime
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -61,6 +62,9 @@ def setting(group: str, default: Any, help: str, later: Later = "the same", **li
     return Field(default, description=help, json_schema_extra={"group": group, "later": later, **extra}, **limits)
 
 
+_models, _files, _prompts, _sampling, _decoding, _cluster, _chunks, _ = (partial(setting, name) for name in GROUPS)
+
+
 def _engines(known: Setting) -> tuple[Any, Any]:
     """Type and field of an engine setting in a job. The default is auto if calibration can choose it, None if unset."""
     kind, default = known.kind, known.default
@@ -70,7 +74,7 @@ def _engines(known: Setting) -> tuple[Any, Any]:
     elif known.unset or default is None:
         kind, default = kind | None, None
     limits = {} if known.measured else known.limits
-    return kind, setting("Decoding", default, known.help, known.later, **limits)
+    return kind, _decoding(default, known.help, known.later, **limits)
 
 
 if TYPE_CHECKING:
@@ -87,154 +91,117 @@ class Job(Decoding):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     kind: ClassVar[str] = "generate"
 
-    target: str = setting("Models", ..., "Target model: hub id, folder or fsspec URL. Default: the demo pair.")
-    draft: str | None = setting(
-        "Models", None, "Draft model, or a head for the target: hub id, folder or fsspec URL.", later="any if exact"
+    target: str = _models(..., "Target model: hub id, folder or fsspec URL. Default: the demo pair.")
+    draft: str | None = _models(
+        None, "Draft model, or a head for the target: hub id, folder or fsspec URL.", "any if exact"
     )
     # Revisions may change: the fingerprint holds the commits that they stand for.
-    target_revision: str | None = setting("Models", None, "Revision of the target on the hub.", later="any")
-    draft_revision: str | None = setting("Models", None, "Revision of the draft on the hub.", later="any")
-    trust_remote_code: bool = setting("Models", False, "Run Python code that comes with a model.", later="any")
-    allow_pickle: bool = setting(
-        "Models", False, "Load weights that are not safetensors. Such a file can run code.", later="any"
-    )
+    target_revision: str | None = _models(None, "Revision of the target on the hub.", "any")
+    draft_revision: str | None = _models(None, "Revision of the draft on the hub.", "any")
+    trust_remote_code: bool = _models(False, "Run Python code that comes with a model.", "any")
+    allow_pickle: bool = _models(False, "Load weights that are not safetensors. Such a file can run code.", "any")
 
-    input: list[str] = setting(
-        "Input and output",
+    input: list[str] = _files(
         ...,
         "Parquet, JSONL, CSV or Arrow files, as paths, folders or globs; fsspec URLs such as s3://bucket/folder work.",
-        later="any",
+        "any",
     )
-    output: str = setting(
-        "Input and output", ..., "Output folder, or a file NAME.jsonl or NAME.csv. A path or fsspec URL.", later="any"
-    )
-    storage_options: dict[str, Any] = setting(
-        "Input and output", {}, "Options of the file systems, as fsspec takes them.", later="any"
-    )
+    output: str = _files(..., "Output folder, or a file NAME.jsonl or NAME.csv. A path or fsspec URL.", "any")
+    storage_options: dict[str, Any] = _files({}, "Options of the file systems, as fsspec takes them.", "any")
 
-    prompt_column: str | None = setting(
-        "Prompts",
-        None,
-        "Column of prompts: text, or a list of messages. Default: the first of messages, prompt, message, text.",
+    prompt_column: str | None = _prompts(
+        None, "Column of prompts: text, or a list of messages. Default: the first of messages, prompt, message, text."
     )
-    prompt_template: str | None = setting("Prompts", None, "Jinja template of the prompt, over the row's columns.")
-    chat: bool | None = setting(
-        "Prompts", None, "Apply the tokenizer's chat template. Default: on if the tokenizer has one."
-    )
-    system_prompt: str | None = setting("Prompts", None, "System message for every chat that has none.")
-    template_arguments: dict[str, Any] = setting(
-        "Prompts",
+    prompt_template: str | None = _prompts(None, "Jinja template of the prompt, over the row's columns.")
+    chat: bool | None = _prompts(None, "Apply the tokenizer's chat template. Default: on if the tokenizer has one.")
+    system_prompt: str | None = _prompts(None, "System message for every chat that has none.")
+    template_arguments: dict[str, Any] = _prompts(
         {},
         "Arguments of the chat template, as NAME=VALUE, such as enable_thinking=false for Qwen3.",
         json_schema_extra={"flag": True},
     )
-    truncate_prompt: bool = setting(
-        "Prompts", False, "Cut the beginning off a prompt that is too long, instead of rejecting the row."
+    truncate_prompt: bool = _prompts(
+        False, "Cut the beginning off a prompt that is too long, instead of rejecting the row."
     )
-    allow_special: bool = setting("Prompts", False, "Read control tokens in a row's text as control tokens.")
-    id_column: str | None = setting(
-        "Input and output",
-        None,
-        "Column of row ids; an empty name means none. Default: id if the input has it, else shard and row number.",
+    allow_special: bool = _prompts(False, "Read control tokens in a row's text as control tokens.")
+    id_column: str | None = _files(
+        None, "Column of row ids; an empty name means none. Default: id if the input has it, else shard and row number."
     )
-    carry: list[str] | None = setting("Input and output", None, "Input columns to copy to the output. Default: all.")
-    max_new_tokens_column: str | None = setting("Sampling", None, "Column that overrides max_new_tokens per row.")
-    temperature_column: str | None = setting("Sampling", None, "Column that overrides temperature per row.")
-    seed_column: str | None = setting("Sampling", None, "Column that overrides the seed per row.")
-    stop_column: str | None = setting("Sampling", None, "Column that overrides stop per row: text, or a list of texts.")
+    carry: list[str] | None = _files(None, "Input columns to copy to the output. Default: all.")
+    max_new_tokens_column: str | None = _sampling(None, "Column that overrides max_new_tokens per row.")
+    temperature_column: str | None = _sampling(None, "Column that overrides temperature per row.")
+    seed_column: str | None = _sampling(None, "Column that overrides the seed per row.")
+    stop_column: str | None = _sampling(None, "Column that overrides stop per row: text, or a list of texts.")
 
-    max_new_tokens: int = setting("Sampling", 256, "Maximum tokens of a completion.", ge=1, le=LARGEST_INT)
-    temperature: float = setting("Sampling", 0.0, "Sampling temperature; 0 is greedy.", ge=0, le=LARGEST)
-    top_p: float = setting(
-        "Sampling", 1.0, "Keep the smallest set of tokens whose probabilities add up to this.", gt=0, le=1
-    )
-    top_k: int = setting("Sampling", 0, "Keep the k likeliest tokens; 0 keeps all.", ge=0, le=LARGEST_INT)
-    repetition_penalty: float = setting("Sampling", 1.0, "As in transformers; 1 is off.", ge=SMALLEST, le=LARGEST)
-    presence_penalty: float = setting(
-        "Sampling",
+    max_new_tokens: int = _sampling(256, "Maximum tokens of a completion.", ge=1, le=LARGEST_INT)
+    temperature: float = _sampling(0.0, "Sampling temperature; 0 is greedy.", ge=0, le=LARGEST)
+    top_p: float = _sampling(1.0, "Keep the smallest set of tokens whose probabilities add up to this.", gt=0, le=1)
+    top_k: int = _sampling(0, "Keep the k likeliest tokens; 0 keeps all.", ge=0, le=LARGEST_INT)
+    repetition_penalty: float = _sampling(1.0, "As in transformers; 1 is off.", ge=SMALLEST, le=LARGEST)
+    presence_penalty: float = _sampling(
         0.0,
         "Subtracted from the logits of tokens in the completion so far, as in OpenAI's API.",
         ge=-HIGHEST,
         le=HIGHEST,
     )
-    frequency_penalty: float = setting(
-        "Sampling", 0.0, "Like presence_penalty, times how often the token occurs.", ge=-HIGHEST, le=HIGHEST
+    frequency_penalty: float = _sampling(
+        0.0, "Like presence_penalty, times how often the token occurs.", ge=-HIGHEST, le=HIGHEST
     )
-    min_p: float = setting("Sampling", 0.0, "Drop tokens below this fraction of the highest probability.", ge=0, le=1)
-    min_new_tokens: int = setting("Sampling", 0, "Minimum tokens of a completion.", ge=0, le=LARGEST_INT)
-    ignore_eos: bool = setting("Sampling", False, "Generate max_new_tokens tokens, past any end token.")
-    bad_words: list[str] = setting("Sampling", [], "Texts whose token sequences a completion must not contain.")
-    bad_words_ids: list[list[Annotated[int, Field(ge=0)]]] = setting(
-        "Sampling", [], "Token sequences that a completion must not contain, as lists of token ids."
+    min_p: float = _sampling(0.0, "Drop tokens below this fraction of the highest probability.", ge=0, le=1)
+    min_new_tokens: int = _sampling(0, "Minimum tokens of a completion.", ge=0, le=LARGEST_INT)
+    ignore_eos: bool = _sampling(False, "Generate max_new_tokens tokens, past any end token.")
+    bad_words: list[str] = _sampling([], "Texts whose token sequences a completion must not contain.")
+    bad_words_ids: list[list[Annotated[int, Field(ge=0)]]] = _sampling(
+        [], "Token sequences that a completion must not contain, as lists of token ids."
     )
-    model_sampling: bool = setting(
-        "Sampling", False, "Use the sampling settings of the target's generation config where not set.", later="any"
+    model_sampling: bool = _sampling(
+        False, "Use the sampling settings of the target's generation config where not set.", "any"
     )
-    seed: int = setting("Sampling", 0, "Seed of the job. Each row's seed is derived from it.", ge=0)
-    stop: list[str] = setting("Sampling", [], "Strings that end a completion. They are not part of the output.")
+    seed: int = _sampling(0, "Seed of the job. Each row's seed is derived from it.", ge=0)
+    stop: list[str] = _sampling([], "Strings that end a completion. They are not part of the output.")
 
-    tune_seconds: float = setting("Decoding", 20.0, "Approximate seconds of calibration.", later="any", gt=0)
-    tune_from: int = setting(
-        "Decoding", 1000, "Calibrate jobs of this many rows or more; smaller jobs use defaults.", later="any", ge=1
+    tune_seconds: float = _decoding(20.0, "Approximate seconds of calibration.", "any", gt=0)
+    tune_from: int = _decoding(
+        1000, "Calibrate jobs of this many rows or more; smaller jobs use defaults.", "any", ge=1
     )
-    memory_gib: float | None = setting(
-        "Decoding", None, "Memory of an actor in GiB. Default: what is free on the device.", later="any", gt=0
+    memory_gib: float | None = _decoding(
+        None, "Memory of an actor in GiB. Default: what is free on the device.", "any", gt=0
     )
-    dtype: Dtype = setting("Models", Dtype.float32, "Data type of weights and KV cache.")
+    dtype: Dtype = _models(Dtype.float32, "Data type of weights and KV cache.")
 
-    device: str = setting(
-        "Cluster", "auto", "cpu, cuda, or auto: cuda if there is a GPU.", later="any", pattern="^(auto|cpu|cuda)$"
+    device: str = _cluster("auto", "cpu, cuda, or auto: cuda if there is a GPU.", "any", pattern="^(auto|cpu|cuda)$")
+    threads: int = _cluster(1, "CPU threads per actor.", "any", ge=1)
+    actors: Annotated[str, Field(pattern=r"^(auto|\d+(:\d+)?)$")] = _cluster(
+        "auto", "Number of actors, MIN:MAX, or auto: one per GPU, or as many as cores and memory allow.", "any"
     )
-    threads: int = setting("Cluster", 1, "CPU threads per actor.", later="any", ge=1)
-    actors: Annotated[str, Field(pattern=r"^(auto|\d+(:\d+)?)$")] = setting(
-        "Cluster",
-        "auto",
-        "Number of actors, MIN:MAX, or auto: one per GPU, or as many as cores and memory allow.",
-        later="any",
-    )
-    num_gpus: float | None = setting(
-        "Cluster", None, "GPUs per actor. Default: 1 on cuda, 0 on cpu.", later="any", ge=0
-    )
-    rows_per_chunk: Auto = setting(
-        "Chunks and failures",
+    num_gpus: float | None = _cluster(None, "GPUs per actor. Default: 1 on cuda, 0 on cpu.", "any", ge=0)
+    rows_per_chunk: Auto = _chunks(
         "auto",
         f"Rows per chunk, the unit of dispatch, commit and resume. auto: {CHUNK}, or fewer to keep all actors busy.",
-        later="any",
+        "any",
     )
-    chunks_in_flight: int = setting(
-        "Chunks and failures", 4, "Minimum number of chunks that an actor works on at once.", later="any", ge=1
-    )
-    attempts: int = setting("Chunks and failures", 6, "Attempts at a chunk before it is set aside.", later="any", ge=1)
-    max_error_share: float | None = setting(
-        "Chunks and failures",
+    chunks_in_flight: int = _chunks(4, "Minimum number of chunks that an actor works on at once.", "any", ge=1)
+    attempts: int = _chunks(6, "Attempts at a chunk before it is set aside.", "any", ge=1)
+    max_error_share: float | None = _chunks(
         None,
         "The job stops and fails above this share of error rows. Default: it fails if every row has an error.",
-        later="any",
+        "any",
         ge=0,
         le=1,
     )
-    max_write_failures: int = setting(
-        "Chunks and failures", 3, "The job stops after this many chunks that cannot be written.", later="any", ge=1
+    max_write_failures: int = _chunks(3, "The job stops after this many chunks that cannot be written.", "any", ge=1)
+    wait: bool = _chunks(False, "If another run works on the output, wait until it ends.", "any")
+    map: Function | None = _files(
+        None, "MODULE:FUNCTION over pyarrow Tables, applied to the input before anything else."
     )
-    wait: bool = setting(
-        "Chunks and failures", False, "If another run works on the output, wait until it ends.", later="any"
+    map_output: Function | None = _files(
+        None, "MODULE:FUNCTION over pyarrow Tables of output rows. Its new columns are written."
     )
-    map: Function | None = setting(
-        "Input and output", None, "MODULE:FUNCTION over pyarrow Tables, applied to the input before anything else."
+    limit: int | None = _files(None, "Only the first N rows.", "any if exact", ge=1)
+    since: str | None = _files(
+        None, "last: skip finished shards, even if their files are gone. A date: skip older shards too.", "any"
     )
-    map_output: Function | None = setting(
-        "Input and output", None, "MODULE:FUNCTION over pyarrow Tables of output rows. Its new columns are written."
-    )
-    limit: int | None = setting("Input and output", None, "Only the first N rows.", later="any if exact", ge=1)
-    since: str | None = setting(
-        "Input and output",
-        None,
-        "last: skip finished shards, even if their files are gone. A date: skip older shards too.",
-        later="any",
-    )
-    ray_address: str | None = setting(
-        "Cluster", None, "Address of a Ray cluster. Default: RAY_ADDRESS, or a local Ray.", later="any"
-    )
+    ray_address: str | None = _cluster(None, "Address of a Ray cluster. Default: RAY_ADDRESS, or a local Ray.", "any")
 
     @field_validator("input", "stop", "bad_words", mode="before")
     @classmethod

@@ -68,7 +68,7 @@ def read_groups(folder: Folder, name: str, columns: list[str] | None = None) -> 
     """The rows of a file, a row group at a time."""
     metadata = parquet(folder, name, lambda file: file.metadata)
     for group in range(metadata.num_row_groups):
-        yield parquet(folder, name, lambda file, g=group: file.read_row_group(g, columns, use_threads=False), metadata)
+        yield _read_group(folder, name, metadata, group, columns)
 
 
 def read_range(
@@ -81,13 +81,14 @@ def read_range(
         count = metadata.row_group(group).num_rows
         low, high = max(first, start) - start, min(first + rows, start + count) - start
         if low < high:
-            table = parquet(
-                folder, name, lambda file, g=group: file.read_row_group(g, columns, use_threads=False), metadata
-            )
-            yield table.slice(low, high - low)
+            yield _read_group(folder, name, metadata, group, columns).slice(low, high - low)
         start += count
     if start < first + rows:
         raise JobError(f"{folder.url}/{name}: has {start} rows, expected {first + rows} or more")
+
+
+def _read_group(folder: Folder, name: str, metadata: Any, group: int, columns: list[str] | None) -> Any:
+    return parquet(folder, name, lambda file: file.read_row_group(group, columns, use_threads=False), metadata)
 
 
 def parquet(folder: Folder, name: str, action: Any, metadata: Any = None) -> Any:

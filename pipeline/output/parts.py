@@ -24,6 +24,8 @@ from exspec.pipeline.output.state import File, Summary
 from exspec.pipeline.storage import Folder
 
 FOOTER = b"exspec"
+COUNTED = [name for name in GENERATED.names[GENERATED.names.index("prompt_tokens") :] if name != "prompt_tokens_cut"]
+SUMMED = ("prompt_tokens", "completion_tokens", "rounds", "forced")
 PIECES = 16  # equal pieces of a chunk's time, for the plot of tokens by time
 
 
@@ -144,33 +146,14 @@ def read_staged(folder: Folder, name: str) -> tuple[str, File] | None:
 def _generated(result: RowResult) -> dict[str, Any]:
     if result.completion is None:
         return {"finish_reason": "error", "error": result.error, "prompt_tokens": result.prompt_tokens}
-    counted = result.completion.statistics
-    return result.values | {
-        "completion": result.text,
-        "finish_reason": result.completion.finish_reason,
-        "prompt_tokens": counted.prompt_tokens,
-        "prompt_tokens_cut": result.cut,
-        "completion_tokens": counted.completion_tokens,
-        "rounds": counted.rounds,
-        "drafted": counted.drafted,
-        "accepted": counted.accepted,
-        "acceptance_rate": counted.acceptance_rate,
-        "forced": counted.forced,
-        "mean_accepted_length": counted.mean_accepted_length,
-        "accepted_by_position": counted.accepted_by_position,
-        "drafted_by_position": counted.drafted_by_position,
-        "seconds_queued": counted.seconds_queued,
-        "seconds_prefill": counted.seconds_prefill,
-        "seconds_decode": counted.seconds_decode,
-    }
+    counted = {name: getattr(result.completion.statistics, name) for name in COUNTED}
+    ended = {"completion": result.text, "finish_reason": result.completion.finish_reason}
+    return result.values | ended | counted | {"prompt_tokens_cut": result.cut}
 
 
 def summarize(chunk: Chunk, table: pa.Table, origin: Origin, reasons: Reasons) -> Summary:
     """The summary of a chunk's rows."""
     ended = time.time()
-
-    def total(name: str) -> int:
-        return int(pc.sum(table[name]).as_py() or 0)
 
     def by_position(name: str) -> list[int]:
         rows = [row for row in table[name].to_pylist() if row]
@@ -181,10 +164,7 @@ def summarize(chunk: Chunk, table: pa.Table, origin: Origin, reasons: Reasons) -
         first=chunk.first,
         rows=table.num_rows,
         errors=table.num_rows - table["error"].null_count,
-        prompt_tokens=total("prompt_tokens"),
-        completion_tokens=total("completion_tokens"),
-        rounds=total("rounds"),
-        forced=total("forced"),
+        **{name: int(pc.sum(table[name]).as_py() or 0) for name in SUMMED},
         drafted_by_position=by_position("drafted_by_position"),
         accepted_by_position=by_position("accepted_by_position"),
         lengths=Counter(str(n) for n in table["completion_tokens"].to_pylist() if n is not None),

@@ -112,5 +112,5 @@ def test_reports_are_built_again_and_compared(pair: Pair, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("command", ["audit", "report"])
 def test_a_folder_that_is_no_output_is_one_sentence(command: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds no job; expected the output of exspec run"):
+    with pytest.raises(ValueError, match=r"has no job; expected the output of exspec run"):
         call(command, str(tmp_path))

@@ -39,7 +39,7 @@ NO_STORE = json.dumps(
     {"endpoint_url": "http://127.0.0.1:1", "key": "a", "secret": "b", "config_kwargs": {"retries": {"max_attempts": 0}}}
 )
 ON_OUTPUTS = [
-    (("nowhere",), "nowhere: holds no job; expected the output of exspec run"),
+    (("nowhere",), "nowhere: has no job; expected the output of exspec run"),
     (("text.parquet",), "text.parquet: cannot be read: NotADirectoryError"),
     (("cut",), "cut/_log/0000000001.json.gz: damaged (Not a gzipped file"),
     (("bare",), "bare/_log/0000000001.json.gz: not as exspec run writes it (KeyError: 'kind')"),

@@ -25,7 +25,7 @@ def test_rows_in_are_rows_out(pair: Pair, source: Path, tmp_path: Path) -> None:
     assert (report["rows"], report["errors"], report["missing"]) == (60, 0, [])
     page = (tmp_path / "out" / "_report.html").read_text()
     assert page.count("<svg") == 2
-    assert "Tokens by the time they came" in page
+    assert "Tokens by time" in page
     assert "Lengths of completions" in page
     assert "http://" not in page.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
         "http://creativecommons.org", ""
@@ -91,7 +91,7 @@ def test_what_is_auto_is_measured_once_and_kept(pair: Pair, source: Path, tmp_pa
 
 def test_a_device_that_the_cluster_lacks_is_refused(pair: Pair, source: Path, tmp_path: Path) -> None:
     """Ray would wait for a GPU for ever."""
-    with pytest.raises(JobError, match="an actor needs 1 GPU, and the cluster has 0"):
+    with pytest.raises(JobError, match="an actor needs 1 GPU, but the cluster has 0"):
         execute(prepare(jobs.job(pair, source, tmp_path / "out", device="cuda")), load=jobs.ArithmeticLoader())
 
 

@@ -45,8 +45,8 @@ def test_a_small_job_takes_defaults_and_a_job_without_a_draft_looks_up_where_tha
     assert shape(method="exspec") == ("exspec", "suffix", False)
     assert shape(pair[1], drafter="none", tune_from=1) == ("plain", "none", True)
     for settings, message in [
-        ({"drafter": "model"}, "drafter model needs a draft; without one use another, or auto"),
-        ({"drafter": "suffix", "method": "plain"}, "method plain drafts nothing, and drafter is suffix"),
+        ({"drafter": "model"}, "drafter model needs a draft; give one, or use another drafter"),
+        ({"drafter": "suffix", "method": "plain"}, "method plain does not draft, but drafter is suffix"),
         ({"drafter": "none", "method": "exspec"}, "method exspec needs a drafter"),
         ({"drafter": "oracle"}, f"drafter: expected one of {', '.join(DRAFTERS)}, not 'oracle'"),
     ]:
@@ -98,7 +98,7 @@ def test_only_what_is_missing_runs_again(pair: Pair, source: Path, tmp_path: Pat
     for path in parts[::3]:
         path.unlink()
     assert run(job) == 0
-    assert "rows were in files that are gone or damaged; they are decoded again" in capsys.readouterr().out
+    assert "rows were in files that are gone or damaged; decoding them again" in capsys.readouterr().out
     jobs.assert_complete(out, 60)
     kept = {path: path.stat().st_mtime_ns for path in out.glob("part-*") if path in before}
     assert kept == {path: before[path] for path in parts if path not in parts[::3]}
@@ -135,7 +135,7 @@ def test_another_job_in_the_same_output_is_refused_by_the_keys_that_differ(
     assert execute(prepared, load=jobs.ArithmeticLoader()) == 0
     assert len(list(tmp_path.glob("out-before-*/part-*"))) == len(list(out.glob("part-*")))
     (aside,) = tmp_path.glob("out-before-*")
-    assert f"the output as it was is in {aside}" in capsys.readouterr().out
+    assert f"the old output is now in {aside}" in capsys.readouterr().out
     assert {row["completion"] for row in jobs.read_output(aside).values()} == {jobs.expected(n) for n in range(60)}
     assert run(jobs.job(pair, source, aside)) == 0
     assert "nothing to do" in capsys.readouterr().out
@@ -201,14 +201,14 @@ def test_bad_shards_are_named(pair: Pair, source: Path, tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"text.parquet: not a Parquet file"):
         prepare(job)
     pq.write_table(pa.table({"key": [1], "budget": [1]}), source / "text.parquet")
-    with pytest.raises(JobError, match=r"text.parquet: no column 'prompt', which .*shard-0.parquet has"):
+    with pytest.raises(JobError, match=r"text.parquet: has no column 'prompt', but .*shard-0.parquet has"):
         prepare(job)
     for path in source.glob("*"):
         path.unlink()
     with pytest.raises(JobError, match="input: no Parquet, JSONL, CSV or Arrow files in"):
         prepare(job)
     pq.write_table(pa.table({"key": [1], "prompt": ["w1"], "budget": [1]}).slice(1), source / "empty.parquet")
-    with pytest.raises(JobError, match="hold no rows"):
+    with pytest.raises(JobError, match="have no rows"):
         prepare(job)
 
 

@@ -106,7 +106,7 @@ def test_a_restart_keeps_the_old_output_and_leaves_one_job(
     other = job.model_copy(update={"seed": 7})
     assert execute(prepare(other, restart=True), load=jobs.ArithmeticLoader()) == 0
     jobs.assert_complete(fetch(endpoint, bucket, tmp_path / "one"), 60)
-    aside = capsys.readouterr().out.split("the output as it was is in ")[1].split()[0]
+    aside = capsys.readouterr().out.split("the old output is now in ")[1].split()[0]
     old = read_output(Folder(aside, options(endpoint)))
     assert (old.state.rows, old.state.description["job"]["seed"]) == (60, 0)
     assert sum(table.num_rows for table in tables(old, None)) == 60

@@ -7,7 +7,8 @@ import pytest
 
 from exspec.actors.engine import EngineConfig
 from exspec.pipeline.job.fingerprint import differences, fingerprint, may_change
-from exspec.pipeline.job.settings import Job, settings
+from exspec.pipeline.job.kinds import SETTINGS
+from exspec.pipeline.job.settings import Job
 from exspec.pipeline.shape import shape_of, stored_shape
 from tests import tiny
 
@@ -30,7 +31,7 @@ def begun(**settings: Any) -> dict[str, Any]:
 
 
 def test_every_setting_of_the_engine_that_a_job_has_is_tried() -> None:
-    assert set(CHANGES) == {field.name for field in fields(EngineConfig)} & set(settings())
+    assert set(CHANGES) == {field.name for field in fields(EngineConfig)} & set(SETTINGS)
 
 
 @pytest.mark.parametrize("name", CHANGES)

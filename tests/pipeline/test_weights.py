@@ -134,7 +134,7 @@ def test_changed_weights_are_another_model(stored: str, endpoint: str) -> None:
 
 @pytest.mark.parametrize(
     ("folder", "message"),
-    [("/nothing", "expected a folder with a model's files, and found no config.json"), ("", "found no config.json")],
+    [("/nothing", "expected a folder with a model's files, but it has no config.json"), ("", "it has no config.json")],
 )
 def test_a_url_without_a_model_is_one_sentence(stored: str, endpoint: str, folder: str, message: str) -> None:
     with pytest.raises(JobError, match=message) as error:
@@ -156,7 +156,7 @@ def test_a_key_that_would_leave_the_folder_is_refused(
     fs.call_s3("put_object", Bucket=bucket, Key=key, Body=b"escaped")
     with pytest.raises(JobError) as error:
         local_model(f"{stored}/target", options(endpoint), weights=whole)
-    assert f"holds a file {name!r}; expected names that stay below the folder" in str(error.value)
+    assert f"invalid file name {name!r}; expected a path below the folder" in str(error.value)
     assert not list(tmp_path.rglob("*.txt"))
 
 

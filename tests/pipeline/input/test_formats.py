@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.input.reading import Unreadable
-from exspec.pipeline.input.shards import find_shards, read_ranges
+from exspec.pipeline.input.reading import Unreadable, read_ranges
+from exspec.pipeline.input.shards import find_shards
 from exspec.pipeline.output.owner import read_output
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
@@ -90,13 +90,17 @@ def test_every_kind_of_file_gives_the_same_rows(name: str, columns: list[str] | 
         ("a.jsonl", b'{"a": 1}\n\n{"a": "x"}\n', "a.jsonl: line 3: column 'a': .*; expected values of one type"),
         ("a.jsonl", b'{"a": "x"}\n{"a": null}\n{"a": 7}\n', "a.jsonl: line 3: column 'a': .*; expected values of one"),
         ("a.jsonl", b'{"a": "x"}\n{"a": "\\ud800"}\n', "a.jsonl: line 2: column 'a': .*surrogates not allowed"),
-        ("a.jsonl.gz", b'{"a": 1}\n', "a.jsonl.gz: not whole, or no gzip file: Not a gzipped file"),
-        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 9)[:-9], "a.jsonl.gz: not whole, or no gzip file: .*ended before"),
-        ("a.csv.gz", gzip.compress(b"a\n1\n" * 99)[:-9], "a.csv.gz: not whole, or no gzip file"),
+        ("a.jsonl.gz", b'{"a": 1}\n', "a.jsonl.gz: truncated, or not a gzip file: Not a gzipped file"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b'{"a": 1}\n' * 9)[:-9],
+            "a.jsonl.gz: truncated, or not a gzip file: .*ended before",
+        ),
+        ("a.csv.gz", gzip.compress(b"a\n1\n" * 99)[:-9], "a.csv.gz: truncated, or not a gzip file"),
         (
             "a.arrow.gz",
             gzip.compress(b"ARROW1" + bytes(99)),
-            "a.arrow.gz: an Arrow file cannot be read from within .gz",
+            "a.arrow.gz: an Arrow file cannot be read from .gz",
         ),
         ("a.csv", b"a,b\n1,2,3\n", "a.csv: CSV parse error: .*Expected 2 columns, got 3"),
         ("a.csv", b"", "a.csv: Empty CSV file"),
@@ -153,7 +157,7 @@ def test_rows_without_columns_are_rows(tmp_path: Path) -> None:
 def test_files_of_several_kinds_in_one_folder(tmp_path: Path) -> None:
     for name in ("a.csv", "b.jsonl"):
         (tmp_path / name).write_bytes(KINDS[f"a.{name.split('.')[1]}"](TABLE))
-    with pytest.raises(JobError, match=r"holds .csv and .jsonl files; give a pattern, such as file://.*/\*.csv"):
+    with pytest.raises(JobError, match=r"has .csv and .jsonl files; give a pattern, such as file://.*/\*.csv"):
         find_shards([str(tmp_path)], {})
     shards, _ = find_shards([f"{tmp_path}/*.csv"], {})
     assert [shard.name for shard in shards] == ["a.csv"]

@@ -88,8 +88,8 @@ def test_all_chunks_of_a_large_row_group_cost_one_pass(
     shard = put(store, pa.table(WIDE), row_group_size=40_000, compression="none", use_dictionary=False)
     ranges = [(first, 64) for first in range(0, 40_000, 64)]
     decoded = []
-    whole = reading.Source._batches
-    monkeypatch.setattr(reading.Source, "_batches", lambda *a: decoded.append(a[1]) or whole(*a))
+    whole = reading.ParquetShard._batches
+    monkeypatch.setattr(reading.ParquetShard, "_batches", lambda *a: decoded.append(a[1]) or whole(*a))
     found = [t["text"].to_pylist() for t in read_ranges(shard, ranges, ["text"], {}) if isinstance(t, pa.Table)]
     assert [text for texts in found for text in texts] == WIDE["text"]
     assert len(decoded) == 1

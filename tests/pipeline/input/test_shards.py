@@ -79,7 +79,7 @@ def test_any_name_can_be_read(tmp_path: Path, name: str) -> None:
 
 def test_a_name_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_arrays([pa.array([1]), pa.array([2])], ["n", "n"]), tmp_path / "s.parquet")
-    with pytest.raises(JobError, match=r"s\.parquet: 2 columns are called 'n'; expected one of each name"):
+    with pytest.raises(JobError, match=r"s\.parquet: 2 columns are called 'n'; expected unique names"):
         find_shards([str(tmp_path)], {})
 
 

@@ -12,7 +12,9 @@ import pytest
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input import reading, snapshot
 from exspec.pipeline.input.plan import Plan
-from exspec.pipeline.input.shards import Since, Unreadable, changed, find_shards, read_ranges
+from exspec.pipeline.input.reading import Unreadable, read_ranges
+from exspec.pipeline.input.shards import Since, find_shards
+from exspec.pipeline.input.snapshot import changed
 from exspec.pipeline.storage import etag
 
 
@@ -49,12 +51,10 @@ def test_other_bytes_of_the_same_size_are_a_change(shard_file: Path) -> None:
     write(shard_file, 5000)
     assert shard_file.stat().st_size == size
     again, _ = find_shards([str(shard_file.parent)], {}, plan)
-    with pytest.raises(
-        JobError, match=rf"planned shard has changed \(20 rows and {size} bytes, but others than then\)"
-    ):
+    with pytest.raises(JobError, match=rf"planned shard has changed \(20 rows and {size} bytes, but other content\)"):
         plan.extended(again)
     assert changed(plan.shards, {}) == {
-        "s.parquet": f"has changed since it was planned ({size} bytes, but others than then)"
+        "s.parquet": f"has changed since it was planned ({size} bytes, but other content)"
     }
     late, _ = find_shards([str(shard_file.parent)], {}, plan, Since(plan, {"s.parquet"}, None))
     assert late == again, "a settled shard with other bytes is not passed over"

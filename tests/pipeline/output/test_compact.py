@@ -360,7 +360,7 @@ def test_a_file_that_was_replaced_and_comes_back_is_removed(pair: Pair, place: P
 
 def test_foreign_files_are_named_and_left_alone(pair: Pair, place: Path) -> None:
     (place / "out" / "mine.parquet").write_bytes(b"")
-    with pytest.raises(JobError, match=r"out: holds mine.parquet, which no run of this job wrote"):
+    with pytest.raises(JobError, match=r"out: has mine.parquet, which this job did not write"):
         run(pair, place)
     assert (place / "out" / "mine.parquet").exists()
 
@@ -388,7 +388,7 @@ def test_a_damaged_file_is_decoded_again(pair: Pair, place: Path, capsys: Any, d
             list(tables(read_output(Folder(str(out))), None))
         assert "\n" not in str(error.value)
     assert run(pair, place) == 0
-    assert f"{ROWS} rows were in files that are gone or damaged; they are decoded again" in capsys.readouterr().out
+    assert f"{ROWS} rows were in files that are gone or damaged; decoding them again" in capsys.readouterr().out
     assert visible(out)["id"].equals(before["id"])
     assert not merged.exists()
 

@@ -386,7 +386,7 @@ class Invariants:
         elif how == "LostError":
             assert lost < len(log), f"{letter} lost the output to nobody: {what}"
             assert not self.place.honest, f"{letter} lives, and lost the output"
-        elif how not in ("RefusedError", "BusyError") and "holds no job" not in what:
+        elif how not in ("RefusedError", "BusyError") and "has no job" not in what:
             assert lost < len(log), f"{letter}, the owner, ended with {how}: {what}"
 
     def check_aside(self, store: Store, end: str) -> None:

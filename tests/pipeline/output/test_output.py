@@ -83,7 +83,7 @@ def test_what_comes_second_leaves_and_says_so(pair: Pair, tmp_path: Path) -> Non
     job = jobs.job(pair, tmp_path / "in", tmp_path / "out")
     driver = start_driver(job, tmp_path, 0.05)
     wait_for_parts(tmp_path / "out", 1, driver)
-    refusal = rf"output .*out: run is at work on it, on .* \(process {driver.pid}\) since .*; it was left alone"
+    refusal = rf"output .*out: in use by run on .* \(process {driver.pid}\) since .*; nothing was changed"
     for options in ({}, {"restart": True}, {"retry_errors": True}):
         with pytest.raises(BusyError, match=refusal):
             run(pair, tmp_path, **options)
@@ -189,7 +189,7 @@ def test_a_writer_that_lost_the_output_cannot_commit(tmp_path: Path) -> None:
             writer.commit([staged(writer, chunk) for chunk in chunks])
             writer.finish()
         shown = folder.names()
-        with pytest.raises(LostError, match=r"out: was taken over by run on .*; what it had committed is kept"):
+        with pytest.raises(LostError, match=r"out: run on .* took it over, .*; what it committed is kept"):
             late.commit([part])
     assert folder.names() == shown
     assert read_output(folder).state.complete
@@ -219,7 +219,7 @@ def test_rows_are_never_committed_twice(tmp_path: Path) -> None:
         overlapping = Chunk(first.shard, 0, 7, 2)
         across = Chunk(first.shard, 0, 15, 2)
         for new in ([first], [second, first], [overlapping], [second, second], [across, second], [second, across]):
-            with pytest.raises(JobError, match="holds rows of _staged/"):
+            with pytest.raises(JobError, match="already has rows of _staged/"):
                 writer.commit([staged(writer, chunk) for chunk in new])
         assert len(writer.folder.names()) == 1
         assert list(writer.state.missing()) == [second, third]

@@ -129,7 +129,7 @@ def test_columns_come_where_this_version_has_them() -> None:
         assert completed(older).names == names
         table = conform(older.empty_table(), schema, "place")
         assert table.schema.equals(schema)
-    with pytest.raises(JobError, match=r"^place: parts have different columns \(mine\); expected one schema"):
+    with pytest.raises(JobError, match=r"^place: parts differ in column 'mine'; expected one schema"):
         conform(schema.empty_table(), pa.schema(list(schema)[:-1]), "place")
 
 
