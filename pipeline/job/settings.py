@@ -172,7 +172,7 @@ class Job(Decoding):
     device: str = _cluster("auto", "cpu, cuda, or auto: cuda if there is a GPU.", "any", pattern="^(auto|cpu|cuda)$")
     threads: int = _cluster(1, "CPU threads per actor.", "any", ge=1)
     actors: Annotated[str, Field(pattern=r"^(auto|\d+(:\d+)?)$")] = _cluster(
-        "auto", "Number of actors, MIN:MAX, or auto: one per GPU, or as many as cores and memory allow.", "any"
+        "auto", "A number of actors, MIN:MAX, or auto: one per GPU, or as many as cores and memory allow.", "any"
     )
     num_gpus: float | None = _cluster(None, "GPUs per actor. Default: 1 on cuda, 0 on cpu.", "any", ge=0)
     rows_per_chunk: Auto = _chunks(

@@ -47,7 +47,7 @@ def test_a_second_command_leaves_and_one_after_a_kill_goes_on(tmp_path: Path) ->
     with held(psutil.Process(first.pid)):
         for words in (run, [*run, "--restart"], ["compact", "out"]):
             told = end(start(tmp_path, *words), 2)
-            assert f"out: run is at work on it, on {os.uname().nodename} (process {first.pid}) since" in told
+            assert f"out: in use by run on {os.uname().nodename} (process {first.pid}) since" in told
         assert first.poll() is None
         os.kill(first.pid, signal.SIGKILL)
         first.communicate()

@@ -186,21 +186,21 @@ def test_plan_of_a_labeling_job_runs_nothing(messages: Path, tmp_path: Path) -> 
     [
         ({}, "expected one of labels, fields and json_schema, not none"),
         ({"labels": ["a", "b"], "fields": {"x": ["a", "b"]}}, "not labels and fields"),
-        ({"labels": ["a"]}, r"labels: expected two or more labels, each once and none empty, not \['a'\]"),
+        ({"labels": ["a"]}, r"labels: expected two or more distinct, non-empty labels, not \['a'\]"),
         ({"fields": ["x=a,a"]}, "fields.x: expected two or more"),
         ({"labels": ["on", True]}, "put such a label in quotes"),
         (
             {"fields": {"x": ["a", "b"], "x_confidence": ["a", "b"]}},
-            "two answers would fill the column 'label_x_confidence'",
+            "two answers would have the column 'label_x_confidence'",
         ),
         ({"fields": ["x"]}, "fields: expected NAME=LABEL,LABEL, not 'x'"),
         ({"labels": ["a", "b"], "gold_column": "x=gold"}, "gold_column: expected a column, not 'x=gold'"),
-        ({"labels": ["a", "b"], "stop": ["."]}, "an answer ends where it is complete"),
+        ({"labels": ["a", "b"], "stop": ["."]}, "an answer ends when it is complete"),
         ({"json_schema": "no-such-file.json"}, "json_schema: cannot be read: .*no-such-file.json"),
         ({"json_schema": "{]"}, "json_schema: not JSON"),
         (
             {"json_schema": "{}", "review_share": 0.1},
-            "review_share need labels, fields, or a schema's prop",
+            "review_share need labels, fields, or a schema prop",
         ),
         ({"fields": ["x=a,b", "x=c,d"]}, "fields: x is given twice"),
         ({"labels": ["a", "b"], "since": "yesterday"}, "since: expected last, or a date"),
@@ -213,7 +213,7 @@ def test_settings_that_cannot_work_are_one_sentence(settings: dict[str, Any], me
 
 def test_a_label_column_is_no_column_of_every_output(messages: Path, tmp_path: Path) -> None:
     options = ["--labels", "a", "--labels", "b", "--label-column", "accepted"]
-    with pytest.raises(JobError, match="label_column: 'accepted' is the name of a column that every output has"):
+    with pytest.raises(JobError, match="label_column: 'accepted' is a column that every output has"):
         call("label", "--plan", "--input", str(messages), "--output", str(tmp_path / "out"), *options)
 
 
@@ -229,7 +229,7 @@ def test_numbers_are_labels_as_they_are_written() -> None:
             ["--gold-column", "category=kind"],
             "gold_column: 'kind' is not in the input, which has id, message, category",
         ),
-        (["--gold-column", "category=category", "--carry", "record"], "gold_column: 'category' does not come into the"),
+        (["--gold-column", "category=category", "--carry", "record"], "gold_column: 'category' is not in the output"),
     ],
 )
 def test_a_gold_column_must_be_there_to_compare_with(
