@@ -1,4 +1,4 @@
-"""Requests as OpenAI's batch API has them: what a row asks for, and what it is answered with."""
+"""Requests in the format of OpenAI's batch API, and the responses."""
 
 import json
 from pathlib import Path
@@ -81,18 +81,18 @@ def test_a_chat_call_becomes_a_request() -> None:
         ("[" * 100_000, "body: not JSON"),
     ],
 )
-def test_what_cannot_be_done_is_the_rows_error(body: str, message: str) -> None:
+def test_an_unsupported_request_is_the_rows_error(body: str, message: str) -> None:
     with pytest.raises(RowError, match=message):
         prompts().request({"body": body}, SHARD, 0)
 
 
 @pytest.mark.parametrize("name", ["temperature_column", "stop_column", "seed_column", "max_new_tokens_column"])
-def test_a_column_of_settings_is_refused_where_calls_have_their_own(name: str) -> None:
+def test_setting_columns_are_refused(name: str) -> None:
     with pytest.raises(JobError, match=f"{name}: requests of the batch API have their own settings"):
         prompts(**{name: "url"})
 
 
-def test_labels_are_as_long_as_they_are_whatever_a_call_says() -> None:
+def test_labels_ignore_max_tokens() -> None:
     job = LabelJob(target="t", draft="d", input="in", output="out", labels=["yes", "no"])  # type: ignore[call-arg]
     made = Prompts(job, AutoTokenizer.from_pretrained(TARGET), SCHEMA)
     assert made.request(row(prompt="x", max_tokens=1), SHARD, 0).max_new_tokens == made.answers.longest
@@ -101,13 +101,9 @@ def test_labels_are_as_long_as_they_are_whatever_a_call_says() -> None:
 
 
 def test_a_batch_file_in_and_a_batch_file_out(pair: tuple[str, str], tmp_path: Path) -> None:
+    call = {"method": "POST", "url": "/v1/completions"}
     lines = [
-        {
-            "custom_id": f"r{i}",
-            "method": "POST",
-            "url": "/v1/completions",
-            "body": {"prompt": text, "max_tokens": 1 + i},
-        }
+        {"custom_id": f"r{i}", **call, "body": {"prompt": text, "max_tokens": 1 + i}}
         for i, text in enumerate(["w1 w2", "w3", None, "w4 w5 w6"])
     ]
     (tmp_path / "batch.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
