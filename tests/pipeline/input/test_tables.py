@@ -1,4 +1,4 @@
-"""Tables are read at one version: no file that was removed, no row that was deleted, the same at every resume."""
+"""Tables are read at one version, without removed files and deleted rows. A resumed run reads the same version."""
 
 import json
 import sys
@@ -33,21 +33,21 @@ def numbers(plan: Plan) -> list[int]:
 class TestDelta:
     @pytest.fixture
     def table(self, tmp_path: Path) -> Path:
-        """Five files, of which one is removed."""
+        """Five files, one of which is removed."""
         deltalake = pytest.importorskip("deltalake")
         for i in range(5):
             deltalake.write_deltalake(tmp_path / "t", pa.table({"n": [2 * i, 2 * i + 1]}), mode="append")
         deltalake.DeltaTable(tmp_path / "t").delete("n = 3")
         return tmp_path / "t"
 
-    def test_files_that_were_removed_are_not_read(self, table: Path) -> None:
+    def test_removed_files_are_not_read(self, table: Path) -> None:
         plan = planned(table)
         assert numbers(plan) == [0, 1, 2, 4, 5, 6, 7, 8, 9]
         assert {shard.version for shard in plan.shards} == {f"file://{table}@5"}
-        assert numbers(planned(table.parent)) == numbers(plan), "nor below the folder that is given"
+        assert numbers(planned(table.parent)) == numbers(plan), "nor in a folder that contains the table"
         assert [s.name for s in planned(table.parent).shards] == [f"t/{s.name}" for s in plan.shards]
 
-    def test_a_resumed_run_reads_the_version_that_was_planned(self, table: Path) -> None:
+    def test_a_resumed_run_reads_the_planned_version(self, table: Path) -> None:
         import deltalake
 
         plan = Plan.from_json(planned(table).to_json())
@@ -56,7 +56,7 @@ class TestDelta:
         assert planned(table, before=plan).shards == plan.shards
         assert planned(table.parent / "t", before=plan).shards == plan.shards
 
-    def test_since_reads_what_was_appended_and_refuses_what_was_rewritten(self, table: Path) -> None:
+    def test_since_reads_appended_files_and_refuses_rewritten_ones(self, table: Path) -> None:
         import deltalake
 
         plan = planned(table)
@@ -99,7 +99,7 @@ class TestDelta:
         features = {"readerFeatures": ["deletionVectors"], "writerFeatures": ["deletionVectors"]}
         protocol = {"protocol": {"minReaderVersion": 3, "minWriterVersion": 7, **features}}
         (log / f"{6:020d}.json").write_text(json.dumps(protocol))
-        assert len(numbers(planned(table))) == 9, "vectors are allowed, and there are none"
+        assert len(numbers(planned(table))) == 9, "vectors are allowed, but there are none"
         first = (log / f"{0:020d}.json").read_text().splitlines()
         add = next(json.loads(line) for line in first if '"add"' in line)
         vector = {"storageType": "u", "pathOrInlineDv": "ab^-aqEH.-t@S}K{vb[*k^", "offset": 4, "sizeInBytes": 40}
@@ -108,7 +108,7 @@ class TestDelta:
         with pytest.raises(JobError, match="has deletion vectors, which are not supported"):
             planned(table)
 
-    def test_columns_that_the_files_do_not_have_are_refused(self, table: Path) -> None:
+    def test_columns_that_the_files_lack_are_refused(self, table: Path) -> None:
         import deltalake
 
         rows = pa.table({"n": [10], "x": ["new"]})
@@ -131,7 +131,7 @@ class TestDelta:
 class TestIceberg:
     @pytest.fixture
     def table(self, tmp_path: Path) -> Any:
-        """Three files, of which one is removed."""
+        """Three files, one of which is removed."""
         pytest.importorskip("pyiceberg")
         memory = pytest.importorskip("pyiceberg.catalog.memory")
         catalog = memory.InMemoryCatalog("test", warehouse=f"file://{tmp_path}")
@@ -142,7 +142,7 @@ class TestIceberg:
         table.delete("n = 1")
         return table
 
-    def test_files_that_were_removed_are_not_read(self, table: Any) -> None:
+    def test_removed_files_are_not_read(self, table: Any) -> None:
         folder = table.location()
         plan = planned(folder)
         assert sorted(read(plan), key=lambda row: row["n"]) == [{"n": 0, "text": "t0"}, {"n": 2, "text": "t2"}]
@@ -150,7 +150,7 @@ class TestIceberg:
         assert [s.name.partition("/")[0] for s in plan.shards] == ["data", "data"]
         assert numbers(planned(table.metadata_location)) == [0, 2]
 
-    def test_a_resumed_run_reads_the_snapshot_that_was_planned(self, table: Any) -> None:
+    def test_a_resumed_run_reads_the_planned_snapshot(self, table: Any) -> None:
         plan = planned(table.location())
         table.append(pa.table({"n": [9], "text": ["t9"]}))
         assert planned(table.location(), before=plan).shards == plan.shards
@@ -177,7 +177,7 @@ class TestIceberg:
         with pytest.raises(JobError, match="has delete files, which are not supported"):
             planned(table.location())
 
-    def test_two_newest_metadata_files_are_told_of(self, table: Any) -> None:
+    def test_two_newest_metadata_files_are_refused(self, table: Any) -> None:
         newest = Path(table.metadata_location.removeprefix("file://"))
         other = newest.with_name(newest.name[:6] + "other.metadata.json")
         other.write_bytes(newest.read_bytes())
@@ -196,7 +196,7 @@ class TestIceberg:
 def test_without_the_library_a_table_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: str, library: str, extra: str
 ) -> None:
-    """Once the files that it had removed were read too."""
+    """Else removed files would be read too."""
     pq.write_table(pa.table({"n": [1]}), tmp_path / "removed.parquet")
     (tmp_path / log).parent.mkdir()
     (tmp_path / log).write_text("{}")
@@ -205,4 +205,4 @@ def test_without_the_library_a_table_is_refused(
     monkeypatch.setitem(sys.modules, f"{library}.table", None)
     with pytest.raises(JobError, match=rf"{library} is not installed to tell which; install exspec\[{extra}\]"):
         planned(tmp_path)
-    assert numbers(planned(tmp_path / "removed.parquet")) == [1], "a file that is named is meant"
+    assert numbers(planned(tmp_path / "removed.parquet")) == [1], "a file that is given by name is read"
