@@ -245,7 +245,7 @@ def started(start: str, place: Place) -> dict[str, bytes]:
 
 @dataclass(frozen=True)
 class LogState:
-    """The state after a log, by an independent implementation. shown: staged name and rows of every file. plan: all rows.
+    """The state after a log, implemented independently. shown: staged name and rows of every file. plan: all rows.
 
     marked: job and rows at the last entry `done`. clean: chunks that were decoded without an error.
     """
@@ -305,7 +305,7 @@ def rows_of(shards: list[dict[str, Any]]) -> Rows:
 
 
 class Invariants:
-    """Invariants of the store, of every change, and of processes that end. faulty: the store and so its users may fail."""
+    """Invariants of the store, of every change, and of processes that end. faulty: the store may fail."""
 
     def __init__(self, place: Place, faulty: bool) -> None:
         self.place, self.faulty = place, faulty
@@ -374,7 +374,7 @@ class Invariants:
             ends = [lost] if took < lost else range(len(log) + 1)  # it found the job complete and did not take it
             then = [self.state(log[:end]) for end in ends]
             assert what == "left" or any(t.done and t.complete for t in then), (
-                f"{letter} returned complete, but rows were missing"
+                f"{letter}: complete, but rows were missing"
             )
             if what == "complete" and "begin" in {kind for kind, _ in kinds[took:lost]}:
                 self.check_aside(store, f"-{took + 1}/")
