@@ -154,6 +154,7 @@ def _generated(result: RowResult) -> dict[str, Any]:
 def summarize(chunk: Chunk, table: pa.Table, origin: Origin, reasons: Reasons) -> Summary:
     """The summary of a chunk's rows."""
     ended = time.time()
+    sums: dict[str, Any] = {name: int(pc.sum(table[name]).as_py() or 0) for name in SUMMED}
 
     def by_position(name: str) -> list[int]:
         rows = [row for row in table[name].to_pylist() if row]
@@ -164,7 +165,7 @@ def summarize(chunk: Chunk, table: pa.Table, origin: Origin, reasons: Reasons) -
         first=chunk.first,
         rows=table.num_rows,
         errors=table.num_rows - table["error"].null_count,
-        **{name: int(pc.sum(table[name]).as_py() or 0) for name in SUMMED},
+        **sums,
         drafted_by_position=by_position("drafted_by_position"),
         accepted_by_position=by_position("accepted_by_position"),
         lengths=Counter(str(n) for n in table["completion_tokens"].to_pylist() if n is not None),
