@@ -1,4 +1,4 @@
-"""Errors that a person can act on."""
+"""Errors that a user can act on."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -6,10 +6,7 @@ from difflib import get_close_matches
 
 
 class JobError(ValueError):
-    """A job that cannot start. Each problem names what is wrong and what was expected.
-
-    code: the exit code of the command.
-    """
+    """A job that cannot start. Each problem says what is wrong and what was expected. code: the exit code."""
 
     code = 2
 
@@ -22,33 +19,33 @@ class JobError(ValueError):
 
 
 class BrokenOffError(JobError):
-    """A job that started and did not come to its end; run again, it resumes."""
+    """A job that started and did not finish. Running it again resumes it."""
 
     code = 1
 
 
 class StoppedError(BrokenOffError):
-    """A job that was interrupted; run again, it resumes."""
+    """A job that was interrupted. Running it again resumes it."""
 
     code = 130
 
 
 def no_column(name: str, columns: Iterable[str]) -> str:
-    """What to say of a column that the input does not have."""
-    return f"{name!r} is not in the input, which has {', '.join(columns)}{meant(name, columns)}"
+    """The message for a column that the input does not have."""
+    return f"{name!r} is not in the input, which has {', '.join(columns)}{did_you_mean(name, columns)}"
 
 
-def meant(name: str, known: Iterable[str]) -> str:
-    """The name that was meant, perhaps, as the end of a sentence; empty where none is like it."""
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A suggestion to end a message with; empty if no known name is similar."""
     near = get_close_matches(name, list(known), 1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 @contextmanager
-def told(what: str) -> Iterator[None]:
-    """Whatever is raised inside becomes a JobError that begins with `what`; a JobError stays as it is.
+def job_errors(what: str) -> Iterator[None]:
+    """Turn any exception into a JobError that begins with `what`, but leave a JobError as it is.
 
-    For what calls a store or a library: one that cannot be reached, or refuses, has many names.
+    For calls of stores and libraries, whose exceptions are of many types.
     """
     try:
         yield
@@ -59,5 +56,5 @@ def told(what: str) -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, without the lines that tell where a library raised it."""
+    """The message of an error, without the lines on where a library raised it."""
     return (str(error).splitlines() or [type(error).__name__])[0]

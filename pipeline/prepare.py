@@ -1,4 +1,4 @@
-"""Everything about a job that can be checked before it starts, and all that is wrong with it at once."""
+"""Checks everything about a job that can be checked before it starts, and reports all problems at once."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -18,8 +18,8 @@ from exspec.actors.engine.kv.memory import MemoryPlan
 from exspec.actors.engine.shape.plan import fit
 from exspec.actors.exactness import ModelError, check_config, limit_context
 from exspec.actors.models import check_vocabularies, config_of, head_config, load_part
-from exspec.pipeline.errors import JobError, no_column, told
-from exspec.pipeline.input.batch import is_batch, of_batch
+from exspec.pipeline.errors import JobError, job_errors, no_column
+from exspec.pipeline.input.batch import COLUMNS, is_batch, of_batch
 from exspec.pipeline.input.plan import Chunk, Plan, Shard, encode_schema
 from exspec.pipeline.input.prompts import Prompts, prompt_column
 from exspec.pipeline.input.requests import mapped
@@ -34,17 +34,13 @@ from exspec.pipeline.shape import LONGEST, Shape, memory_of, shape_of, wants_dra
 from exspec.pipeline.storage import PROBE, Folder
 from exspec.pipeline.weights import local_model, model_digest, resolved
 
-COLUMNS = ("id_column", "max_new_tokens_column", "temperature_column", "seed_column", "stop_column")
-ROOM = 1 << 20  # bytes that an output must have room for
+ROOM = 1 << 20  # bytes of a probe file
 T = TypeVar("T")
 
 
 @dataclass
 class Models:
-    """What is known of a job's models without loading their weights.
-
-    own: what the target's generation config asks for.
-    """
+    """What is known of a job's models without their weights. own: from the target's generation config."""
 
     tokenizer: Any
     context: int
@@ -55,10 +51,10 @@ class Models:
 
 @dataclass
 class Prepared:
-    """A job that may start: everything about it has been checked.
+    """A job that has passed all checks.
 
-    schema: of the input's files. mapped: of its rows, as `map` makes them. found: its shards as they are now. settled:
-    names of the shards that are done and need not be there any more.
+    schema: of the input files. mapped: the schema after `map`. found: the present shards. settled: names of finished
+    shards, whose files may be gone.
     """
 
     job: Job
@@ -79,55 +75,54 @@ class Prepared:
 
     @property
     def missing(self) -> Iterator[Chunk]:
-        """The chunks that are to run, as far as is known before the output is taken."""
+        """The chunks to run, as far as is known before the run owns the output."""
         state = self.output.state
         return self.plan.chunks() if self.restart or state.job is None else self.plan.chunks(state.held())
 
     @property
     def note(self) -> str | None:
-        """What the target's generation config asks for and the job does not do, if there is such."""
+        """One line on what the target's generation config asks for and the job does not do, if anything."""
         return note(self.job, self.models.own)
 
     def room(self, config: EngineConfig) -> Room:
-        """Tokens that a row may have in such a shape."""
+        """The limits on tokens of a row in this shape."""
         return Room(self.models.context, config.capacity)
 
     def memory(self, config: EngineConfig) -> MemoryPlan:
-        """What an actor allocates in such a shape."""
+        """The memory of an actor in this shape."""
         return memory_of(config, self.models.configs, self.job)
 
     def fingerprint(self, device: str) -> dict[str, Any]:
-        """All that decides the output where the job decodes on such a device."""
+        """Everything that decides the output on this kind of device."""
         return fingerprint(self.job, self.models.digests, device)
 
     def refuse_other(self, state: State, device: str | None = None) -> None:
-        """Raises JobError where the output holds a job of another fingerprint. device: where that is known by now."""
-        stored = state.description["device"]
-        told = stored if self.job.device == "auto" else self.job.device
-        if changes := differences(state.description["fingerprint"], self.fingerprint(device or told)):
+        """Raises JobError if the output has a job with another fingerprint. device: if it is known."""
+        device = device or (state.description["device"] if self.job.device == "auto" else self.job.device)
+        if changes := differences(state.description["fingerprint"], self.fingerprint(device)):
             raise JobError(
-                f"output {self.folder.url}: holds a job with other settings: {', '.join(changes)}; use another output "
-                "or --restart"
+                f"output {self.folder.url}: has a job with other settings: {', '.join(changes)}; use another output or "
+                "--restart"
             )
 
-    def taken_up(self, state: State) -> "Prepared":
-        """The same for the job that the output holds by now: its plan with what has come since, and its shape.
+    def resumed(self, state: State) -> "Prepared":
+        """The same for the job in the output: with its shape, and with its plan plus new shards.
 
-        Raises JobError where it is another job, or a planned shard is another now.
+        Raises JobError if it is another job, or if a planned shard has changed.
         """
         self.refuse_other(state)
         plan = replace(state.plan, limit=self.job.limit, schema=self.plan.schema).extended(self.found, self.settled)
         if plan.rows < state.rows:
             raise JobError(
-                f"limit: is {self.job.limit}, and {state.rows} rows are done in {self.folder.url}: it may grow, not "
-                "shrink; take it back, or give another output"
+                f"limit: is {self.job.limit}, but {state.rows} rows are done in {self.folder.url}; raise it, or use "
+                "another output"
             )
         shape = shape_of(self.job, self.models.configs, plan.rows, state.description["shape"])
         return replace(self, plan=plan, shape=shape)
 
 
 def prepare(job: Job, restart: bool = False) -> Prepared:
-    """Check everything about a job, without starting it. Raises JobError with all that is wrong at once."""
+    """Check everything about a job without starting it. Raises JobError with all problems."""
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     problems: list[str] = []
@@ -171,11 +166,11 @@ def prepare(job: Job, restart: bool = False) -> Prepared:
     plan = replace(plan, rows_per_chunk=job.chunk_rows(plan.rows))
     shape = shape_of(job, models.configs, plan.rows, None)
     prepared = Prepared(job, output, restart, found[1], columns, found[0], settled, plan, shape, prompts, models)
-    return prepared.taken_up(earlier) if earlier else prepared
+    return prepared.resumed(earlier) if earlier else prepared
 
 
 def _with_ids(job: Job, schema: pa.Schema) -> Job:
-    """The job with the column that its ids are in; an empty name means none."""
+    """The job with its id column; an empty name means none."""
     if is_batch(job, schema):
         return of_batch(job, schema)
     found = "id" if job.id_column is None and "id" in schema.names else job.id_column
@@ -183,8 +178,8 @@ def _with_ids(job: Job, schema: pa.Schema) -> Job:
 
 
 def _open(folder: Folder) -> Output:
-    """The output, which must be one that can be written, and where two runs can be kept apart."""
-    with told(f"output {folder.url}: cannot be written"):
+    """The output, after checks that it can be written and that the store can keep two runs apart."""
+    with job_errors(f"output {folder.url}: cannot be written"):
         output = Output(folder).read()
         output.check_foreign()
         _probe(folder)
@@ -193,7 +188,7 @@ def _open(folder: Folder) -> Output:
 
 def _probe(folder: Folder) -> None:
     probe = f"{PROBE}-{time.time_ns()}"
-    folder.write(probe, bytes(ROOM))  # as large as a part may be
+    folder.write(probe, bytes(ROOM))  # about as large as a part
     folder.remove(probe)
     folder.check_create()
 
@@ -230,8 +225,8 @@ def _check_models(job: Job) -> Models:
             f"draft {job.draft}: its context of {contexts[1]} tokens is shorter than the capacity of {capacity}; "
             "set capacity, or take a draft with a longer context"
         )
-    held = job.kind != Job.kind  # to a form, which tells which tokens may come
-    return Models(tokenizers[0], contexts[0], digests, configs, own.without_limits() if held else own)
+    constrained = job.kind != Job.kind
+    return Models(tokenizers[0], contexts[0], digests, configs, own.without_limits() if constrained else own)
 
 
 def _check_tokens(job: Job, models: Models) -> None:
@@ -241,7 +236,7 @@ def _check_tokens(job: Job, models: Models) -> None:
 
 
 def _check_memory(job: Job, models: Models) -> None:
-    """The settings of the shape, and that one sequence fits the job's memory, as far as that can be told from here."""
+    """Check the settings of the shape, and that one sequence fits into memory_gib if that is set."""
     config = shape_of(job, models.configs, 0, None).config
     if job.memory_gib is not None:
         draft = models.configs[1] if len(models.configs) > 1 else None
@@ -252,8 +247,10 @@ def _check_memory(job: Job, models: Models) -> None:
 
 
 def _check_columns(job: Job, schema: pa.Schema) -> None:
-    """Raises JobError with every column that is named and is not there, or not where it has to be."""
-    named = {key: [getattr(job, key)] for key in COLUMNS if getattr(job, key) is not None} | job.kept_columns
+    """Raises JobError for all settings that name missing columns, or columns that must be carried and are not."""
+    named = {
+        key: [getattr(job, key)] for key in ("id_column", *COLUMNS) if getattr(job, key) is not None
+    } | job.kept_columns
     missing = [(key, column) for key, columns in named.items() for column in columns if column not in schema.names]
     problems = [f"{key}: {no_column(column, schema.names)}" for key, column in missing]
     try:
@@ -263,7 +260,7 @@ def _check_columns(job: Job, schema: pa.Schema) -> None:
     except JobError as error:
         raise JobError(*problems, *error.problems) from error
     problems += [
-        f"{key}: {column!r} does not come into the output; add it to carry"
+        f"{key}: {column!r} is not in the output; add it to carry"
         for key, columns in job.kept_columns.items()
         for column in columns
         if column in schema.names and column not in carried
@@ -273,9 +270,9 @@ def _check_columns(job: Job, schema: pa.Schema) -> None:
 
 
 def _refuse_overlap(job: Job, folder: Folder) -> None:
-    """Parts inside the input would be the next run's shards, and --restart would move an input inside the output."""
+    """Raises JobError if output and input overlap: parts would become shards, and --restart would copy the input."""
     own = f"{folder.path}/"
     for url in job.input:
         path = f"{Folder(url, job.storage_options).path}/"
         if own.startswith(path) or path.startswith(own) or fnmatch(f"{own}part-0.parquet", path.rstrip("/")):
-            raise JobError(f"output {folder.url}: overlaps the input {url}; expected a folder of its own")
+            raise JobError(f"output {folder.url}: overlaps the input {url}; use a separate folder")

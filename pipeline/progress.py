@@ -1,4 +1,4 @@
-"""What a person sees while a job runs: the stage it is in, then rows and speed, and what it waits for."""
+"""What the user sees while a job runs: the stage, then rows and speed, and what the job waits for."""
 
 import sys
 import threading
@@ -16,14 +16,14 @@ from exspec.actors.ledger import Signs
 if TYPE_CHECKING:
     from exspec.pipeline.output.report import Report
 
-EVERY = 10.0  # seconds between lines where there is no terminal
-PATIENCE = 60.0  # seconds of waiting after which it is said what for
+EVERY = 10.0  # seconds between lines without a terminal
+PATIENCE = 60.0  # seconds of waiting after which the reason is printed
 
 
 class Progress:
-    """One live line on a terminal; elsewhere a line for each stage, and one now and then. Use as a context manager.
+    """One live line on a terminal, or a line per stage and every few seconds elsewhere. A context manager.
 
-    quiet: shows nothing, but what the job has to tell.
+    quiet: show only messages and results.
     """
 
     def __init__(self, quiet: bool = True) -> None:
@@ -41,7 +41,7 @@ class Progress:
         self.stop()
 
     def stage(self, what: str) -> None:
-        """The job is at this from now on."""
+        """The job enters this stage."""
         if self.live:
             self.status.update(what)
             self.status.start()
@@ -49,18 +49,18 @@ class Progress:
             print(f"{time.monotonic() - self.began:.0f} s: {what}", file=sys.stderr, flush=True)
 
     def say(self, line: str) -> None:
-        """Tell something that stays on the screen."""
+        """Print a message that stays on the screen."""
         if self.live:
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:
             print(line, flush=True)
 
     def tell(self, line: str) -> None:
-        """A line of what came of the job, on the standard output."""
+        """Print a line of the result to standard output."""
         print(line, flush=True)
 
     def stop(self) -> None:
-        """Take the live line away."""
+        """Remove the live line."""
         if self.live:
             self.status.stop()
             self.bar.stop()
@@ -69,17 +69,34 @@ class Progress:
     def decoding(
         self, report: "Report", finished: int, actors: int, signs: Callable[[], Signs], lacking: Callable[[], str]
     ) -> Iterator[None]:
-        """Show the report as it grows, until the block ends.
+        """Show the progress of the report until the block ends.
 
-        finished: rows that were done before. actors: how many there are to be. signs: how they are now. lacking: what
-        those wait for that are not there.
+        finished: rows that were done before. actors: expected number of actors. signs: the present state of the actors.
+        lacking: says what missing actors wait for.
         """
         if self.quiet:
             yield
             return
         self.stop()
         over = threading.Event()
-        watch = threading.Thread(target=self._watch, args=(over, report, finished, actors, signs, lacking), daemon=True)
+
+        def show() -> None:
+            began, said = time.monotonic(), False
+            while not over.wait(1.0 if self.live else EVERY):
+                now = signs()
+                waiting = now.actors < actors
+                line = report.line(now) if now.tokens else "loading models"
+                line += f", {now.actors} of {actors} actors ready" if waiting else ""
+                done = finished + report.rows_now
+                if self.live:
+                    self.bar.update(self.bar.task_ids[-1], completed=done, description=line)
+                else:
+                    print(f"{done}/{report.planned} rows, {line}", file=sys.stderr, flush=True)
+                if waiting and not said and time.monotonic() - began > PATIENCE:
+                    said = True
+                    self.say(f"waiting for {actors - now.actors} of {actors} actors: {lacking()}")
+
+        watch = threading.Thread(target=show, daemon=True)
         if self.live:
             self.bar.start()
             self.bar.add_task("", total=report.planned, completed=finished)
@@ -88,36 +105,12 @@ class Progress:
             yield
         finally:
             over.set()
-            watch.join(timeout=PATIENCE)  # it may be asking a Ray that has died
+            watch.join(timeout=PATIENCE)  # it may be waiting for a Ray that has died
             self.stop()
-
-    def _watch(
-        self,
-        over: threading.Event,
-        report: "Report",
-        finished: int,
-        actors: int,
-        signs: Callable[[], Signs],
-        lacking: Callable[[], str],
-    ) -> None:
-        began, told = time.monotonic(), False
-        while not over.wait(1.0 if self.live else EVERY):
-            now = signs()
-            waiting = now.actors < actors
-            line = report.line(now) if now.tokens else "loading models"
-            line += f", {now.actors} of {actors} actors ready" if waiting else ""
-            done = finished + report.rows_now
-            if self.live:
-                self.bar.update(self.bar.task_ids[-1], completed=done, description=line)
-            else:
-                print(f"{done}/{report.planned} rows, {line}", file=sys.stderr, flush=True)
-            if waiting and not told and time.monotonic() - began > PATIENCE:
-                told = True
-                self.say(f"waiting for {actors - now.actors} of {actors} actors: {lacking()}")
 
 
 class Silent(Progress):
-    """Says nothing, for who calls it tells what came of the job."""
+    """Prints nothing: the caller reports the result."""
 
     def say(self, line: str) -> None: ...
 

@@ -1,4 +1,4 @@
-"""A prepared job to `_SUCCESS`: run what is missing, check, report."""
+"""Runs a prepared job: decode what is missing, check, report, and write `_SUCCESS`."""
 
 import platform
 import shutil
@@ -22,7 +22,7 @@ from exspec.pipeline.cluster.graph import LATEST, PairLoader, results
 from exspec.pipeline.cluster.ray_ledger import RayLedger
 from exspec.pipeline.errors import BrokenOffError, JobError, StoppedError
 from exspec.pipeline.input.plan import Plan, Shard
-from exspec.pipeline.input.shards import changed
+from exspec.pipeline.input.snapshot import changed
 from exspec.pipeline.job.settings import Job
 from exspec.pipeline.output.collect import Collector, StopError, collect
 from exspec.pipeline.output.columns import carried_schema
@@ -36,20 +36,18 @@ from exspec.pipeline.progress import Progress
 from exspec.pipeline.secrets import anonymous
 from exspec.pipeline.shape import Settled, Shape, sample, settle, shape_of, stored_shape
 
-SAMPLES = 2  # completions that are shown at the end
+SAMPLES = 2  # completions printed at the end
 
 
 def execute(prepared: Prepared, retry_errors: bool = False, load: Any = None, progress: Progress | None = None) -> int:
-    """Run what is missing, or the rows that failed, and finish the job. Returns the exit code.
+    """Run what is missing, and with retry_errors the rows that failed. Returns the exit code.
 
-    load: gives engine and tokenizer in an actor; default: the job's pair. progress: what it tells while it runs; quiet
-    unless given. Raises BusyError where another is at work on the output, BrokenOffError where the job did not come to
-    its end, StoppedError where it was interrupted.
+    load: makes engine and tokenizer in an actor; default: the job's pair. progress: default is quiet.
+    Raises BusyError if another run owns the output, BrokenOffError if the job did not finish, StoppedError if it was
+    interrupted.
     """
     if retry_errors and prepared.job.since:
-        raise JobError(
-            "since: leaves out shards that are done, and --retry-errors reads them again; give one of the two"
-        )
+        raise JobError("since: skips finished shards, but --retry-errors reads them again; use one of the two")
     output, plan, progress = prepared.output, prepared.plan, progress or Progress()
     if not (prepared.restart or retry_errors) and finished(output, plan):
         progress.tell(f"nothing to do: all {plan.rows} rows are in {anonymous(prepared.folder.url)}")
@@ -62,15 +60,15 @@ def execute(prepared: Prepared, retry_errors: bool = False, load: Any = None, pr
             return _Run(prepared, writer, load, progress).run(retry_errors)
     except KeyboardInterrupt:
         kept = f"{output.state.rows} of {plan.rows} rows are kept"
-        raise StoppedError(f"stopped; {kept}; run it again to resume") from None
+        raise StoppedError(f"stopped; {kept}; run the job again to resume") from None
     except OSError as error:
         raise BrokenOffError(
-            f"output {prepared.folder.url}: {type(error).__name__}: {error}; what is committed is kept, run it again"
+            f"output {prepared.folder.url}: {type(error).__name__}: {error}; committed rows are kept; run it again"
         ) from error
 
 
 def finished(output: Output, plan: Plan) -> bool:
-    """Whether the output holds the plan's rows, in files that are as they were written, and says that it is done."""
+    """Whether the output is marked as done, for these rows, and all its files have their sizes."""
     if output.state.done is None or not output.state.plan.same(plan):
         return False
     sizes = output.folder.sizes()
@@ -78,7 +76,7 @@ def finished(output: Output, plan: Plan) -> bool:
 
 
 class _Run:
-    """One run on an output that was taken."""
+    """One run on an output that this process owns."""
 
     def __init__(self, prepared: Prepared, writer: Writer, load: Any, progress: Progress) -> None:
         self.prepared, self.writer, self.load, self.progress = prepared, writer, load, progress
@@ -86,8 +84,8 @@ class _Run:
 
     def run(self, retry_errors: bool) -> int:
         fresh = self.prepared.restart or self.writer.state.job is None
-        if not fresh:  # another may have begun or extended the job since this one was prepared
-            self.prepared = self.prepared.taken_up(self.writer.state)
+        if not fresh:  # another run may have begun or extended the job since `prepare`
+            self.prepared = self.prepared.resumed(self.writer.state)
             self.plan = self.prepared.plan
             self.writer.adopt(read_staged)
         self.writer.sweep()
@@ -103,10 +101,9 @@ class _Run:
         elif not fresh:
             self._connect(self.plan.rows - self.writer.state.rows)
         if self.writer.lost:
-            self.progress.say(f"{self.writer.lost} rows were in files that are gone or damaged; they are decoded again")
+            self.progress.say(f"{self.writer.lost} rows were in files that are gone or damaged; decoding them again")
         if not fresh and first is not None:
-            done = f"{self.writer.state.rows} of {self.plan.rows} rows are done"
-            self.progress.say(f"taking up the job again: {done}")
+            self.progress.say(f"resuming the job: {self.writer.state.rows} of {self.plan.rows} rows are done")
         config = None if first is None else self._begin(fresh)
         self.writer.publish()
         report = Report(self.writer.state.description, self.plan.rows)
@@ -116,22 +113,22 @@ class _Run:
         return self._finish(report, stopped, tried)
 
     def _tasks(self, fresh: bool, retry_errors: bool) -> tuple[Iterator[Task], Counter[str]]:
-        """What is to be done: missing chunks, and with `retry_errors` those with errors; and the latter by file."""
+        """Missing chunks and, with `retry_errors`, chunks with errors; and the number of the latter by file."""
         if fresh:
             return (Task(chunk) for chunk in self.plan.chunks()), Counter()
         missing = (Task(chunk) for chunk in self.plan.chunks(self.writer.state.held()))
         found = self.writer.state.chunks(errors=True) if retry_errors else ()
-        # The log's URLs hold no secrets; those that were found do.
+        # URLs in the log have no secrets; read the shards by the URLs found now.
         failed = [Task(replace(c, shard=self.plan.shards[c.number]), file, start) for c, file, start in found]
         return chain(missing, failed), Counter(str(task.file) for task in failed)
 
     def _connect(self, rows: int) -> None:
-        """Join the cluster, and settle what depends on it. rows: that are to be decoded."""
+        """Join the cluster, and decide what depends on it. rows: to decode."""
         self.progress.stage("joining the cluster" if self.job.ray_address else "starting Ray")
         connect(self.job)
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray would end this process on its own terms
-        # Decided once: a node with a GPU that joins later must not change what actors ask for.
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray would install its own handler
+        # Decided once: a GPU node that joins later must not change the resources of actors.
         self.job = self.job.model_copy(update={"device": device(self.job)})
         check_cluster(self.job)
         if self.job.actors == "auto":
@@ -139,11 +136,11 @@ class _Run:
             self.job = self.job.model_copy(update={"actors": str(min(self._fitting(), chunks))})
 
     def _fitting(self) -> int:
-        """How many actors the cluster carries: one a GPU, or what its cores and its memory are enough for."""
+        """Number of actors: one per GPU, or as many as cores and memory allow."""
         return actors_that_fit(self.job, replace(self.prepared, job=self.job).memory(self.prepared.shape.config).total)
 
     def _begin(self, fresh: bool) -> EngineConfig:
-        """Begin the job, or take it up again, in the log; returns the shape that it decodes in."""
+        """Write to the log that the job begins or resumes. Returns the shape that it decodes in."""
         job, prepared = self.job, self.prepared
         if not fresh:
             prepared.refuse_other(self.writer.state, job.device)
@@ -166,30 +163,31 @@ class _Run:
             | {"python": platform.python_version()},
         }
         if self.prepared.restart and self.writer.state.job is not None:
-            self.progress.say(f"the output as it was is in {anonymous(self.writer.set_aside().url)}")
+            self.progress.say(f"the old output is now in {anonymous(self.writer.set_aside().url)}")
         self.writer.begin(description, self.plan)
         return settled.config
 
     def _settle(self, shape: Shape) -> Settled:
-        """The shape to decode in, which a device has to tell where it is to be measured or memory may be short."""
+        """The final shape, from calibration on a device, or fitted to its memory, if necessary."""
         job = self.job
         if not shape.free and not shape.stored and job.memory_gib is None and job.device == "cpu":
             return Settled(shape.config, [])
         prompts = self.prepared.prompts.within(self.prepared.room(shape.config))
         requests = sample(job, self.plan, prompts) if shape.free else []
-        about = f" (about {job.tune_seconds:.0f} s)" if shape.free else " that fits the memory"
-        self.progress.stage(f"measuring the shape{about}")
+        self.progress.stage(
+            f"calibrating (about {job.tune_seconds:.0f} s)" if shape.free else "fitting the shape into memory"
+        )
         try:
             settled: Settled = on_a_device(job, settle, job, shape, requests, job.device)
         except ValueError as error:
             raise JobError(str(error)) from error
         except (RayError, torch.OutOfMemoryError) as error:
-            raise JobError(f"the shape could not be measured: {_last_line(error)}; set memory_gib") from error
+            raise JobError(f"calibration failed: {_last_line(error)}; set memory_gib") from error
         self.progress.say(f"shape: {settled}")
         return settled
 
     def _decode(self, tasks: Iterator[Task], again: Counter[str], config: EngineConfig, report: Report) -> str | None:
-        """Run the tasks and commit what they give; returns why it was stopped early, if it was."""
+        """Run the tasks and commit the results. Returns the reason if the job was stopped early."""
         job, schema, writer = self.job, self.prepared.schema, self.writer
         carried = carried_schema(job, self.prepared.mapped)
         answers, last = job.answer_columns(), job.map_output
@@ -206,14 +204,14 @@ class _Run:
                 collect(job, found, report, Collector(writer, again))
             except RayError as error:
                 raise BrokenOffError(
-                    f"the job broke off, run it again to resume: {_last_line(error)}; Ray's own logs: {logs()}"
+                    f"the job failed; run it again to resume: {_last_line(error)}; Ray's logs: {logs()}"
                 ) from error
             except StopError as error:
                 return str(error)
         return None
 
     def _finish(self, report: Report, stopped: str | None, tried: tuple[int, int] | None) -> int:
-        """Check that every planned row is in a file, write the report, and `_SUCCESS` where all is well."""
+        """Check that every planned row is in a file, write the report, and `_SUCCESS` if the job succeeded."""
         state = self.writer.state
         report.set_aside += [f"{name}: {why}" for name, why in changed(self._read(), self.job.storage_options).items()]
         if stopped:
@@ -231,7 +229,7 @@ class _Run:
         for line in lines:
             self.progress.tell(line)
         if figures["set_aside"]:
-            self.progress.tell(f"Ray's own logs, with what its processes said: {logs()}")
+            self.progress.tell(f"Ray's logs, with the output of its processes: {logs()}")
         if tried is not None:
             self._tell_tried(*tried, figures["errors"])
         if not idle:
@@ -240,40 +238,40 @@ class _Run:
             write_report(report, figures, self.writer)
             if whole and state.done is None:
                 self.writer.finish()
-        except OSError as error:  # what was generated is safe in its files
-            self.progress.tell(f"output {anonymous(self.folder.url)}: the report cannot be written: {error}")
+        except OSError as error:  # the completions are committed
+            self.progress.tell(f"output {anonymous(self.folder.url)}: cannot write the report: {error}")
             return 1
         return int(not whole)
 
     def _tell_tried(self, tried: int, before: int, errors: int) -> None:
-        """What became of rows that were tried again; and of the others: what is wrong with them is in the row.
+        """Print how many rows were retried, and how many were not because their error is in the row.
 
-        before, errors: rows with an error then and now.
+        before, errors: number of error rows before and now.
         """
         mended = min(tried, max(0, before - errors))
-        told = f"{mended} of them are done now, {tried - mended} still have an error"
         if tried:
-            self.progress.tell(f"tried again: {tried} rows; {told}")
+            failed = f"{tried - mended} still have an error"
+            self.progress.tell(f"retried: {tried} rows; {mended} of them are done now, {failed}")
         if alone := errors - (tried - mended):
-            self.progress.tell(f"left alone: {alone} rows that no second try would help")
+            self.progress.tell(f"not retried: {alone} rows with an error that a retry would not help")
 
     def _show_samples(self) -> None:
-        """The first completions, a line each."""
+        """Print the first completions, a line each."""
         width = shutil.get_terminal_size().columns
         for row in samples(self.writer, SAMPLES):
             self.progress.tell(shorten(f"{row['id']}: {' '.join(row['completion'].split())}", width, placeholder="..."))
 
     def _read(self) -> list[Shard]:
-        """The shards that this run may have read: all but those that were done before and need not be there."""
+        """The shards that this run may have read: all except those that `since` skips."""
         return [shard for shard in self.plan.shards if shard.name not in self.prepared.settled]
 
 
 def _last_line(error: Exception) -> str:
-    """What an error of a worker says, below the traceback that Ray puts into its text."""
+    """The last line of a worker's error, below the traceback that Ray puts into its text."""
     return f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
 
 
 def _too_many(figures: dict[str, Any], job: Job) -> bool:
-    """Whether so many rows have an error that the job is none."""
+    """Whether so many rows have an error that the job has failed."""
     share = 1 - 1e-9 if job.max_error_share is None else job.max_error_share
     return bool(figures["errors"] > share * figures["rows"])

@@ -1,11 +1,11 @@
-"""URLs without what they hold of secrets, for everything that is written, printed or compared."""
+"""URLs without their secrets, for everything that is written, printed or compared."""
 
 import re
 from urllib.parse import unquote
 
-# Before the @ of these stands the container, not a user.
+# In these URLs the part before the @ is the container, not a user.
 CONTAINERS = {"abfs", "abfss", "adl", "az", "wasb", "wasbs"}
-# Their host is a bucket, which has no port: whatever follows a colon there is a password.
+# The host of these URLs is a bucket, which has no port: what follows a colon is a password.
 BUCKETS = CONTAINERS | {"gcs", "gs", "oci", "r2", "s3", "s3a", "s3n"}
 SCHEME = re.compile(r"(?<![\w+.-])([A-Za-z][\w+.-]*)://")
 LINK = re.compile(r"::(?=[A-Za-z][\w+.-]*(?:://|::))")  # between the parts of a chained URL
@@ -15,13 +15,13 @@ SECRET = re.compile(
     r"|(access|account|api|shared|private|subscription)[-_.]?key|accessid|session",
     re.IGNORECASE,
 )
-CLOSING = "\"'`<>()[]{},.;:!"  # what may follow a URL in a sentence without being part of it
+CLOSING = "\"'`<>()[]{},.;:!"  # punctuation that may follow a URL in a sentence
 
 
 def anonymous(url: str) -> str:
-    """The URL without user and password, and without its query where a signature, a token or a key is in it.
+    """The URL without user and password, and without a query that holds a signature, token or key.
 
-    What is no URL comes back as it is. Where a password leaves it open how far it reaches, it counts as the longer.
+    Other text is returned unchanged. If the end of a password is ambiguous, the longer one is removed.
     """
     return "::".join(_without_user(_without_signature(link)) for link in LINK.split(url))
 
@@ -37,7 +37,7 @@ def _anonymous_word(found: re.Match[str]) -> str:
 
 
 def _without_signature(url: str) -> str:
-    """A signed query means nothing without its signature, and changes whenever it is signed: all of it goes."""
+    """Remove the whole query if it is signed: the rest is useless, and differs with each signature."""
     if not SCHEME.search(url):
         return url
     for found in PARAMETER.finditer(url):
@@ -48,7 +48,7 @@ def _without_signature(url: str) -> str:
 
 
 def _without_user(url: str) -> str:
-    """A URL may have others inside, as those of a proxy do."""
+    """A URL may contain other URLs, such as a proxy's."""
     begins = [found.start() for found in SCHEME.finditer(url)]
     pieces = [url[i:j] for i, j in zip([0, *begins], [*begins, len(url)], strict=True)]
     return "".join(map(_one_without_user, pieces))
@@ -70,7 +70,7 @@ def _one_without_user(url: str) -> str:
 
 
 def _has_password(scheme: str, authority: str) -> bool:
-    """Whether a colon stands where no port, no IPv6 address and no container explains it."""
+    """Whether there is a colon that is not part of a port, an IPv6 address or a container."""
     if ":" not in authority.split("@", 1)[0].split("[", 1)[0]:
         return False
     return scheme in BUCKETS or re.fullmatch(r"[^:@]*:\d{0,5}", authority) is None

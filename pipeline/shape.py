@@ -1,4 +1,4 @@
-"""The shape of a job's decoding: as the job says, as the job's first run chose it, or measured on a device now."""
+"""The shape that a job decodes in: from the job, from its first run, or from calibration."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 
 from exspec.actors.engine import EngineConfig, Request
 from exspec.actors.engine.config import DRAFTING, Method
-from exspec.actors.engine.drafters import DRAFTERS, NONE, available, drafter_class, kind, label
+from exspec.actors.engine.drafters import DRAFTERS, NONE, drafter_class, kind, label
 from exspec.actors.engine.kv.cached_model import context_length
 from exspec.actors.engine.kv.memory import MEBIBYTE, MemoryPlan
 from exspec.actors.engine.shape.calibration import calibrate
@@ -26,17 +26,17 @@ from exspec.pipeline.job.fingerprint import may_change
 from exspec.pipeline.job.settings import AUTO, Job
 from exspec.pipeline.weights import local_model
 
-LONGEST = 4096  # tokens of a request unless the job says otherwise
-SAMPLED = (8, 256)  # chunks that a sample is taken from, and prompts of it
-ALWAYS = ("kernels", "prefill")  # measured with whatever else is
-BY_DRAFTER = ("method", "drafter", *DRAFTING)  # settings that say who drafts, and how
-SHARE = 0.9  # of the free memory that a plan may use: libraries take some too
+LONGEST = 4096  # capacity in tokens, unless the job sets one
+SAMPLED = (8, 256)  # a calibration sample: chunks that it is taken from, and prompts
+ALWAYS = ("kernels", "prefill")  # calibrated along with anything else
+BY_DRAFTER = ("method", "drafter", *DRAFTING)
+SHARE = 0.9  # of the free memory for the plan; libraries need some too
 
 
 @dataclass(frozen=True)
 class Shape:
-    """config: with a default where the job says auto. free: the settings that are to be measured, if any.
-    stored: it is what the job's first run settled on.
+    """config: with defaults for what is not measured yet. free: the settings to calibrate.
+    stored: the config is from the job's first run.
     """
 
     config: EngineConfig
@@ -45,114 +45,114 @@ class Shape:
 
 
 def shape_of(job: Job, models: Sequence[PretrainedConfig], rows: int, stored: dict[str, Any] | None) -> Shape:
-    """The job's shape before anything is measured; `stored` is what its first run settled on. models: of the target
-    and, where it may be used, of the draft.
+    """How the job decodes, before calibration. models: of the target and, if it may be used, of the draft. stored: the
+    shape that the job's first run stored; None for a new job.
 
+    The value of a setting is the first that exists of these:
+
+    setting                              new job                        resumed job
+    method, drafter                      job, calibration, default      job, stored (with a drafter that is available)
+    batch_size, window, draft_tokens     job, calibration, default      stored
+    bucket                               job, calibration, default      stored
+    exit_depth, check_depth, exit_tokens job, calibration, default      job, stored
+    threshold                            job, calibration, default      job, stored
+    draft_length                         job                            job
+    capacity, exact                      job                            stored (the fingerprint keeps them equal)
+    kernels, prefill_*, page, overlap    calibration, default           stored
+    columns                              default                        stored, or as many as the drafts had
+    pages, attention                     this machine                   this machine
+
+    A job of few rows and one with eqspec take defaults instead of calibrating.
     Raises JobError for settings that exclude each other.
     """
-    free = tuple(name for name in AUTO if getattr(job, name) == "auto")
-    given: dict[str, Any] = {name: getattr(job, name) for name in AUTO if name not in free}
-    capacity = min(job.capacity or LONGEST, context_length(models[0]))
     target, draft = models[0], models[1] if len(models) > 1 else None
-    method: Method = "eqspec" if job.method == "eqspec" else "exspec"
-    hand = available(target, draft, EngineConfig(method=method, capacity=capacity, **_asked(job)))
-    given |= _drafting(job, hand)
-    if given.get("method") == "plain":
-        free = tuple(name for name in free if name not in ("method", "drafter", "draft_tokens"))
-    if "draft_tokens" in free and given["drafter"] in DRAFTERS:
-        longest = max(drafter_class(given["drafter"]).lengths_with(draft))
-        given["draft_tokens"] = min(EngineConfig.draft_tokens, longest)
-    if "window" in free and "batch_size" not in free:
-        given["window"] = max(given["batch_size"], EngineConfig.window)
-    if "batch_size" in free and "window" not in free:
-        given["batch_size"] = min(given["window"], EngineConfig.batch_size)
+    capacity = min(job.capacity or LONGEST, context_length(target))
+    own = {name: value for name in DRAFTING if (value := getattr(job, name)) is not None}
+    tried: Method = "eqspec" if job.method == "eqspec" else "exspec"
+    drafters = available(target, draft, EngineConfig(method=tried, capacity=capacity, **own))
+    free = tuple(name for name in AUTO if getattr(job, name) == "auto")
     try:
-        config = EngineConfig(
-            **given,
-            capacity=capacity,
-            exact=job.exact,
-            draft_length=job.draft_length,
-            threshold=job.threshold or EngineConfig.threshold,
-            **_asked(job),
-        )
-        config = _taken_up(config, stored, job, hand) if stored else config
+        if stored is None:
+            config = _new_config(job, draft, drafters, EngineConfig(capacity=capacity, exact=job.exact, **own))
+        else:
+            config = _resumed_config(job, known_shape(stored), own, drafters)
     except ValueError as error:
         raise JobError(str(error)) from error
     if why := kind(config).refusal(target, draft, config):
         raise JobError(f"drafter {config.drafter}: {why}")
-    if stored or rows < job.tune_from or config.method == "eqspec":
-        if not stored and {"method", "drafter"} <= set(free) and job.draft is None:
-            config = replace(config, method="plain", drafter=NONE)  # nobody has seen yet what looking up is worth
-        free = ()
-    elif free:
-        free += ALWAYS
-    return Shape(config, free, stored is not None)
+    if stored is not None or config.method == "eqspec":
+        return Shape(config, (), stored is not None)
+    if rows < job.tune_from:
+        if {"method", "drafter"} <= set(free) and job.draft is None:
+            config = replace(config, method="plain", drafter=NONE)  # without a draft, drafting may not pay
+        return Shape(config, ())
+    if not config.drafts:
+        free = tuple(name for name in free if name not in ("method", "drafter", "draft_tokens"))
+    return Shape(config, free + ALWAYS if free else ())
 
 
-def _drafting(job: Job, hand: list[str]) -> dict[str, Any]:
-    """Method and drafter as the job says, with the first drafter at hand where it says nothing.
-
-    Raises JobError where they exclude each other.
-    """
-    method = None if job.method == "auto" else job.method
-    if method == "plain" or (job.drafter == NONE and method is None):
-        if job.drafter not in ("auto", NONE):
-            raise JobError(f"method plain drafts nothing, and drafter is {job.drafter}; expected one of them")
-        return {"method": "plain", "drafter": NONE}
-    drafter = job.drafter
-    if drafter == "auto":
-        if not hand and method is None:
-            return {"method": "plain", "drafter": NONE}
-        if not hand:
-            raise JobError(f"method {method} has no drafter at hand; give a draft, or take method plain")
-        drafter = hand[0]
+def _new_config(job: Job, draft: PretrainedConfig | None, drafters: list[str], base: EngineConfig) -> EngineConfig:
+    """The config of a new job. drafters: those that are available. base: with what does not depend on them."""
+    values = {name: getattr(job, name) for name in AUTO if getattr(job, name) != "auto"}
+    method, drafter = job.method, job.drafter
+    if method == "auto" and (drafter == NONE or (drafter == "auto" and not drafters)):
+        method = "plain"
+    if method == "plain":
+        if drafter not in ("auto", NONE):
+            raise JobError(f"method plain does not draft, but drafter is {drafter}; change one of them")
+        drafter = NONE
+    elif drafter == "auto":
+        if not drafters:
+            raise JobError(f"method {method} has no drafter available; give a draft, or use method plain")
+        drafter = drafters[0]
     elif drafter in DRAFTERS and drafter_class(drafter).needs_draft and job.draft is None:
-        raise JobError(f"drafter {drafter} needs a draft; without one use another, or auto")
-    return {"drafter": drafter} | ({"method": method} if method else {})
+        raise JobError(f"drafter {drafter} needs a draft; give one, or use another drafter")
+    values |= {"drafter": drafter} | ({} if method == "auto" else {"method": method})
+    if "draft_tokens" not in values and method != "plain" and drafter in DRAFTERS:
+        values["draft_tokens"] = min(EngineConfig.draft_tokens, max(drafter_class(drafter).lengths_with(draft)))
+    if "batch_size" in values:
+        values.setdefault("window", max(values["batch_size"], EngineConfig.window))
+    elif "window" in values:
+        values["batch_size"] = min(values["window"], EngineConfig.batch_size)
+    threshold = job.threshold or EngineConfig.threshold
+    return replace(base, **values, draft_length=job.draft_length, threshold=threshold)
 
 
-def _asked(job: Job) -> dict[str, Any]:
-    """Settings of drafters that the job names."""
-    return {name: value for name in DRAFTING if (value := getattr(job, name)) is not None}
+def _resumed_config(job: Job, stored: dict[str, Any], own: dict[str, Any], drafters: list[str]) -> EngineConfig:
+    """The config of a resumed job. Neither another drafter nor plain decoding in the same shape changes a token.
 
-
-def _says(job: Job, name: str) -> bool:
-    """Whether the job has such a setting, and not left to what is measured or to a default."""
-    return getattr(job, name, None) not in (None, "auto")
+    own: settings of drafters that the job sets. drafters: those that are available.
+    """
+    given = {field.name: getattr(job, field.name, None) for field in fields(EngineConfig)}
+    changed = {
+        name: value
+        for name, value in given.items()
+        if value not in (None, "auto") and name not in BY_DRAFTER and may_change(name, job.exact)
+    }
+    config = EngineConfig(**stored | changed)
+    if any(getattr(config, name) != value for name, value in own.items()):
+        config = config.drafting(own)
+    drafter = config.drafter if job.drafter == "auto" else job.drafter
+    if job.drafter == "auto" and config.drafts and drafter not in drafters:  # the job has another kind of draft now
+        drafter = next((name for name in drafters if drafter_class(name).needs_draft), drafter)
+    if not config.drafts and (job.drafter == "auto" or config.width == 1):
+        return config
+    if job.method == "plain" or drafter == NONE or (job.draft is None and drafter_class(drafter).needs_draft):
+        return config.plain()
+    if not config.drafts:
+        return replace(config, method="exspec", drafter=drafter, draft_tokens=config.width - 1)
+    return replace(config, drafter=drafter)
 
 
 def wants_draft(job: Job) -> bool:
-    """Whether what the job names as its draft may be used."""
+    """Whether the job may use the draft that it names."""
     if job.draft is None or job.method == "plain" or job.drafter == NONE:
         return False
     return job.drafter not in DRAFTERS or drafter_class(job.drafter).needs_draft
 
 
-def _taken_up(config: EngineConfig, began: dict[str, Any], job: Job, hand: list[str]) -> EngineConfig:
-    """The shape that a job began in, with what may change as the job says now, by the drafter that there is now: which
-    one changes no token, and neither does plain decoding in this shape. config: as a new job would have it."""
-    stored = replace(config, **known_shape(began))
-    said = {name: getattr(config, name) for name in asdict(config) if name not in BY_DRAFTER and _says(job, name)}
-    stored = replace(stored, **{name: value for name, value in said.items() if may_change(name, job.exact)})
-    asked = _asked(job)
-    if any(getattr(stored, name) != value for name, value in asked.items()):
-        stored = stored.drafting(asked)
-    if job.drafter == "auto" and stored.drafts and stored.drafter not in hand:
-        others = [name for name in hand if drafter_class(name).needs_draft]  # the job has another kind of draft now
-        stored = replace(stored, drafter=(others or [stored.drafter])[0])
-    drafted = stored.width - 1  # K, or the columns that plain decoding left dead
-    drafter = stored.drafter if job.drafter == "auto" else job.drafter
-    if stored.method == "plain" and (job.drafter == "auto" or not drafted):
-        return stored
-    if job.method == "plain" or drafter == NONE or (job.draft is None and drafter_class(drafter).needs_draft):
-        return stored.plain()
-    if stored.method == "plain":
-        return replace(stored, method="exspec", drafter=drafter, draft_tokens=drafted)
-    return replace(stored, drafter=drafter)
-
-
 def known_shape(stored: dict[str, Any]) -> dict[str, Any]:
-    """The shape that a job began in. Raises JobError where a newer version decided more of it."""
+    """A stored shape. Raises JobError if a newer version wrote it with settings that this version does not know."""
     names = {field.name for field in fields(EngineConfig)}
     if strange := [name for name in stored if name not in names]:
         raise JobError(
@@ -162,8 +162,7 @@ def known_shape(stored: dict[str, Any]) -> dict[str, Any]:
 
 
 def stored_shape(config: EngineConfig) -> dict[str, Any]:
-    """What a later run of the job needs to decode in the same shape. How many pages it has, and how they are read, is
-    its machine's own."""
+    """What a later run needs to decode in the same shape. Pages and attention depend on the machine of each run."""
     return {name: value for name, value in asdict(config).items() if name not in ("draft_length", "pages", "attention")}
 
 
@@ -172,23 +171,23 @@ def memory_of(config: EngineConfig, models: Sequence[PretrainedConfig], job: Job
 
 
 def sample(job: Job, plan: Plan, prompts: Prompts) -> list[Request]:
-    """Prompts out of chunks that are spread over the plan."""
+    """A sample of the prompts, from chunks that are spread over the plan."""
     found: list[Request] = []
     count = sum(1 for _ in plan.chunks())
     schema = decode_schema(plan.schema)
     each = -(-SAMPLED[1] // min(SAMPLED[0], count))
     for chunk in islice(plan.chunks(), 0, None, -(-count // SAMPLED[0])):
         first = range(min(each, chunk.rows))
-        with suppress(JobError):  # it will be set aside
+        with suppress(JobError):  # the chunk will be set aside
             asked = requests(chunk, job, prompts, schema, first)
-            found += [a.request for a in asked if not isinstance(a.request, RowError)]  # the others are sample enough
+            found += [a.request for a in asked if not isinstance(a.request, RowError)]
     return found
 
 
 @dataclass(frozen=True)
 class Settled:
-    """config: what the job decodes with. candidates: shape, predicted and measured tokens/s; empty: not measured.
-    compiled: what was compiled to measure them, and where it is kept."""
+    """config: what the job decodes with. candidates: shapes with predicted and measured tokens/s, if calibrated.
+    compiled: what calibration compiled, and where it is cached."""
 
     config: EngineConfig
     candidates: list[dict[str, Any]]
@@ -201,17 +200,17 @@ class Settled:
         shape = f"{method}, B={c.batch_size}, slots={c.slots}, K={c.drafted}, bucket={c.bucket}, {c.kernels}"
         if c.method != "eqspec":
             shape += f", KV of {c.page_count * c.page_size} tokens"
-        told = [f"measured in {self.seconds:.0f} s", *filter(None, [self.compiled])]
-        return f"{shape} ({'; '.join(told)})" if self.candidates else shape
+        notes = [f"measured in {self.seconds:.0f} s", *filter(None, [self.compiled])]
+        return f"{shape} ({'; '.join(notes)})" if self.candidates else shape
 
 
 def settle(job: Job, shape: Shape, requests: list[Request], device: str) -> Settled:
-    """Fit the shape into the device's memory, and measure what is free. Runs where the device is.
+    """Fit the shape into the device's memory, and calibrate its free settings. Runs on the device's node.
 
-    Raises ValueError where the memory is too small or no request of the sample can be decoded.
+    Raises ValueError if the memory is too small or no request of the sample can be decoded.
     """
     torch.set_num_threads(job.threads)
-    budget = memory_budget(job, torch.device(device))  # before the weights take their part of it
+    budget = memory_budget(job, torch.device(device))  # before the weights are loaded
     wanted = "drafter" in shape.free or kind(shape.config).needs_draft
     pair = pair_of(job, device, wanted and wants_draft(job))
     if shape.free:
@@ -222,14 +221,14 @@ def settle(job: Job, shape: Shape, requests: list[Request], device: str) -> Sett
     fitted = fit(pair.target.config, draft, shape.config, pair.target.dtype, budget)
     if fitted.batch_size < shape.config.batch_size and shape.stored:
         raise ValueError(
-            f"memory: {budget / MEBIBYTE:.0f} MiB are too few for the batch of {shape.config.batch_size} that this job "
-            "decodes in; give as much as its first run had, or start over with --restart"
+            f"memory: {budget / MEBIBYTE:.0f} MiB are too few for this job's batch_size of {shape.config.batch_size}; "
+            "give as much memory as its first run had, or start over with --restart"
         )
     return Settled(fitted, [])
 
 
 def pair_of(job: Job, device: str, draft: bool) -> Pair:
-    """The job's target, and its draft where that is wanted, on this node. Raises ModelError as `load_pair` does."""
+    """The job's target, and its draft if wanted, loaded on this node. Raises ModelError as `load_pair` does."""
     return load_pair(
         local_model(job.target, job.storage_options),
         local_model(job.draft, job.storage_options) if job.draft and draft else None,
@@ -243,14 +242,14 @@ def pair_of(job: Job, device: str, draft: bool) -> Pair:
 
 
 def device_here(job: Job) -> str:
-    """The kind of device that the job decodes on where it runs on this machine."""
+    """The kind of device that the job would use on this machine."""
     if job.device != "auto":
         return job.device
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def memory_budget(job: Job, device: torch.device) -> int:
-    """Bytes that one actor's plan may use: the job's, or its share of what the device has free."""
+    """Bytes that one actor may use: memory_gib, or a share of the device's free memory."""
     if job.memory_gib is not None:
         return int(job.memory_gib * 2**30)
     neighbours = -(-job.actor_range[1] // _nodes()) if device.type == "cpu" else 1 / (job.num_gpus or 1)
@@ -258,7 +257,7 @@ def memory_budget(job: Job, device: torch.device) -> int:
 
 
 def _nodes() -> int:
-    """Machines that share the job's actors."""
+    """Number of nodes that the job's actors are spread over."""
     import ray
 
     return sum(node["Alive"] for node in ray.nodes()) if ray.is_initialized() else 1

@@ -1,4 +1,4 @@
-"""Files behind fsspec URLs: read whole, written whole or not at all, with retries around both."""
+"""Files behind fsspec URLs, with retries. A file is read whole, and written whole or not at all."""
 
 import errno
 import os
@@ -22,21 +22,20 @@ from exspec.pipeline.errors import JobError
 
 A = TypeVar("A")
 T = TypeVar("T")
-STREAMS = 16  # files worked on at once
-STAGED, PROBE = "_staged", "_probe"  # a folder below, and what names of trials begin with; readers pass over both
+STREAMS = 16  # concurrent file operations
+STAGED, PROBE = "_staged", "_probe"  # a subfolder, and a prefix of probe files; readers ignore both
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"}
-PATIENCE = 180  # seconds of trying again
+PATIENCE = 180  # seconds of retries
 PERMANENT = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 REFUSALS = ("NoCredentials", "InvalidAccessKey", "SignatureDoesNotMatch", "NoSuchBucket", "OSError Forbidden: ")
-CLIENTS = ("botocore", "aiohttp", "gcsfs", "google.auth", "azure.core")  # whose errors are no OSErrors
+CLIENTS = ("botocore", "aiohttp", "gcsfs", "google.auth", "azure.core")  # modules whose errors are not OSErrors
 HOPELESS = {errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.ENAMETOOLONG}
 
 
 class Folder:
-    """A folder on a file system. Pickles as its URL and options, so that every process connects by itself.
+    """A folder on a file system. It pickles as URL and options, so every process opens its own connection.
 
-    url: a path or an fsspec URL. options: as fsspec takes them; S3 takes endpoint and credentials from the usual
-    AWS variables too.
+    url: a path or an fsspec URL. options: for fsspec. S3 also reads endpoint and credentials from the AWS variables.
     """
 
     def __init__(self, url: str, options: dict[str, Any] | None = None) -> None:
@@ -65,21 +64,21 @@ class Folder:
         return isinstance(self.fs, LocalFileSystem)
 
     def names(self, below: str = "") -> set[str]:
-        """Names of the files directly in the folder, or in one below it; empty where there is none."""
+        """Names of the files in the folder or a subfolder, not recursive; empty if it does not exist."""
         return set(self.sizes(below))
 
     def sizes(self, below: str = "") -> dict[str, int]:
-        """Bytes of the files directly in the folder, or in one below it, by name."""
+        """Sizes of the files in the folder or a subfolder, not recursive, by name."""
         try:
             return attempt(lambda: self._listed(f"{self.path}/{below}".rstrip("/")))
         except FileNotFoundError:
             return {}
 
     def _listed(self, path: str) -> dict[str, int]:
-        if self.local:  # one system call for many names, where fsspec asks for each file's details
+        if self.local:  # one system call for many names; fsspec makes several per file
             found = {}
             for entry in os.scandir(path):
-                with suppress(FileNotFoundError):  # removed meanwhile
+                with suppress(FileNotFoundError):  # it was removed meanwhile
                     if entry.is_file():
                         found[entry.name] = entry.stat().st_size
             return found
@@ -88,7 +87,7 @@ class Folder:
         return {str(f["name"]).rsplit("/", 1)[-1]: int(f["size"] or 0) for f in files}
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file; None where it is not there."""
+        """Size of a file in bytes; None if it does not exist."""
         self.fs.invalidate_cache()
         try:
             return int(attempt(lambda: self.fs.info(f"{self.path}/{name}"))["size"] or 0)
@@ -103,7 +102,7 @@ class Folder:
         return bool(attempt(lambda: self.fs.exists(f"{self.path}/{name}")))
 
     def modified(self, name: str) -> float | None:
-        """When the file was written, in seconds of its store's clock; None where the store does not tell."""
+        """When the file was written, by the store's clock, in seconds; None if the store does not say."""
         self.fs.invalidate_cache()
         try:
             return float(attempt(lambda: self.fs.modified(f"{self.path}/{name}")).timestamp())
@@ -111,7 +110,7 @@ class Folder:
             return None
 
     def write(self, name: str, content: bytes) -> None:
-        """Write the file whole, in the place of one that is there."""
+        """Write the whole file; replaces an existing one."""
         attempt(lambda: self._put(f"{self.path}/{name}", content))
 
     def _put(self, path: str, content: bytes) -> None:
@@ -122,14 +121,14 @@ class Folder:
             self.fs.pipe_file(path, content)
 
     def _make_parent(self, path: str) -> None:
-        """Object stores have no folders to be made."""
+        """Create the parent folder. Object stores need none."""
         if not self.whole_puts:
             self.fs.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
 
     def create(self, name: str, content: bytes) -> bool:
-        """Write the file whole if there is none; of several who try, one succeeds. Returns whether it was this one.
+        """Write the whole file unless it exists. Of several writers, one succeeds. Returns whether it was this one.
 
-        The content must be one that nobody else writes: where the answer of a store got lost, it tells who was first.
+        The content must be unique: if the store's response is lost, the content shows which process was first.
         """
         path = f"{self.path}/{name}"
         try:
@@ -152,31 +151,31 @@ class Folder:
                 self._put(temporary, content)
                 self.fs.mv(temporary, path)
             except Exception as error:
-                with suppress(Exception):  # what is left of it is in nobody's way
+                with suppress(Exception):  # leftovers do no harm
                     self.fs.rm_file(temporary)
                 raise FileExistsError(path) if self.fs.exists(path) else error from error
 
     @property
     def whole_puts(self) -> bool:
-        """Whether the store writes a file in one step, as object stores do; others may leave half of one."""
+        """Whether the store writes files in one step, like object stores. Others may leave half a file."""
         kinds = {self.fs.protocol} if isinstance(self.fs.protocol, str) else set(self.fs.protocol)
         return bool(kinds & OBJECT_STORES)
 
     def check_create(self) -> None:
-        """Raises JobError where the store lets two writers create one file: then nothing keeps two runs apart."""
+        """Raises JobError if two writers can create the same file: then two runs could write to one output."""
         name = f"{PROBE}-{uuid.uuid4().hex}"
         try:
             if not self.create(name, b"first") or self.create(name, b"second") or self.read(name) != b"first":
                 raise JobError(
-                    f"{self.url}: the store lets a second writer replace a file that the first one created, so nothing "
-                    "can keep two runs apart there; expected a local disk with hard links, S3, GCS, Azure, or a store "
-                    "that creates or renames a file only where there is none"
+                    f"{self.url}: the store lets a second writer replace a file that another one created, so two runs "
+                    "could overwrite each other; expected a local disk with hard links, S3, GCS, Azure, or a store "
+                    "that never overwrites when it creates or renames a file"
                 )
         finally:
             self.remove(name)
 
     def stage(self, content: bytes, prefix: str) -> str:
-        """Write a file that nobody reads yet; returns its name, which is new for every try and never used again."""
+        """Write a staged file and return its name. Every attempt has a new name, which is never used again."""
 
         def put() -> str:
             name = f"{STAGED}/{prefix}-{uuid.uuid4().hex}"
@@ -187,7 +186,7 @@ class Folder:
 
     @contextmanager
     def staging(self, prefix: str) -> Iterator[tuple[Path, str]]:
-        """A local file to be written, and the name of the staged file that it is when the block has ended."""
+        """A local file to write to, and the name of the staged file that it becomes at the end of the block."""
         name = f"{STAGED}/{prefix}-{uuid.uuid4().hex}"
         if self.local:
             place = Path(f"{self.path}/{name}")
@@ -199,7 +198,7 @@ class Folder:
 
     @contextmanager
     def writing(self, name: str) -> Iterator[Path]:
-        """A local file to be written, which takes the place of the named one, whole, when the block has ended."""
+        """A local file to write to. It replaces the named file, whole, at the end of the block."""
         path = f"{self.path}/{name}"
         if self.local:
             place = Path(path).with_name(f".{Path(path).name}.{uuid.uuid4().hex}")
@@ -216,7 +215,7 @@ class Folder:
                 attempt(lambda: self.fs.put_file(str(place), path))
 
     def move(self, name: str, new: str) -> None:
-        """Give a file another name. Raises FileNotFoundError where it is not there: it may have been moved before."""
+        """Rename a file. Raises FileNotFoundError if it does not exist: it may have been moved already."""
         here, there = f"{self.path}/{name}", f"{self.path}/{new}"
         if self.local:
             Path(here).replace(there)
@@ -228,7 +227,7 @@ class Folder:
             attempt(lambda: self.fs.mv(here, there))
 
     def copy(self, name: str, other: "Folder") -> None:
-        """Put a file into another folder of the same file system, under its name."""
+        """Copy a file to another folder of the same file system, under the same name."""
         here, there = f"{self.path}/{name}", f"{other.path}/{name}"
         if self.local:
             Path(there).parent.mkdir(parents=True, exist_ok=True)
@@ -238,22 +237,22 @@ class Folder:
             attempt(lambda: self._copy(here, there))
 
     def _copy(self, here: str, there: str) -> None:
-        """Copy to the end: Azure may answer before it has copied, and what was removed meanwhile is lost."""
+        """Copy and wait for the end. Azure may respond earlier; if the source is removed then, it is lost."""
         self.fs.cp_file(here, there)
-        if hasattr(self.fs, "service_client"):  # adlfs's, and only its
+        if hasattr(self.fs, "service_client"):  # only adlfs has it
             while (status := _copy_status(self.fs, there)) == "pending":
                 time.sleep(0.2)
             if status in ("aborted", "failed"):
                 raise OSError(f"{there}: the store {status} the copy")
 
     def remove(self, name: str) -> None:
-        """Remove the file if it is there."""
+        """Remove the file if it exists."""
         with suppress(FileNotFoundError):
             attempt(lambda: self.fs.rm_file(f"{self.path}/{name}"))
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """Leave no folder behind on a local disk where there was none before, unless something has come into it."""
+        """Remove a local folder at the end of the block if it did not exist before and contains no files."""
         there = not self.local or self.exists("")
         try:
             yield
@@ -262,22 +261,22 @@ class Folder:
                 shutil.rmtree(self.path, ignore_errors=True)
 
     def each(self, action: Callable[[str], T], names: Iterable[str]) -> list[T]:
-        """What an action gives for every name, several at a time."""
+        """Results of an action for every name, run concurrently."""
         return at_once(action, names)
 
 
 def at_once(action: Callable[[A], T], items: Iterable[A]) -> list[T]:
-    """What an action, one that waits for a store, gives for every item, in order.
+    """Results of an action for every item, in order, run concurrently.
 
-    No thread outlives it. A generator must not keep a pool while it is suspended: what Python's collector closes, it
-    closes in any thread, at any moment, and one that is just starting would wait for itself.
+    No thread outlives the call. A generator must not hold a pool while suspended: Python's garbage collector may close
+    it in any thread, even in one that is just starting, which would wait for itself.
     """
     with ThreadPoolExecutor(STREAMS) as pool:
         return list(pool.map(action, items))
 
 
 def _write_local(place: Path, content: bytes, name: Callable[[Path, Path], Any]) -> None:
-    """A temporary file beside the place, made durable, then named in one step."""
+    """Write a temporary file in the same folder, sync it, then rename or link it in one step."""
     place.parent.mkdir(parents=True, exist_ok=True)
     temporary = place.with_name(f".{place.name}.{uuid.uuid4().hex}")
     try:
@@ -291,7 +290,7 @@ def _write_local(place: Path, content: bytes, name: Callable[[Path, Path], Any])
 
 
 def _copy_status(fs: Any, path: str) -> str | None:
-    """How far Azure has come with the copy that the file is; None where it is none."""
+    """The status of Azure's copy to this path; None if there is no copy."""
 
     async def ask() -> Any:
         container, name, _ = fs.split_path(path)
@@ -305,27 +304,27 @@ def _copy_status(fs: Any, path: str) -> str | None:
 
 
 def _was_there(error: OSError) -> bool:
-    """A store refused to create what exists; some say so only by the status of their answer."""
+    """Whether a store refused to create a file because it exists. Some stores only set the status code."""
     answer = getattr(error.__cause__, "response", None) or {}
     return isinstance(error, FileExistsError) or answer.get("ResponseMetadata", {}).get("HTTPStatusCode") == 412
 
 
 def etag(info: dict[str, Any]) -> str:
-    """What tells a changed file, as far as its file system knows; empty where it does not.
+    """What changes when the file changes, as far as the file system knows; else empty.
 
-    What follows from the content comes first: the same bytes, written anew, are no change.
+    Values that depend on the content alone come first: writing the same bytes again is not a change.
     """
-    settings = info.get("content_settings") or {}  # Azure's: as a mapping, or an object like one
+    settings = info.get("content_settings") or {}  # Azure: a mapping, or an object like one
     found = [*(info.get(k) for k in ("md5Hash", "crc32c", "content_md5")), settings.get("content_md5")]
     found += [info.get(k) for k in ("ETag", "etag", "mtime", "LastModified", "created")]
-    told = next((value for value in found if value), "")
-    return told.hex() if isinstance(told, bytes | bytearray) else str(told).strip('"')
+    first = next((value for value in found if value), "")
+    return first.hex() if isinstance(first, bytes | bytearray) else str(first).strip('"')
 
 
 def attempt(action: Callable[[], T]) -> T:
-    """Run an idempotent action, again and again while the failure may pass: connections, throttling, 5xx."""
+    """Run an idempotent action, with retries while the failure is transient: connections, throttling, 5xx."""
     retrying = Retrying(
-        retry=retry_if_exception(_may_pass),
+        retry=retry_if_exception(_is_transient),
         wait=wait_random_exponential(multiplier=0.5, max=20),
         stop=stop_after_delay(PATIENCE),
         reraise=True,
@@ -333,7 +332,7 @@ def attempt(action: Callable[[], T]) -> T:
     return retrying(action)
 
 
-def _may_pass(error: BaseException) -> bool:
+def _is_transient(error: BaseException) -> bool:
     if isinstance(error, PERMANENT) or getattr(error, "errno", None) in HOPELESS:
         return False
     text = f"{type(error).__name__} {error}"
@@ -346,7 +345,7 @@ def _may_pass(error: BaseException) -> bool:
 
 
 def _status(error: BaseException) -> int | None:
-    """The HTTP status that Google's or Azure's client tells, where it does."""
+    """The HTTP status of an error of Google's or Azure's client, if it has one."""
     client = type(error).__module__
-    told = getattr(error, "code" if client.startswith("gcsfs") else "status_code", None)
-    return int(str(told)) if str(told).isdecimal() else None
+    status = getattr(error, "code" if client.startswith("gcsfs") else "status_code", None)
+    return int(str(status)) if str(status).isdecimal() else None

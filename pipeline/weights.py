@@ -1,6 +1,6 @@
-"""Where a model's files lie: hub ids and folders as they are, fsspec URLs as a copy in this node's cache folder.
+"""Local files of models: fsspec URLs are copied to this node's cache folder; folders and hub ids stay as they are.
 
-Hub ids are left to transformers, whose own cache (HF_HOME) holds a lock of its own for every file.
+transformers downloads hub ids itself, to its own cache (HF_HOME), with a lock per file.
 """
 
 import hashlib
@@ -20,14 +20,14 @@ from exspec.pipeline.job.settings import Job
 from exspec.pipeline.secrets import anonymous, redacted
 from exspec.pipeline.storage import Folder, attempt, etag
 
-STREAMS = 4  # files fetched or read at once
-HUB_PATIENCE = 20  # seconds that the hub may take to say what a revision stands for
+STREAMS = 4  # concurrent downloads or reads
+HUB_PATIENCE = 20  # seconds to wait for the hub to resolve a revision
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf"}
 
 
 @dataclass(frozen=True)
-class File:
-    """A file of a model behind a URL. name: its path below the model's folder."""
+class ModelFile:
+    """A file of a model behind a URL. name: the path below the model's folder."""
 
     name: str
     size: int
@@ -35,15 +35,13 @@ class File:
 
 
 def local_model(name: str, options: dict[str, Any], weights: bool = True) -> str:
-    """What transformers can load a model from: hub ids and folders as they are, for a URL a folder on this node.
+    """What transformers can load a model from: a hub id, a folder, or for a URL a folder on this node.
 
-    A node fetches a model once, whichever of its processes asks first; the others wait. What changed behind the URL is
-    another model, in another folder. A download that was killed is taken up again with the files that it had finished.
+    The first process on a node that needs a model downloads it; the others wait. If the files behind the URL change,
+    they are another model in another folder. An interrupted download resumes with the files that it finished.
 
-    options: of the file system, as fsspec takes them. weights: False leaves out the weights, for those who need the
-    configuration and the tokenizer alone.
-
-    Raises JobError where the URL cannot be read.
+    options: for fsspec. weights: False downloads configuration and tokenizer only.
+    Raises JobError if the URL cannot be read.
     """
     if "://" not in name:
         return name
@@ -57,15 +55,15 @@ def local_model(name: str, options: dict[str, Any], weights: bool = True) -> str
 
 
 def cache_folder() -> Path:
-    """EXSPEC_CACHE, or exspec in the user's cache folder. It should lie on a disk of the node itself."""
+    """EXSPEC_CACHE, or exspec in the user's cache folder. It should be on a local disk of the node."""
     user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("EXSPEC_CACHE") or Path(user) / "exspec")
 
 
 def resolved(job: Job) -> Job:
-    """The job with the revisions of hub ids replaced by the commits that they stand for now: one for all processes.
+    """The job with revisions of hub ids replaced by their present commits, so that all processes load the same.
 
-    A commit, a folder and a URL stay as they are, and so does what neither the hub nor this node's cache of it knows.
+    Commits, folders and URLs stay as they are, and so does a revision that neither hub nor local cache knows.
     """
     commits = {}
     for role in ("target", "draft"):
@@ -76,8 +74,8 @@ def resolved(job: Job) -> Job:
 
 
 def model_digest(name: str, revision: str | None, options: dict[str, Any]) -> str:
-    """What identifies a model's files: for a hub id its commit, for a URL a digest of names, sizes and what its store
-    tells of contents, for a folder one of names and whole contents."""
+    """What identifies a model's files: the commit of a hub id; for a folder a digest of names and contents; for a URL a
+    digest of names, sizes and etags."""
     if "://" in name:
         return _digest("", _files(Folder(name, options)))
     folder = Path(name)
@@ -98,25 +96,25 @@ def _commit(name: str, revision: str | None) -> str | None:
 
     try:
         return HfApi().model_info(name, revision=revision, timeout=HUB_PATIENCE).sha or revision
-    except Exception:  # an unreachable or refusing hub has many names; what is at hand may still be loaded
+    except Exception:  # any error of the hub: the local cache may have the model
         return _cached_commit(name, revision) or revision
 
 
 def _cached_commit(name: str, revision: str | None) -> str | None:
-    """The commit that a revision stands for in this node's cache of the hub."""
+    """The commit of a revision in this node's cache of the hub."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
         found = try_to_load_from_cache(name, "config.json", revision=revision)
-    except ValueError:  # no hub id; loading it says so
+    except ValueError:  # not a hub id; loading it raises the error
         return None
     return Path(found).parent.name if isinstance(found, str) else None
 
 
 def _content(path: Path) -> str:
-    """The sha256 of a file. It is noted for the file as it is now, so that nobody reads it twice.
+    """The sha256 of a file. The cache holds it by the file's present stat, so that the file is read once.
 
-    Processes that note it at once write the same, each in one step; what is no digest is not believed.
+    Concurrent writers write the same digest, each in one step. A cached text that is not a digest is ignored.
     """
     state = path.stat()
     key = (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
@@ -126,7 +124,7 @@ def _content(path: Path) -> str:
             return noted
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    with suppress(OSError):  # a cache that cannot be written costs time alone
+    with suppress(OSError):  # a cache that cannot be written only costs time
         note.parent.mkdir(parents=True, exist_ok=True)
         incoming = note.with_name(f"{note.name}.{os.getpid()}.{os.urandom(4).hex()}")
         incoming.write_text(digest, encoding="ascii")
@@ -134,7 +132,7 @@ def _content(path: Path) -> str:
     return digest
 
 
-def _files(source: Folder) -> list[File]:
+def _files(source: Folder) -> list[ModelFile]:
     def listing() -> dict[str, dict[str, Any]]:
         source.fs.invalidate_cache()
         return dict(source.fs.find(source.path, detail=True))
@@ -143,36 +141,36 @@ def _files(source: Folder) -> list[File]:
         found = attempt(listing)
     except JobError:
         raise
-    except Exception as error:  # an unreachable or refusing store has many names
+    except Exception as error:  # stores raise errors of many types
         place, reason = anonymous(source.url), type(error).__name__
-        if place == source.url:  # a library that was given a password may have taken it for a bucket's name
+        if place == source.url:  # else the message may contain a password
             reason = f"{reason}: {redacted(str(error))}"
         raise JobError(f"{place}: cannot be listed: {reason}") from None
     files = [
-        File(_checked(path.removeprefix(source.path).removeprefix("/"), source), int(info["size"]), etag(info))
+        ModelFile(_checked(path.removeprefix(source.path).removeprefix("/"), source), int(info["size"]), etag(info))
         for path, info in sorted(found.items())
         if info["type"] == "file" and not path.endswith("/") and path != source.path
     ]
     if not any(file.name == "config.json" for file in files):
         place = anonymous(source.url)
-        raise JobError(f"{place}: expected a folder with a model's files, and found no config.json in it")
+        raise JobError(f"{place}: expected a folder with a model's files, but it has no config.json")
     return files
 
 
 def _checked(name: str, source: Folder) -> str:
-    """The name of a file that stays below the folder it is fetched into: a key of a store may be anything."""
+    """The name, if it stays below the download folder: keys of a store can be anything."""
     if {"", ".", ".."} & set(name.split("/")) or "\\" in name or "\0" in name or PureWindowsPath(name).drive:
-        raise JobError(f"{anonymous(source.url)}: holds a file {name!r}; expected names that stay below the folder")
+        raise JobError(f"{anonymous(source.url)}: invalid file name {name!r}; expected a path below the folder")
     return name
 
 
-def _digest(place: str, files: list[File]) -> str:
+def _digest(place: str, files: list[ModelFile]) -> str:
     content = json.dumps([place, *([f.name, f.size, f.etag] for f in files)])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def _fetched(source: Folder, files: list[File], target: Path) -> Path:
-    """The folder with the files. It is there whole or not at all: it gets its name when the last file is in it."""
+def _fetched(source: Folder, files: list[ModelFile], target: Path) -> Path:
+    """The folder with the files. It gets its name when it is complete."""
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -183,13 +181,13 @@ def _fetched(source: Folder, files: list[File], target: Path) -> Path:
         with ThreadPoolExecutor(STREAMS) as pool:
             list(pool.map(lambda file: _fetch(source, file, partial / file.name), files))
         if not set(files) <= set(_files(source)):
-            raise JobError(f"{anonymous(source.url)}: the model changed while it was fetched; start again")
+            raise JobError(f"{anonymous(source.url)}: the model changed during the download; start again")
         partial.rename(target)
     return target
 
 
-def _fetch(source: Folder, file: File, path: Path) -> None:
-    """One file, unless an earlier download has finished it."""
+def _fetch(source: Folder, file: ModelFile, path: Path) -> None:
+    """Download a file, unless an earlier download finished it."""
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -199,5 +197,5 @@ def _fetch(source: Folder, file: File, path: Path) -> None:
         os.fsync(written.fileno())
         size = os.fstat(written.fileno()).st_size
     if size != file.size:
-        raise JobError(f"{anonymous(source.url)}/{file.name}: {size} bytes came, expected {file.size}")
+        raise JobError(f"{anonymous(source.url)}/{file.name}: received {size} bytes, expected {file.size}")
     incoming.rename(path)

@@ -22,9 +22,10 @@ from exspec.actors.stop_strings import StopStrings, completion_text
 from exspec.jobs.commands.reference import decode, fitted, generated, is_greedy, margin
 from exspec.jobs.finished import FinishedRow, check_map, choose, read_rows
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.input.shards import vanished
+from exspec.pipeline.input.snapshot import vanished
+from exspec.pipeline.job.kinds import stored_job
 from exspec.pipeline.job.settings import Dtype, Job
-from exspec.pipeline.output.owner import AUDIT, Output, read_output, settings
+from exspec.pipeline.output.owner import AUDIT, Output, read_output
 from exspec.pipeline.output.report import rewrite
 from exspec.pipeline.progress import Progress
 from exspec.pipeline.secrets import anonymous
@@ -72,7 +73,7 @@ def audit(
     """
     folder = Folder(output, options)
     done = read_output(folder)
-    job = settings(done.state.description, options).model_copy(update=permissions)
+    job = stored_job(done.state.description, options).model_copy(update=permissions)
     check_map(job, output)
     device = str(done.state.description["device"])
     if device == "cuda" and not torch.cuda.is_available():

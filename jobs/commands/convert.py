@@ -14,12 +14,13 @@ import pyarrow as pa
 from pyarrow.dataset import write_dataset
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 
-from exspec.pipeline.errors import JobError, first_line, meant
+from exspec.pipeline.errors import JobError, did_you_mean, first_line
 from exspec.pipeline.input.batch import answer, is_batch
 from exspec.pipeline.input.plan import decode_schema
+from exspec.pipeline.job.kinds import stored_job
 from exspec.pipeline.job.settings import Job
 from exspec.pipeline.output.contents import columns_of, tables
-from exspec.pipeline.output.owner import SUCCESS, Output, read_output, settings
+from exspec.pipeline.output.owner import SUCCESS, Output, read_output
 from exspec.pipeline.secrets import anonymous
 from exspec.pipeline.storage import Folder
 
@@ -119,7 +120,7 @@ def _columns(output: Output, wanted: list[str]) -> list[str]:
     """The columns of an output. Raises JobError if a wanted column is not one of them."""
     names: list[str] = columns_of(output).names
     if missing := [name for name in wanted if name not in names]:
-        raise JobError(*(f"{output.folder.url}: has no column {name!r}{meant(name, names)}" for name in missing))
+        raise JobError(*(f"{output.folder.url}: has no column {name!r}{did_you_mean(name, names)}" for name in missing))
     return names
 
 
@@ -127,7 +128,7 @@ def _write(path: Path, file: str, output: Output, columns: list[str] | None) -> 
     every = _columns(output, columns or [])
     names = columns or every
     rows = (row for table in tables(output, names) for row in table.select(names).to_pylist())
-    job = settings(output.state.description, output.folder.options)
+    job = stored_job(output.state.description, output.folder.options)
     if format_of(file) == ".jsonl" and columns is None and is_batch(job, decode_schema(output.state.plan.schema)):
         model, began = output.state.description["job"]["target"], int(output.state.began)
         rows = (answer(row, model, began) for row in rows)

@@ -30,9 +30,10 @@ from exspec.actors.models import Pair
 from exspec.jobs.finished import check_map, choose, read_rows
 from exspec.jobs.training.examples import Batch, Example, batches, optimizers_of
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.input.shards import vanished
+from exspec.pipeline.input.snapshot import vanished
+from exspec.pipeline.job.kinds import stored_job
 from exspec.pipeline.job.settings import Job
-from exspec.pipeline.output.owner import Output, read_output, settings
+from exspec.pipeline.output.owner import Output, read_output
 from exspec.pipeline.shape import pair_of
 from exspec.pipeline.storage import Folder
 
@@ -189,7 +190,7 @@ def main(
             raise JobError(f"--device {device}: this machine has no GPU that torch can use")
         done = read_output(Folder(output, {}))
         permissions = {"trust_remote_code": trust_remote_code, "allow_pickle": allow_pickle}
-        job = settings(done.state.description, {}).model_copy(update=permissions)
+        job = stored_job(done.state.description, {}).model_copy(update=permissions)
         check_map(job, output)
         pair = pair_of(job, device, draft=False)
         examples = training_examples(job, done, pair, rows)

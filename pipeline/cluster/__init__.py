@@ -1,1 +1,1 @@
-"""What touches Ray."""
+"""The parts that use Ray."""

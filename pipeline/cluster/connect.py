@@ -1,4 +1,4 @@
-"""The Ray that a job runs on: the cluster that it joins, or one of its own, and what there is room for."""
+"""Connects to the Ray cluster of a job, or starts a local Ray, and finds out what it has room for."""
 
 import os
 import re
@@ -17,23 +17,22 @@ from exspec.pipeline.errors import JobError, first_line
 from exspec.pipeline.job.settings import Job
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-JOINING = 300  # seconds that nodes of a cluster may take to join: a head that was lost comes back before its workers
-ACTOR = 0.99  # CPUs: where actors take all that there are, each leaves enough for two readers
+JOINING = 300  # seconds that nodes may take to join; a lost head node comes back before its workers
+ACTOR = 0.99  # CPUs of an actor: even if actors take all CPUs, each leaves room for two readers
 
 
 def connect(job: Job) -> None:
-    """Join the cluster of the job, or start a local Ray with logical CPUs enough for every stage. Idempotent.
+    """Join the cluster of the job, or start a local Ray with enough logical CPUs for every stage. Idempotent.
 
-    Without an address of its own a job joins the cluster that RAY_ADDRESS names, as Ray sets it for a submitted job;
-    where that is the address of a dashboard, it is meant for `exspec submit`. A local Ray is for this process and its
-    children alone.
+    A job without ray_address joins the cluster in RAY_ADDRESS, which Ray sets for submitted jobs. If that is the URL of
+    a dashboard, it is for `exspec submit` and ignored here. A local Ray serves only this process and its children.
     """
     import ray
     from ray._private import worker
 
     if ray.is_initialized():
         return
-    # Ray prints what becomes of its tasks, each retry for one, whatever it is told. It stands in its logs too.
+    # Ray prints the fate of tasks, such as retries, and no setting prevents it. The logs have it too.
     worker.print_to_stdstream = lambda *_, **__: None
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
@@ -42,7 +41,7 @@ def connect(job: Job) -> None:
         quiet |= {"num_cpus": 4 + job.actor_range[1], "include_dashboard": False, "object_store_memory": 200 * 2**20}
         quiet["_node_ip_address"] = "127.0.0.1"
     try:
-        if place := re.fullmatch(r"([^:/]+):(\d+)", address):  # Ray itself would try for many minutes
+        if place := re.fullmatch(r"([^:/]+):(\d+)", address):  # Ray itself would retry for minutes
             socket.create_connection((place[1], int(place[2])), timeout=20).close()
         if address == "local":
             _start(quiet)
@@ -51,12 +50,12 @@ def connect(job: Job) -> None:
                 ray.init(address=address, **quiet)
     except JobError:
         raise
-    except Exception as error:  # of a wrong address, another version, a wrong token: each has its own
-        raise JobError(f"ray_address {address}: no cluster can be joined there: {first_line(error)}") from error
+    except Exception as error:  # wrong address, version or token: each raises another type
+        raise JobError(f"ray_address {address}: cannot join the cluster: {first_line(error)}") from error
 
 
 def _start(settings: dict[str, Any]) -> None:
-    """Start a local Ray, with one more try: on a busy machine its processes may not find each other in time."""
+    """Start a local Ray, with one retry: on a busy machine its processes may be too slow."""
     import ray
     from ray._private import worker
 
@@ -67,22 +66,22 @@ def _start(settings: dict[str, Any]) -> None:
                 ray.init(address="local", **settings)
             _forget_token_with(worker._global_node)
             return
-        except Exception as error:  # Ray has no name of its own for it
+        except Exception as error:  # Ray has no specific type for this
             new = set(psutil.Process().children(recursive=True)) - before
             left = [process for process in new if _is_rays(process)]
-            for process in left:  # else the interpreter would wait for them when it ends
+            for process in left:  # else the interpreter would wait for them on exit
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
             psutil.wait_procs(left, timeout=10)
             ray.shutdown()
             _forget_token()
             if tries_left:
-                print("Ray did not start in time; once more", file=sys.stderr, flush=True)
+                print("Ray did not start in time; trying again", file=sys.stderr, flush=True)
             else:
                 reason = " ".join(str(error).split())
                 raise JobError(
-                    f"a local Ray did not start, in two tries ({type(error).__name__}: {reason}); try again when the "
-                    f"machine is less busy, or give ray_address; Ray's own logs: {logs()}"
+                    f"a local Ray did not start in two attempts ({type(error).__name__}: {reason}); try again when the "
+                    f"machine is less busy, or set ray_address; Ray's logs: {logs()}"
                 ) from None
 
 
@@ -93,7 +92,7 @@ def _is_rays(process: psutil.Process) -> bool:
 
 
 def logs() -> str:
-    """Where Ray keeps the logs of its processes on this machine."""
+    """The folder of Ray's logs on this machine."""
     from ray._common.utils import get_default_ray_temp_dir
     from ray._private import worker
 
@@ -102,7 +101,7 @@ def logs() -> str:
 
 
 def find_token() -> str | None:
-    """A cluster's token, where Ray looks for it; None: the cluster may ask for none."""
+    """A cluster's token, from where Ray reads it; None if there is none."""
     if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
         return None
     if token := os.environ.get("RAY_AUTH_TOKEN", "").strip():
@@ -118,8 +117,8 @@ def find_token() -> str | None:
 
 
 def show_token() -> None:
-    """Have Ray show the token that is found: it is told before it is imported, or not at all. A cluster that asks for
-    none takes no notice.
+    """Make Ray send the token, if there is one. Must be called before Ray is imported. Clusters without a token
+    ignore it.
     """
     if "RAY_AUTH_MODE" not in os.environ and find_token():
         os.environ["RAY_AUTH_MODE"] = "token"
@@ -127,14 +126,12 @@ def show_token() -> None:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """What Ray's C++ says on the error output while it starts, that its log level is set, is not said. Python's own
-    error output goes on.
-    """
+    """Discard what Ray's C++ code prints to stderr while it starts. Python's stderr still works."""
     sys.stderr.flush()
     kept, nowhere, before = os.dup(2), os.open(os.devnull, os.O_WRONLY), sys.stderr
     try:
         own = before.fileno() == 2
-    except (OSError, ValueError):  # a notebook's is no file
+    except (OSError, ValueError):  # in a notebook, stderr is not a file
         own = False
     if own:
         sys.stderr = os.fdopen(os.dup(kept), "w", buffering=1, errors="backslashreplace")
@@ -152,20 +149,20 @@ def _silent() -> Iterator[None]:
 
 @contextmanager
 def _private() -> Iterator[None]:
-    """A Ray that is started inside listens on loopback, and answers nobody without a random token.
+    """A Ray that starts inside the block listens on loopback only, and requires a random token.
 
-    Whoever may connect to a Ray may run code in it. On Linux Ray turns 127.0.0.1 into an address that other machines
-    reach, and its servers then listen on all interfaces, unless it is told what holds elsewhere, that it makes no
-    clusters. Its ports are open to other users of this machine all the same: the token protects them, and would protect
-    all where a later Ray takes no notice of that flag. Ray's processes inherit the token; the driver, which has read it
-    too, gets its environment back, for the token is of no use to other clusters.
+    Anyone who can connect to Ray can run code in it. On Linux, Ray replaces 127.0.0.1 by an address that other machines
+    can reach, and listens on all interfaces, unless ENABLE_RAY_CLUSTER is off, as on other systems. Other users of this
+    machine can still reach its ports. The token protects against them, and against everyone if a later Ray ignores the
+    flag. Ray's processes inherit the token. The driver's environment is restored, because the token is of no use to
+    other clusters.
     """
     from ray._private import ray_constants
     from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
     before = {name: os.environ.pop(name, None) for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN")}
     clusters = ray_constants.ENABLE_RAY_CLUSTER
-    os.environ["RAY_AUTH_TOKEN"] = token_hex(32)  # without a mode of its own a local Ray asks for the token
+    os.environ["RAY_AUTH_TOKEN"] = token_hex(32)  # without RAY_AUTH_MODE, a local Ray requires the token
     AuthenticationTokenLoader.instance().reset_cache()
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
@@ -179,17 +176,16 @@ def _private() -> Iterator[None]:
 
 
 def _forget_token_with(node: Any) -> None:
-    """Have this process forget the token when the Ray of the node is shut down: another that it starts or joins later
-    has another token, or none."""
+    """Make this process forget the token when the node shuts down: the next Ray has another token, or none."""
     end = node.kill_all_processes
 
-    def ended(*arguments: Any, **options: Any) -> None:
+    def kill(*arguments: Any, **options: Any) -> None:
         try:
             end(*arguments, **options)
         finally:
             _forget_token()
 
-    node.kill_all_processes = ended
+    node.kill_all_processes = kill
 
 
 def _forget_token() -> None:
@@ -199,7 +195,7 @@ def _forget_token() -> None:
 
 
 def on_a_device(job: Job, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a function once where an actor would run, and return what it returns."""
+    """Run a function once with the resources of an actor, and return its result."""
     import ray
     from ray.exceptions import RayTaskError
 
@@ -211,30 +207,30 @@ def on_a_device(job: Job, function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _address(job: Job) -> str:
-    around = os.environ.get("RAY_ADDRESS", "")
-    return job.ray_address or ("" if around.startswith("http") else around) or "local"
+    environment = os.environ.get("RAY_ADDRESS", "")
+    return job.ray_address or ("" if environment.startswith("http") else environment) or "local"
 
 
 def check_cluster(job: Job) -> None:
-    """Wait until the cluster has room for an actor, and refuse the job where it never has: Ray would wait for ever."""
+    """Wait until the cluster has room for an actor. Raises JobError if it does not: Ray would wait for ever."""
     from ray.autoscaler.sdk import request_resources
 
     if not (short := _short(job)):
         return
     if _address(job) != "local":
-        print(f"waiting for nodes, {JOINING} s at most: {short}", flush=True)
-        request_resources(bundles=[{name: count for name, count in _needs(job).items() if count}])  # where it can grow
+        print(f"waiting up to {JOINING} s for nodes: {short}", flush=True)
+        request_resources(bundles=[{name: count for name, count in _needs(job).items() if count}])  # for the autoscaler
         until = time.monotonic() + JOINING
         while short and time.monotonic() < until:
             time.sleep(1)
             short = _short(job)
-        request_resources(bundles=[])  # from here on the actors speak for themselves
+        request_resources(bundles=[])  # the actors request their own
     if short:
         raise JobError(f"device: {short}")
 
 
 def actors_that_fit(job: Job, memory: int) -> int:
-    """How many actors of so many bytes the cluster carries; one at least. A local Ray has this machine's cores."""
+    """Number of actors with this memory that fit the cluster, at least one. A local Ray has this machine's cores."""
     import ray
 
     have = ray.cluster_resources()
@@ -249,29 +245,29 @@ def _needs(job: Job) -> dict[str, float]:
 
 
 def _short(job: Job) -> str:
-    """What the cluster has too little of for one actor, in words; empty where it has enough."""
+    """The resource that the cluster lacks for one actor, as text; empty if it lacks none."""
     import ray
 
     have = ray.cluster_resources()
     for name, count in _needs(job).items():
         if have.get(name, 0) < count:
-            return f"an actor needs {count:g} {name}, and the cluster has {have.get(name, 0):g}"
+            return f"an actor needs {count:g} {name}, but the cluster has {have.get(name, 0):g}"
     return ""
 
 
 def lacking(job: Job) -> str:
-    """What actors wait for that are not there, in words."""
+    """What missing actors wait for, as text."""
     import ray
 
     count = job.actor_range[0]
     if not any(ray.cluster_resources().get(name, 0) < count * n * ACTOR for name, n in _needs(job).items()):
-        return f"there is room for them, and they are still loading their models; Ray's own logs: {logs()}"
+        return f"there is room for them; they are still loading models; Ray's logs: {logs()}"
     have, free = ray.cluster_resources(), ray.available_resources()
-    told = [f"{count:g} {name}" for name, count in _needs(job).items() if count]
-    found = [f"{free.get(name, 0):.3g} of {have.get(name, 0):g} {name}" for name, n in _needs(job).items() if n]
+    needed = [f"{count:g} {name}" for name, count in _needs(job).items() if count]
+    left = [f"{free.get(name, 0):.3g} of {have.get(name, 0):g} {name}" for name, n in _needs(job).items() if n]
     return (
-        f"each needs {' and '.join(told)}, and the cluster has {' and '.join(found)} free; the job goes on with those "
-        "that are there, set actors to as many or add nodes"
+        f"each needs {' and '.join(needed)}, but the cluster has {' and '.join(left)} free; the job continues with the "
+        "actors it has; lower actors or add nodes"
     )
 
 
@@ -282,7 +278,7 @@ def gpus(job: Job) -> float:
 
 
 def device(job: Job) -> str:
-    """The job's device; `auto` asks the cluster whether it has GPUs."""
+    """The job's device; for `auto`, whether the cluster has GPUs."""
     if job.device != "auto":
         return job.device
     import ray

@@ -1,4 +1,4 @@
-"""The Ray Data graph: chunks are read and rendered on CPUs, generated and staged by actors, one summary row each."""
+"""The Ray Data graph: readers on CPUs read chunks and render prompts; actors decode them and stage the results."""
 
 import json
 import logging
@@ -23,9 +23,9 @@ from exspec.pipeline.cluster.ray_ledger import RayLedger
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Chunk
 from exspec.pipeline.input.prompts import Prompts
+from exspec.pipeline.input.reading import Unreadable
 from exspec.pipeline.input.requests import mapped, read_mapped
 from exspec.pipeline.input.rows import RowError, rows
-from exspec.pipeline.input.shards import Unreadable
 from exspec.pipeline.job.settings import Job
 from exspec.pipeline.output.columns import ID, carried_columns
 from exspec.pipeline.output.contents import read_groups, read_range
@@ -34,12 +34,12 @@ from exspec.pipeline.shape import pair_of
 from exspec.pipeline.storage import Folder
 from exspec.pipeline.weights import local_model
 
-ROWS_PER_SLOT = 3  # rows in flight in an actor for each of its slots, or the ends of chunks would leave slots empty
-MOST_ROWS, ENOUGH_ROWS = 1 << 20, 1 << 14  # that one reader goes through: of one shard, and of several
-LEARNT = 1 << 16  # tokens that a drafter learns of what the job has written, as an actor starts: less than a second
-LATEST = 100  # files that it may be in
-READER = 0.005  # CPUs: two find room in what each actor leaves
-FOREVER = 7 * 24 * 3600  # seconds; a chunk of long completions may well take an hour
+ROWS_PER_SLOT = 3  # rows in flight per slot of an actor, so that no slot is empty at the end of a chunk
+MOST_ROWS, ENOUGH_ROWS = 1 << 20, 1 << 14  # maximum for one reader task: rows of one shard, and of several shards
+LEARNT = 1 << 16  # tokens of earlier completions that a drafter learns when an actor starts: less than a second
+LATEST = 100  # number of files that they are read from
+READER = 0.005  # CPUs of a reader: two fit into what each actor leaves
+FOREVER = 7 * 24 * 3600  # seconds; a chunk of long completions may take an hour
 
 
 def results(
@@ -53,12 +53,12 @@ def results(
     load: Loader,
     ledger: RayLedger,
 ) -> Iterator[dict[str, Any]]:
-    """Run the tasks; yields for each what became of it, as its file is staged or it is set aside."""
+    """Run the tasks; yields a result for each when its file is staged or it is set aside."""
     import ray
     from ray.data import ActorPoolStrategy, DataContext, TaskPoolStrategy
 
     context = DataContext.get_current()
-    context.target_max_block_size = 1  # every row, which is a whole chunk, is a block of its own as soon as it is made
+    context.target_max_block_size = 1  # each row is a whole chunk, and becomes a block as soon as it is ready
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     context.execution_options.verbose_progress = False
@@ -68,16 +68,16 @@ def results(
 
     low, high = job.actor_range
     passes, count = [], 0
-    for together in read_together(tasks):
-        passes.append({"tasks": pickle.dumps(together)})
-        count += len(together)
+    for group in read_together(tasks):
+        passes.append({"tasks": pickle.dumps(group)})
+        count += len(group)
     calls = max(job.chunks_in_flight, -(-ROWS_PER_SLOT * slots // rows_per_chunk))
-    calls = min(calls, -(-count // high))  # one who loads its models a little sooner does not take the others' share
-    # A fixed pool balances best with one task waiting; an elastic one grows only while more are.
+    calls = min(calls, -(-count // high))  # the first actor that is ready must not take all chunks
+    # A fixed pool balances best with one waiting task per actor; an elastic pool grows only if more wait.
     waiting = calls + 1 if low == high else 2 * calls
     pool = {"size": high} if low == high else {"min_size": low, "max_size": high}
     chunks: ray.data.Dataset = ray.data.from_items(passes, override_num_blocks=len(passes))
-    # Few readers: each is a process that first imports what a tokenizer needs, and one can feed several engines.
+    # Few readers: each process has to import the tokenizer first, and one can feed several engines.
     readers = TaskPoolStrategy(size=min(high + 1, len(passes)))
     read = Reader(job, schema, room)
     chunks = chunks.map_batches(read, batch_size=None, batch_format="pyarrow", num_cpus=READER, compute=readers)
@@ -101,24 +101,25 @@ def results(
 
 
 def read_together(tasks: Iterator[Task]) -> Iterator[list[Task]]:
-    """Tasks that one reader works through: a whole shard if it is not too large, for what its row groups hold is then
-    decoded once, and several small shards. One that is lost is read again from its first row.
+    """The tasks of each reader task: a shard, so that its row groups are decoded once, or several small shards.
+
+    A reader task that is lost starts again at its first row.
     """
-    together: list[Task] = []
+    group: list[Task] = []
     rows = 0
     for task in tasks:
-        other = together and task.chunk.number != together[-1].chunk.number
-        if together and (rows >= MOST_ROWS or (other and rows >= ENOUGH_ROWS)):
-            yield together
-            together, rows = [], 0
-        together.append(task)
+        other = group and task.chunk.number != group[-1].chunk.number
+        if group and (rows >= MOST_ROWS or (other and rows >= ENOUGH_ROWS)):
+            yield group
+            group, rows = [], 0
+        group.append(task)
         rows += task.chunk.rows
-    if together:
-        yield together
+    if group:
+        yield group
 
 
 class Reader:
-    """Tasks in; for each a row with the rows of its chunk, as an Arrow stream, with prompt ids or an error for each."""
+    """Maps tasks to rows that each contain a chunk: its rows as an Arrow stream, with prompt ids or errors."""
 
     def __init__(self, job: Job, schema: pa.Schema, room: Room) -> None:
         self.job, self.schema, self.room = job, schema, room
@@ -129,7 +130,7 @@ class Reader:
             yield from self._shard(list(group))
 
     def _shard(self, tasks: list[Task]) -> Iterator[pa.Table]:
-        """The tasks of one shard, which is read in one pass."""
+        """Read the tasks of one shard in one pass."""
         schema = mapped(self.job, self.schema)
         prompts = _prompts(type(self.job), self.job.model_dump_json(), schema).within(self.room)
         carried, name = carried_columns(self.job, schema), self.job.id_column
@@ -150,14 +151,14 @@ class Reader:
             yield block(task, pa.table(carried_rows | {name: generated[name] for name in WORK}), None)
 
     def _fine(self, task: Task) -> list[bool]:
-        """Rows that have no error, and stay as they are."""
+        """Whether each row has no error, and stays as it is."""
         folder = Folder(self.job.output, self.job.storage_options)
         tables = read_range(folder, str(task.file), task.start, task.chunk.rows, ["error"])
         return [error is None for table in tables for error in table["error"].to_pylist()]
 
 
 def block(task: Task, rows: pa.Table | None, unreadable: str | None) -> pa.Table:
-    """A chunk as one row: Ray looks at none of the columns that a user's input may have."""
+    """A chunk as one row, so that Ray does not see the columns of the user's input."""
     stream = None
     if rows is not None:
         buffer = pa.BufferOutputStream()
@@ -198,7 +199,7 @@ def _work(prompts: Prompts, chunk: Chunk, i: int, row: dict[str, Any] | RowError
 
 @lru_cache(maxsize=2)
 def _prompts(kind: type[Job], job: str, schema: pa.Schema) -> Prompts:
-    """One a process: a tokenizer takes a while to load."""
+    """Cached per process, because a tokenizer takes a while to load."""
     from transformers import AutoTokenizer
 
     loaded = kind.model_validate_json(job)
@@ -208,10 +209,10 @@ def _prompts(kind: type[Job], job: str, schema: pa.Schema) -> Prompts:
 
 
 class PairLoader:
-    """Loads a job's pair and makes its engine, in the actor's process. `window`: the most slots that may still fit.
+    """Loads a job's models and makes the engine, in the actor's process. parts: files from which a drafter may learn.
 
-    Pages go with it, below the batch too: a batch whose rows have too few of them waits, and is decoded all the same.
-    parts: names of files that the job has written, from whose completions a drafter may learn.
+    Called with the number of slots that may fit into memory. Pages shrink in proportion, even below the batch: rows
+    without pages wait.
     """
 
     def __init__(self, job: Job, config: EngineConfig, on: str, parts: Sequence[str] = ()) -> None:
@@ -232,14 +233,14 @@ class PairLoader:
         engine = Engine(pair.target, pair.draft, config)
         if engine.drafter.learns:
             written = [t for t in self._written(pair.tokenizer) if max(t, default=0) < engine.vocabulary]
-            for tokens in reversed(written):  # of what it has learned first it forgets first
+            for tokens in reversed(written):  # it forgets in the order that it learns in
                 engine.drafter.learn([], tokens)
             engine.drafter.catch_up()
         return engine, pair.tokenizer
 
     def _written(self, tokenizer: Any) -> Iterator[list[int]]:
-        """Tokens of completions that the job has written, from the last file on. A file that is not there any more is
-        left out: another process may have merged it."""
+        """Tokens of the job's earlier completions, newest file first. Missing files are skipped: another process may
+        have merged them."""
         folder, count = Folder(self.job.output, self.job.storage_options), 0
         for name in reversed(self.parts):
             with suppress(JobError):

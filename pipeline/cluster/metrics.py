@@ -15,13 +15,13 @@ COUNTED = {
 
 
 class RayMeter:
-    """Reports through ray.util.metrics, tagged by actor. Connects in the process that uses it."""
+    """Reports through ray.util.metrics, tagged by actor."""
 
     def __init__(self) -> None:
         self._made: dict[str, Any] = {}
 
     def report(self, actor: str, result: dict[str, Any], engine: EngineStatistics) -> None:
-        """Count a chunk that is staged, or one that was set aside, and show how the engine stands."""
+        """Count a chunk that was staged or set aside, and report the state of the engine."""
         from ray.util.metrics import Counter, Gauge
 
         if not self._made:

@@ -1,4 +1,4 @@
-"""How often every chunk was begun, and which rows were being decoded when its process died."""
+"""Counts attempts at chunks, and finds rows that kill their process."""
 
 import time
 from collections import defaultdict
@@ -9,12 +9,14 @@ from typing import Any
 
 from exspec.actors.ledger import Attempt, Signs
 
-PATIENCE = 5.0  # seconds to wait for signs
-SILENCE = 15.0  # seconds without a sign after which an actor is not counted
+PATIENCE = 5.0  # seconds to wait for the actor's answer
+SILENCE = 15.0  # seconds without a heartbeat after which an actor does not count
 
 
 @dataclass
-class Entry:
+class ChunkRecord:
+    """What the ledger knows of a chunk. The sets are row numbers."""
+
     attempts: int = 0
     marked: frozenset[int] = frozenset()
     alone: frozenset[int] = frozenset()
@@ -25,14 +27,14 @@ class Entry:
 
 @dataclass
 class Book:
-    """The ledger's state. Rows that were marked when an attempt began again are what the last one may have died of.
+    """The ledger's state. Rows that are marked when a new attempt begins may have killed the process of the last one.
 
-    A machine that is taken away kills an innocent row's process too: a row is bad only if it was alone at two deaths.
+    A node that is preempted kills processes of innocent rows too. So a row is bad only if it was alone at two deaths.
     """
 
-    entries: dict[str, Entry] = field(default_factory=lambda: defaultdict(Entry))
+    entries: dict[str, ChunkRecord] = field(default_factory=lambda: defaultdict(ChunkRecord))
     slots: int | None = None
-    signed: dict[str, tuple[float, int]] = field(default_factory=dict)  # by actor: when, and how many tokens
+    signed: dict[str, tuple[float, int]] = field(default_factory=dict)  # by actor: time and number of tokens
     first: float | None = None  # when the first chunk was begun
 
     def begun(self, part: str) -> bool:
@@ -45,7 +47,7 @@ class Book:
         if len(entry.marked) > 1:
             entry.suspects = entry.marked
         elif found := entry.marked & entry.alone:
-            entry.attempts -= 2  # both were what finding it takes
+            entry.attempts -= 2  # the two attempts that found the row do not count
             entry.bad |= found
             entry.suspects -= found
         else:
@@ -77,8 +79,8 @@ class Book:
 
 
 class RayLedger:
-    """A book kept in a Ray actor of its own, which outlives the generators: it lives on the driver's node, so that no
-    node is lost with it but the one whose loss ends the job anyway."""
+    """A Book in its own Ray actor, which outlives the generators. It is on the driver's node: losing that node ends the
+    job anyway."""
 
     def __init__(self) -> None:
         import ray
@@ -108,10 +110,10 @@ class RayLedger:
         self._call("note", part, error)
 
     def sign(self, actor: str, tokens: int) -> None:
-        self._actor.sign.remote(actor, tokens)  # nobody waits for it: where the driver has gone there is nobody to tell
+        self._actor.sign.remote(actor, tokens)  # do not wait: the driver may be gone
 
     def signs(self) -> Signs:
-        """As they are, or as they were where the book does not answer: they are only for show."""
+        """The present signs, or the last known ones if the actor does not answer: they are only for display."""
         import ray
         from ray.exceptions import RayError
 

@@ -1,4 +1,4 @@
-"""Requests as OpenAI's batch API has them: a line with `custom_id`, `method`, `url` and the `body` of a call."""
+"""Requests in the format of OpenAI's batch API: `custom_id`, `method`, `url` and the `body` of a call."""
 
 import json
 from typing import Any
@@ -9,14 +9,14 @@ from exspec.pipeline.input.rows import RowError
 from exspec.pipeline.job.settings import SHARED, Job
 
 BODY, ID, URL = "body", "custom_id", "url"
-# Settings of a row that jobs know, by the columns in which `fields` gives them.
+# The column settings of a job, with the columns in which `fields` returns their values.
 COLUMNS = {
     "max_new_tokens_column": "max_tokens",
     "temperature_column": "temperature",
     "seed_column": "seed",
     "stop_column": "stop",
 }
-# What changes no token; and what does, unless it says what holds anyway.
+# Fields that change no token; and fields that are accepted with the values that mean no change.
 IGNORED = {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -31,20 +31,20 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 
 
 def is_batch(job: Job, schema: pa.Schema) -> bool:
-    """Whether rows are such requests, and the job does not say otherwise."""
+    """Whether the rows are batch requests. A prompt column or template in the job overrides this."""
     return {BODY, ID} <= set(schema.names) and job.prompt_column is None and job.prompt_template is None
 
 
 def of_batch(job: Job, schema: pa.Schema) -> Job:
-    """The job with settings that such rows need: their ids, and of their columns the kind of the call alone."""
+    """The job with the settings for batch requests: the id column, and of the columns only the URL is carried."""
     carry = [name for name in schema.names if name == URL] if job.carry is None else job.carry
     return job.model_copy(update={"id_column": ID if job.id_column is None else job.id_column or None, "carry": carry})
 
 
 def fields(row: dict[str, Any]) -> dict[str, Any]:
-    """A request's prompt (text or messages), the columns of its own settings, and `sampling` with the rest of them.
+    """A request's prompt (text or messages), the values of COLUMNS, and `sampling` with the other settings.
 
-    Raises RowError for what is no request, or asks for what there is not.
+    Raises RowError if it is not a request, or asks for something unsupported.
     """
     body = row[BODY]
     try:
@@ -63,15 +63,15 @@ def fields(row: dict[str, Any]) -> dict[str, Any]:
         elif name in SHARED:
             found["sampling"][name] = value
         elif value not in HARMLESS.get(name, ()):
-            raise RowError(f"body.{name}: not supported, expected a call without it")
+            raise RowError(f"body.{name}: not supported; leave it out")
     return found
 
 
 def _prompt(given: dict[str, Any]) -> Any:
-    """Takes the prompt out of a call's fields."""
+    """Remove the prompt from the fields of a call, and return it."""
     prompt, messages = given.pop("prompt", None), given.pop("messages", None)
     if (prompt is None) == (messages is None):
-        raise RowError("body: expected one of messages and prompt")
+        raise RowError("body: expected either messages or prompt")
     if messages is None:
         if not isinstance(prompt, str):
             raise RowError(f"body.prompt: expected text, not {type(prompt).__name__}")
@@ -82,21 +82,18 @@ def _prompt(given: dict[str, Any]) -> Any:
 
 
 def _flat(message: Any) -> Any:
-    """A message whose content is in parts, as one text."""
+    """A message with content parts, joined to one text."""
     parts = message.get("content") if isinstance(message, dict) else None
     if not isinstance(parts, list):
         return message
     if bad := [part for part in parts if not (isinstance(part, dict) and part.get("type") == "text")]:
         kind = bad[0].get("type") if isinstance(bad[0], dict) else bad[0]
-        raise RowError(f"body.messages: expected parts of text, not {kind!r}")
+        raise RowError(f"body.messages: expected text parts, not {kind!r}")
     return message | {"content": "".join(str(part.get("text", "")) for part in parts)}
 
 
 def answer(row: dict[str, Any], model: str, created: int) -> dict[str, Any]:
-    """A row of an output as the line that the batch API answers with.
-
-    model: what the answer calls it. created: seconds.
-    """
+    """A row of an output as a response line of the batch API. created: in seconds."""
     name = f"{row['shard']}:{row['row']}"
     shared = {"id": f"batch_req_{name}", ID: row["id"]}
     if row["error"] is not None:

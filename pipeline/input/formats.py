@@ -1,7 +1,4 @@
-"""Shards that are no Parquet: JSON Lines, CSV and Arrow streams, read from the first row to the last.
-
-They have no footer: a plan goes through each once, counts its rows and learns its types, with which it is then read.
-"""
+"""Shards in JSON Lines, CSV and Arrow format. They have no footer, so planning scans each for row count and schema."""
 
 import csv
 import gzip
@@ -17,24 +14,24 @@ import pyarrow.csv as pc
 
 from exspec.pipeline.input.batch import BODY, ID
 
-ROWS = 4096  # of a table
-BUFFER = 1 << 20  # bytes that are fetched at once
-BLOCK = 16 << 20  # bytes of CSV that are decoded at once; a row is no longer than that
+ROWS = 4096  # per table
+BUFFER = 1 << 20  # bytes per fetch
+BLOCK = 16 << 20  # bytes of CSV decoded at once; the limit for a row
 CSV = pc.ParseOptions(newlines_in_values=True)
 Open = Callable[[], io.RawIOBase]
 
 
 class FormatError(ValueError):
-    """A file that is not as its name says; the message tells the line."""
+    """A file that does not match its suffix. The message has the line."""
 
 
 def suffix_of(name: str) -> str | None:
-    """By which suffix a file is one of these; None where it is none."""
+    """The suffix by which a file has one of these formats; None if it has none."""
     return next((suffix for suffix in READERS if name.lower().removesuffix(".gz").endswith(suffix)), None)
 
 
-def look(name: str, opened: Open) -> tuple[int, pa.Schema]:
-    """How many rows a file has, and their schema. Raises FormatError, or what its store raises."""
+def scan(name: str, opened: Open) -> tuple[int, pa.Schema]:
+    """Number of rows and schema of a file. Raises FormatError, or the store's error."""
     rows, schema = 0, pa.schema([])
     for table in read(name, opened):
         try:
@@ -46,14 +43,14 @@ def look(name: str, opened: Open) -> tuple[int, pa.Schema]:
 
 
 def read(name: str, opened: Open, schema: pa.Schema | None = None) -> Iterator[pa.Table]:
-    """A file's rows in order, of the types that it was found to have, or as they are without a schema."""
+    """The rows of a file in order. schema: from `scan`; without it, types are inferred."""
     stream: Any = io.BufferedReader(opened(), BUFFER)
     if name.lower().endswith(".gz"):
         stream = io.BufferedReader(gzip.GzipFile(fileobj=stream), BUFFER)
     try:
         yield from READERS[str(suffix_of(name))](stream, schema)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise FormatError(f"not whole, or no gzip file: {error}") from error
+        raise FormatError(f"truncated, or not a gzip file: {error}") from error
 
 
 def _json_lines(stream: Any, schema: pa.Schema | None) -> Iterator[pa.Table]:
@@ -75,12 +72,12 @@ def _object(line: bytes, number: int) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise FormatError(f"line {number}: expected an object, not {type(row).__name__}")
     if {BODY, ID} <= row.keys() and isinstance(row[BODY], dict):
-        row[BODY] = json.dumps(row[BODY])  # no two calls need have the same fields
+        row[BODY] = json.dumps(row[BODY])  # calls may have different fields
     return row
 
 
 def _table(rows: dict[int, dict[str, Any]], schema: pa.Schema | None) -> pa.Table:
-    """Rows by their line as a table."""
+    """Rows, by line number, as a table."""
     names = schema.names if schema else list(dict.fromkeys(name for row in rows.values() for name in row))
     columns = {}
     for name in names:
@@ -94,7 +91,7 @@ def _table(rows: dict[int, dict[str, Any]], schema: pa.Schema | None) -> pa.Tabl
 
 
 def _place(values: dict[int, Any], kind: pa.DataType | None) -> str:
-    """The line of the first value that does not go with those before it."""
+    """The line of the first value whose type differs from the values before it."""
     for line, value in values.items():
         try:
             kind = pa.array([value], kind).type if value is not None else kind
@@ -104,12 +101,12 @@ def _place(values: dict[int, Any], kind: pa.DataType | None) -> str:
 
 
 def bare(rows: int) -> pa.Table:
-    """Rows without columns, which are counted all the same."""
+    """A table with rows but no columns."""
     return pa.Table.from_batches([pa.RecordBatch.from_struct_array(pa.array([{}] * rows, pa.struct([])))])
 
 
 def _csv(stream: Any, schema: pa.Schema | None) -> Iterator[pa.Table]:  # noqa: ARG001
-    """All values are text, or null where there is nothing: what looks like a number may be an id that begins with 0."""
+    """All values are text, or null if empty: what looks like a number may be an id with a leading 0."""
     header = stream.peek(BUFFER).decode("utf-8-sig", errors="replace")
     names = next(csv.reader(io.StringIO(header, newline="")), [])
     try:
@@ -127,12 +124,12 @@ def _csv(stream: Any, schema: pa.Schema | None) -> Iterator[pa.Table]:  # noqa: 
 
 
 def _arrow(stream: Any, schema: pa.Schema | None) -> Iterator[pa.Table]:  # noqa: ARG001
-    """As the `datasets` library saves them: a stream; and files in the format of the name."""
+    """Arrow streams, as the `datasets` library saves them, and Arrow files."""
     begin = stream.peek(6)[:6]
     try:
         if begin == b"ARROW1":
             if isinstance(stream.raw, gzip.GzipFile):
-                raise FormatError("an Arrow file cannot be read from within .gz; unpack it")
+                raise FormatError("an Arrow file cannot be read from .gz; unpack it")
             opened = pa.ipc.open_file(stream.raw)
             batches = (opened.get_batch(i) for i in range(opened.num_record_batches))
         else:

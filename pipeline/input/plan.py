@@ -1,4 +1,4 @@
-"""What a job is to do: the shards in a fixed order, and the chunks that they are cut into."""
+"""The plan of a job: its shards in a fixed order, cut into chunks."""
 
 import base64
 from collections.abc import Iterable, Iterator, Set
@@ -13,12 +13,12 @@ from exspec.pipeline.secrets import anonymous
 
 @dataclass(frozen=True)
 class Shard:
-    """One input Parquet file.
+    """One input file.
 
-    name: its path below the input folder. etag: what tells its content: a digest, or what its store has for one.
-    stamp: of a local file, by which it need not be read again to be known as unchanged.
-    version: of the table that the file was listed by, behind the table's URL and an @; empty where there is none.
-    values: of the table's columns that are not in the file: one row, as Arrow serializes it, in base64; or empty.
+    name: the path below the input folder. etag: identifies the content: a digest, or the store's etag.
+    stamp: of a local file; if it is the same, the file need not be read again.
+    version: URL@VERSION of the table that the file belongs to; empty if there is none.
+    values: of table columns that are not in the file: one row, as serialized Arrow in base64; or empty.
     """
 
     name: str
@@ -31,18 +31,18 @@ class Shard:
     values: str = ""
 
     def published(self) -> "Shard":
-        """The shard as it may be written: without what may hold a secret."""
+        """The shard without secrets in its URL."""
         return replace(self, url=anonymous(self.url))
 
     @property
     def content(self) -> tuple[str, int, int, str]:
-        """What does not change while its rows do not."""
+        """What stays the same as long as the rows do."""
         return self.name, self.rows, self.size, self.etag
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A range of a shard's rows: the unit of dispatch, commit and resume. number: the shard's place in the plan."""
+    """A range of a shard's rows: the unit of dispatch, commit and resume. number: the shard's index in the plan."""
 
     shard: Shard
     number: int
@@ -55,15 +55,15 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Plan:
-    """The shards of a job in a fixed order, and how they are cut. `limit` takes the first rows only."""
+    """The shards of a job in a fixed order, and the size of chunks. limit: only the first rows."""
 
     shards: list[Shard]
     rows_per_chunk: int
     limit: int | None = None
-    schema: str = ""  # that the shards share, as Arrow serializes it, in base64
+    schema: str = ""  # of all shards, as serialized Arrow in base64
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as it may be written: without secrets in the shards' URLs."""
+        """The plan as JSON, without secrets in URLs."""
         return vars(self) | {"shards": [asdict(shard.published()) for shard in self.shards]}
 
     @classmethod
@@ -71,7 +71,7 @@ class Plan:
         return cls(**loaded | {"shards": [Shard(**shard) for shard in loaded["shards"]]})
 
     def same(self, other: "Plan") -> bool:
-        """Whether both have the same rows, wherever their shards lie."""
+        """Whether both have the same rows, even if their shards have moved."""
         contents = ([shard.content for shard in plan.shards] for plan in (self, other))
         return self.limit == other.limit and next(contents) == next(contents)
 
@@ -81,7 +81,7 @@ class Plan:
         return total if self.limit is None else min(total, self.limit)
 
     def chunks(self, done: Iterable[tuple[int, int, int]] = ()) -> Iterator[Chunk]:
-        """The chunks in order, but for those that are done: (number of the shard, first row, rows), in order."""
+        """The chunks in order, without those that are done: (number of the shard, first row, rows), in order."""
         held = iter(done)
         ready, left = next(held, None), self.rows
         for number, shard in enumerate(self.shards):
@@ -98,7 +98,7 @@ class Plan:
                 first = last
 
     def extended(self, found: list[Shard], settled: Set[str] = frozenset()) -> "Plan":
-        """This plan with the shards that have arrived since appended. Those that are settled need not be found.
+        """This plan plus new shards. found: the shards now. settled: shards that need not be found.
 
         Raises JobError naming a planned shard that has changed or vanished.
         """
@@ -109,18 +109,18 @@ class Plan:
                 raise JobError(f"{shard.url}: planned shard has vanished; put it back, or start over with --restart")
             if other.content != shard.content:
                 then, found_now = (f"{s.rows} rows and {s.size} bytes" for s in (shard, other))
-                what = f"{then} then, {found_now} now" if then != found_now else f"{then}, but others than then"
+                what = f"{then} then, {found_now} now" if then != found_now else f"{then}, but other content"
                 raise JobError(
                     f"{shard.url}: planned shard has changed ({what}); put it back, or start over with --restart"
                 )
-        # As found now: an input that was moved as a whole is read from where it is.
+        # If the whole input was moved, it is read from its new location.
         current = {shard.name: shard for shard in found}
         kept = [current.get(shard.name, shard) for shard in self.shards]
         return replace(self, shards=[*kept, *(s for s in found if s.name in now)])
 
 
 def encode_row(row: pa.RecordBatch) -> str:
-    """One row of values with their types, as `Shard.values` holds it."""
+    """One row of values with types, for `Shard.values`."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, row.schema) as writer:
         writer.write_batch(row)

@@ -1,4 +1,4 @@
-"""From a row to a request: the prompt's text, its tokens, and the row's own settings."""
+"""From a row to a request: the text of the prompt, its tokens, and the settings of the row."""
 
 import copy
 import hashlib
@@ -27,14 +27,13 @@ from exspec.pipeline.job.settings import LARGEST, Job
 
 MESSAGES = "messages"
 DEFAULT_COLUMNS = (MESSAGES, "prompt", "message", "text")
-OWN_COLUMNS = ("max_new_tokens_column", "temperature_column", "seed_column", "stop_column")
-MARK = 0xF0000  # of private use: the characters from here on stand for control tokens that are text
-LONG = 32  # characters for each token of the capacity from which on a text is counted by its beginning first
+MARK = 0xF0000  # first of the private-use characters that stand for control tokens in a row's text
+LONG = 32  # characters per token of capacity: of a longer text, the beginning is tokenized first
 
 
 @dataclass(frozen=True)
 class RowSettings:
-    """What a row may override. sampling: how its tokens are chosen, as far as that is not the job's for all rows."""
+    """Settings of one row. sampling: the sampling settings that differ between rows."""
 
     max_new_tokens: int
     sampling: dict[str, Any]
@@ -42,18 +41,17 @@ class RowSettings:
 
 
 class Prompts:
-    """Renders rows to token ids, by a template, a messages column or a text column.
+    """Renders rows to token ids, from a template, a messages column or a text column.
 
-    A text is wrapped as one user message where the tokenizer has a chat template, or as the job says, and else taken as
-    it is. Control tokens in a row's own values are text, those of templates are not. Texts that are JSON by their type,
-    or by the column's being called `messages`, are read as the messages they hold.
-    A row that is an error already is raised wherever it is given.
+    Text becomes one user message if the chat template applies, and is used as it is otherwise. Control tokens in the
+    values of a row are text; control tokens in templates are control tokens. Text of JSON type, or in a column called
+    `messages`, is parsed as messages. All methods raise a row that is a RowError already.
     """
 
     def __init__(self, job: Job, tokenizer: Any, schema: pa.Schema) -> None:
         self.batch = is_batch(job, schema)
         if self.batch and (given := [name for name in COLUMNS if getattr(job, name)]):
-            raise JobError(f"{given[0]}: calls of the batch API have their own settings; leave it out")
+            raise JobError(f"{given[0]}: requests of the batch API have their own settings; leave it out")
         self.job, self.tokenizer = job.model_copy(update=COLUMNS) if self.batch else job, tokenizer
         self.answers = job.answers(tokenizer)
         self.space: Room | None = None
@@ -64,7 +62,7 @@ class Prompts:
         self.json_stop = is_json(stop)
         self.chat = bool(tokenizer.chat_template) if job.chat is None else job.chat
         self._check_chat()
-        self.special = {} if job.allow_special else _marks(tokenizer)  # control tokens by their mark
+        self.special = {} if job.allow_special else _marks(tokenizer)  # control tokens by mark
         self.marks = re.compile(f"([{re.escape(''.join(self.special))}])" if self.special else "(?!)")
         self.template: jinja2.Template | None = None
         self.variables: set[str] = set()
@@ -73,20 +71,20 @@ class Prompts:
 
     def _check_chat(self) -> None:
         if self.chat and not self.tokenizer.chat_template:
-            raise JobError("chat: the target's tokenizer has no chat template; leave it out, or use a prompt_template")
+            raise JobError("chat: the target's tokenizer has no chat template; leave chat out, or use prompt_template")
         for name in ("system_prompt", "template_arguments"):
             if getattr(self.job, name) and not self.chat:
-                raise JobError(f"{name}: only a chat template takes it, and this prompt is taken as it is")
+                raise JobError(f"{name}: needs a chat template, but this prompt is used as it is")
 
     def within(self, room: Room) -> "Prompts":
-        """The same, but for rows that do not fit: they are refused here, as the engine would refuse them."""
+        """The same, but rows that do not fit raise RowError here, as they would in the engine."""
         other = copy.copy(self)
         other.space = room
         return other
 
     def columns(self, schema: pa.Schema) -> list[str]:
-        """The columns of which a row needs its values, in the order of the schema."""
-        named = {self.column, *(getattr(self.job, key) for key in OWN_COLUMNS), *self.variables}
+        """The columns that prompts and settings of rows need, in the order of the schema."""
+        named = {self.column, *(getattr(self.job, key) for key in COLUMNS), *self.variables}
         named = {BODY} if self.batch else named
         return [name for name in schema.names if name in named]
 
@@ -96,9 +94,9 @@ class Prompts:
         return fields(row) if self.batch else row
 
     def fitted(self, row: Row, max_new_tokens: int) -> tuple[list[int], int]:
-        """Token ids of a row's prompt, and how many were cut off its beginning, if the job says that it may be cut.
+        """Token ids of a row's prompt, and how many tokens truncate_prompt cut off.
 
-        Raises RowError where there are none, or the engine would refuse so many.
+        Raises RowError if there are no tokens, or more than the engine accepts.
         """
         tokens = self.tokens(row)
         most = self.space.longest_prompt(max_new_tokens) if self.space else len(tokens)
@@ -107,7 +105,7 @@ class Prompts:
         return tokens[cut:], cut
 
     def room(self, tokens: int, max_new_tokens: int) -> None:
-        """Raises RowError where the engine would refuse a prompt of so many tokens."""
+        """Raises RowError if the engine would reject a prompt of this many tokens."""
         if self.space and (why := self.space.refusal(tokens, max_new_tokens)):
             raise RowError(why)
 
@@ -117,12 +115,12 @@ class Prompts:
         return self.marks.sub(lambda found: self.special[found[0]], rendered)
 
     def _rendered(self, row: Row) -> str:
-        """The prompt, with a mark for every control token that was text in the row."""
+        """The prompt, with a mark for every control token in the row's text."""
         row = self._given(row)
         if self.template:
             try:
                 rendered = self.template.render({name: self._marked(value) for name, value in row.items()})
-            except Exception as error:  # whatever a template's expressions may raise
+            except Exception as error:  # expressions may raise anything
                 raise RowError(f"prompt_template: {type(error).__name__}: {error}") from error
             return self._chat([{"role": "user", "content": rendered}]) if rendered else ""
         value = self._marked(self._value(row))
@@ -135,7 +133,9 @@ class Prompts:
     def _marked(self, value: Any) -> Any:
         if isinstance(value, str):
             if self.marks.search(value):
-                raise RowError("the prompt holds a character of private use from U+F0000 on; allow_special takes it")
+                raise RowError(
+                    "the prompt contains a private-use character (from U+F0000 up); allow_special accepts it"
+                )
             for mark, text in self.special.items():
                 value = value.replace(text, mark)
             return value
@@ -158,19 +158,19 @@ class Prompts:
             if len(messages) == 1 and messages[0].get("role") == "user":
                 return str(messages[0]["content"])
             what = "chat is off" if self.tokenizer.chat_template else "the tokenizer has no chat template"
-            raise RowError(f"{what} for a list of messages; use a text column or a template")
+            raise RowError(f"{what}, but the prompt is a list of messages; use a text column or a template")
         if self.job.system_prompt and messages[0].get("role") != "system":
             messages = [{"role": "system", "content": self.job.system_prompt}, *messages]
         try:
             rendered = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True, **self.job.template_arguments
             )
-        except Exception as error:  # whatever the model's template may raise
+        except Exception as error:  # templates may raise anything
             raise RowError(f"chat template: {error}") from error
         return str(rendered)
 
     def tokens(self, row: Row) -> list[int]:
-        """Token ids of a row's prompt. Raises RowError where there is none, or one that is too long by far."""
+        """Token ids of a row's prompt. Raises RowError if there is none, or if it is far too long."""
         return self.encode(self._rendered(row))
 
     def encode(self, text: str) -> list[int]:
@@ -178,11 +178,11 @@ class Prompts:
         if not text:
             raise RowError("the prompt is empty")
         if self.space and len(text) > (most := LONG * self.space.capacity):
-            begun = len(self._ids(text[:most]))  # the whole could take minutes and gigabytes
+            begun = len(self._ids(text[:most]))  # all of it could take minutes and gigabytes
             if begun >= 2 * self.space.capacity and not self.job.truncate_prompt:
                 raise RowError(
-                    f"a prompt of {len(text)} characters, of which the first {most} are {begun} tokens already, does "
-                    f"not fit the slots' capacity of {self.space.capacity} tokens; raise capacity or shorten it"
+                    f"the prompt has {len(text)} characters, of which the first {most} are {begun} tokens; it does not "
+                    f"fit the capacity of {self.space.capacity} tokens; raise capacity or shorten the prompt"
                 )
         if not (ids := self._ids(text)):
             raise RowError("the prompt has no tokens")
@@ -190,7 +190,7 @@ class Prompts:
 
     def _ids(self, text: str) -> list[int]:
         try:
-            # A chat template writes the special tokens itself.
+            # The chat template adds the special tokens.
             first, *others = self.marks.split(text)
             ids = list(self.tokenizer(first, add_special_tokens=not self.chat)["input_ids"])
             for piece in filter(None, others):
@@ -198,14 +198,12 @@ class Prompts:
                 given = {"split_special_tokens": True} if marked else {}
                 ids += self.tokenizer(marked or piece, add_special_tokens=False, **given)["input_ids"]
             return ids
-        except Exception as error:  # whatever the tokenizer may raise, of half a surrogate pair for one
+        except Exception as error:  # for example, for half a surrogate pair
             source = f"column {self.column!r}" if self.column else "prompt_template"
-            raise RowError(
-                f"{source}: the tokenizer cannot read the prompt: {type(error).__name__}: {error}"
-            ) from error
+            raise RowError(f"{source}: the tokenizer failed: {type(error).__name__}: {error}") from error
 
     def request(self, row: Row, shard: Shard, number: int) -> Request:
-        """What an actor asks its engine for this row, under its shard and number. Raises RowError."""
+        """The engine request of a row, identified by shard and row number. Raises RowError."""
         job, own = self.job, self.settings(row, shard, number)
         tokens, _ = self.fitted(row, own.max_new_tokens)
         try:
@@ -222,37 +220,26 @@ class Prompts:
         )
 
     def settings(self, row: Row, shard: Shard, number: int) -> RowSettings:
-        """The row's settings: the job's, but for the columns that override them. Raises RowError."""
+        """The settings of a row: the job's, overridden by columns. Raises RowError."""
         job, row = self.job, self._given(row)
-        whole: Callable[[Any], bool] = lambda v: isinstance(v, int) and not isinstance(v, bool) and 0 <= v < 2**63  # noqa: E731
-        seed = _override(
-            row, job.seed_column, row_seed(job.seed, shard, number), whole, "a whole number of 63 bits", _number
-        )
-        length = _override(
-            row,
-            job.max_new_tokens_column,
-            self.answers.longest or job.max_new_tokens,
-            lambda v: whole(v) and 1 <= v < 2**31,
-            "a whole number from 1 up",
-            _number,
-        )
-        finite: Callable[[Any], bool] = lambda v: isinstance(v, int | float) and 0 <= v <= LARGEST  # noqa: E731
-        temperature = _override(row, job.temperature_column, job.temperature, finite, "0 or more", _number)
-        if self.answers.longest:  # a label is as long as it is
+        seed = _override(row, job.seed_column, row_seed(job.seed, shard, number), _is_seed, "a whole number of 63 bits")
+        length = _override(row, job.max_new_tokens_column, job.max_new_tokens, _is_length, "a whole number from 1 up")
+        temperature = _override(row, job.temperature_column, job.temperature, _is_temperature, "0 or more")
+        if self.answers.longest:  # the label decides the length
             length = self.answers.longest
         if self.json_stop and isinstance(text := row[str(job.stop_column)], str):
             row = row | {str(job.stop_column): _json(job.stop_column, text, "texts")}
-        stop = _override(row, job.stop_column, job.stop, _are_texts, "texts that are not empty")
+        stop = _override(row, job.stop_column, job.stop, _are_texts, "non-empty texts", read=lambda value: value)
         if stop and self.answers.constraint:
-            raise RowError("stop has no use where answers are labels or JSON of a schema; leave it out")
+            raise RowError("stop does not apply to labels or JSON of a schema; leave it out")
         sampling = {"temperature": float(temperature), "seed": seed, **(row["sampling"] if self.batch else {})}
         return RowSettings(length, sampling, [stop] if isinstance(stop, str) else list(stop))
 
 
 def _marks(tokenizer: Any) -> dict[str, str]:
-    """A mark for each of the tokenizer's control tokens, the longest first: one may begin with another.
+    """The tokenizer's control tokens by mark, the longest first, because one may be a prefix of another.
 
-    A mark is one character, so that nothing a template does with a text can cut it in two.
+    A mark is one character, so a template cannot cut it in two.
     """
     added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     texts = sorted(added | set(tokenizer.all_special_tokens), key=lambda text: (-len(text), text))
@@ -260,7 +247,7 @@ def _marks(tokenizer: Any) -> dict[str, str]:
 
 
 def prompt_column(job: Job, schema: pa.Schema) -> str:
-    """The prompt's column. Raises JobError naming what the input has instead."""
+    """The prompt column. Raises JobError with the columns that the input has."""
     if job.prompt_column is None:
         column = next((c for c in DEFAULT_COLUMNS if c in schema.names), None)
         if column is None:
@@ -277,35 +264,13 @@ def prompt_column(job: Job, schema: pa.Schema) -> str:
 
 
 def row_seed(seed: int, shard: Shard, number: int) -> int:
-    """63 bits from the job's seed and the row's identity, so that a retry draws the same noise."""
+    """63 bits from the job's seed and the row's identity, so that a retry samples the same tokens."""
     digest = hashlib.sha256(f"{seed} {shard.name} {number}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def _override(
-    row: dict[str, Any],
-    column: str | None,
-    default: Any,
-    good: Callable[[Any], bool],
-    expected: str,
-    read: Callable[[Any], Any] = lambda value: value,
-) -> Any:
-    """The value of a row's column, as it is read, or the default where it is null. Raises RowError."""
-    value = read(row[column]) if column else None
-    if value is None:
-        return default
-    if not good(value):
-        raise RowError(f"column {column!r}: expected {expected}, not {_shown(value)}")
-    return value
-
-
-def _are_texts(value: Any) -> bool:
-    texts = value if isinstance(value, list) else [value]
-    return all(isinstance(text, str) and text and text.encode(errors="replace").decode() == text for text in texts)
-
-
 def _number(value: Any) -> Any:
-    """A number that came as text, as CSV has all values; whatever else there is stays what it is."""
+    """Parse a number that is text, as in CSV. Other values stay as they are."""
     if not isinstance(value, str):
         return value
     try:
@@ -314,8 +279,42 @@ def _number(value: Any) -> Any:
         return value
 
 
+def _override(
+    row: dict[str, Any],
+    column: str | None,
+    default: Any,
+    good: Callable[[Any], bool],
+    expected: str,
+    read: Callable[[Any], Any] = _number,
+) -> Any:
+    """The value of a column in a row, or the default if it is null. Raises RowError."""
+    value = read(row[column]) if column else None
+    if value is None:
+        return default
+    if not good(value):
+        raise RowError(f"column {column!r}: expected {expected}, not {_shown(value)}")
+    return value
+
+
+def _is_seed(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _is_length(value: Any) -> bool:
+    return _is_seed(value) and 1 <= value < 2**31
+
+
+def _is_temperature(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 <= value <= LARGEST
+
+
+def _are_texts(value: Any) -> bool:
+    texts = value if isinstance(value, list) else [value]
+    return all(isinstance(text, str) and text and text.encode(errors="replace").decode() == text for text in texts)
+
+
 def _template(source: str, columns: Sequence[str]) -> tuple[jinja2.Template, set[str]]:
-    """A template, and the names that it may look up. Raises JobError where it is none, or names what is no column."""
+    """A template and the names that it uses. Raises JobError for invalid syntax and unknown columns."""
     environment = SandboxedEnvironment(undefined=jinja2.StrictUndefined)
     try:
         parsed = environment.parse(source)
@@ -326,12 +325,12 @@ def _template(source: str, columns: Sequence[str]) -> tuple[jinja2.Template, set
     strange = sorted(names - set(columns) - set(environment.globals) - _optional(parsed))
     if strange:
         raise JobError(*(f"prompt_template: {no_column(n, columns)}" for n in strange))
-    # Jinja has values for some names itself, which a column of the name goes before.
+    # A column goes before a Jinja global of the same name.
     return template, names | set(environment.globals)
 
 
 def _optional(parsed: nodes.Template) -> set[str]:
-    """The names that a template can do without: it asks whether they are there, or has a default."""
+    """The names that may be undefined: the template tests for them, or has a default."""
     tests = [test.node for test in parsed.find_all(nodes.Test) if test.name in ("defined", "undefined")]
     defaults = [found.node for found in parsed.find_all(nodes.Filter) if found.name in ("default", "d")]
     return {node.name for node in (*tests, *defaults) if isinstance(node, nodes.Name)}
@@ -345,7 +344,7 @@ def _json(column: str | None, text: str, expected: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """A value in an error, which is not to be as long as the value may be."""
+    """A value, shortened for an error message."""
     return SHORT.repr(value)
 
 

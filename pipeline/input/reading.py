@@ -1,4 +1,4 @@
-"""Rows of a shard: many ranges in one pass, of the version that was planned or not at all."""
+"""Reads rows of a shard: many ranges in one pass, only from the version that was planned."""
 
 import io
 from bisect import bisect_right
@@ -17,29 +17,26 @@ from exspec.pipeline.input.schemas import nullable
 from exspec.pipeline.input.snapshot import difference, locate
 from exspec.pipeline.storage import attempt
 
-AT_ONCE = 8 << 20  # bytes of row groups that are fetched together; a larger one comes page by page
-FETCHED = 2 << 20  # bytes of a column that are fetched at once where it comes page by page
-DECODED = 16 << 20  # bytes that are decoded at once, about
-SALVAGED = 64  # rows that are decoded at once where something is damaged
-FORMAT = (pa.ArrowException, OSError, ValueError)  # what pyarrow raises for a file that is not as it should be
+AT_ONCE = 8 << 20  # bytes of row groups fetched together; a larger row group is read page by page
+FETCHED = 2 << 20  # bytes of a column per fetch when reading page by page
+DECODED = 16 << 20  # approximate bytes decoded at once
+SALVAGED = 64  # rows decoded at once in a damaged row group
+FORMAT = (pa.ArrowException, OSError, ValueError)  # what pyarrow raises for invalid files
 
 
 @dataclass(frozen=True)
 class Unreadable:
-    """What a range gives that cannot be read. reason: what has become of its shard."""
+    """Stands for a range that cannot be read."""
 
     reason: str
 
 
 class ChangedError(Exception):
-    """A shard is no longer what was planned."""
+    """A shard has changed since it was planned."""
 
 
 class Bytes:
-    """The bytes of a file, fetched with retries.
-
-    fetches: how many there were. refused: what the store said where it refused for good.
-    """
+    """The bytes of a file, with retries. fetches: number of fetches. refused: the store's final error, if any."""
 
     def __init__(self, fs: Any, path: str, size: int = 0, shard: Shard | None = None) -> None:
         self.fs, self.path, self.size, self.shard = fs, path, size, shard
@@ -50,25 +47,25 @@ class Bytes:
         self.fetches += 1
         try:
             return attempt(lambda: self._fetch(begin, end))
-        except Exception as error:  # pyarrow may hand on an error of its own instead
+        except Exception as error:  # pyarrow may raise its own error instead
             self.refused = error
             raise
 
     def changed(self) -> str | None:
-        """What has become of the shard since it was planned."""
+        """How the shard has changed since it was planned; None if it has not."""
         return difference(self.shard, self.fs, self.path) if self.shard else None
 
     def _fetch(self, begin: int, end: int) -> bytes:
         try:
             return bytes(self.fs.cat_file(self.path, start=begin, end=end))
         except Exception as error:
-            if why := self.changed():  # then it is not worth another try
+            if why := self.changed():  # no retry will help
                 raise ChangedError(why) from error
             raise
 
 
 class RangeFile(io.RawIOBase):
-    """A file of which nothing is fetched but what is read."""
+    """A file object that fetches only what is read."""
 
     def __init__(self, source: Bytes) -> None:
         self.source, self.at = source, 0
@@ -100,7 +97,7 @@ class RangeFile(io.RawIOBase):
 
 
 class Piece(NamedTuple):
-    """What a row group holds of a range: rows from `begin` to before `end`, counted from the shard's first."""
+    """The part of a range in one row group: shard rows from `begin` to before `end`."""
 
     group: int
     begin: int
@@ -114,10 +111,10 @@ def read_ranges(
     options: dict[str, Any],
     schema: pa.Schema | None = None,
 ) -> Iterator[pa.Table | Unreadable]:
-    """The rows of each range, in one pass over the shard: no row group is decoded twice, none is held whole.
+    """The rows of each range, in one pass over the shard: no row group is decoded twice or held whole.
 
-    ranges: first row and number of rows, ascending and disjoint. columns: those that are needed; None is all.
-    schema: as planned; without it the types are the file's. Raises what the store raises where it refuses for good.
+    ranges: (first row, number of rows), ascending and disjoint. columns: None means all. schema: as planned; default:
+    the file's. Raises the store's error if retries do not help.
     """
     content = Bytes(*locate(shard.url, options), shard.size, shard)
     given = 0
@@ -132,7 +129,7 @@ def read_ranges(
 def read_chunk(
     chunk: Chunk, options: dict[str, Any], columns: Sequence[str] | None = None, schema: pa.Schema | None = None
 ) -> pa.Table:
-    """The chunk's rows. Raises JobError where they cannot be read."""
+    """The rows of a chunk. Raises JobError if they cannot be read."""
     for item in read_ranges(chunk.shard, [(chunk.first, chunk.rows)], columns, options, schema):
         if isinstance(item, Unreadable):
             raise JobError(f"{chunk}: {item.reason}")
@@ -140,17 +137,17 @@ def read_chunk(
 
 
 def read_footer(content: Bytes) -> pq.ParquetFile:
-    """The file behind its bytes. Raises one of FORMAT where it is none."""
+    """A Parquet file. Raises one of FORMAT if it is invalid."""
     return pq.ParquetFile(RangeFile(content))
 
 
 def _checked(content: Bytes, items: Iterator[pa.Table | Unreadable]) -> Iterator[pa.Table | Unreadable]:
-    """The items, with a look at the shard before and after the bytes of each were fetched."""
-    looked = -1
+    """The items; checks that the shard has not changed before the first fetch and after the fetches of each item."""
+    checked_at = -1
     for item in chain([None], items):
-        if looked != content.fetches and (why := content.changed()):
+        if checked_at != content.fetches and (why := content.changed()):
             raise ChangedError(why)
-        looked = content.fetches
+        checked_at = content.fetches
         if item is not None:
             yield item
 
@@ -166,7 +163,7 @@ def _items(
         yield from _in_order(content, shard, ranges, columns, schema)
         return
     try:
-        source = Source(content, shard, columns, schema)
+        source = ParquetShard(content, shard, columns, schema)
     except FORMAT as error:
         yield from [damage(content, error)] * len(ranges)
         return
@@ -183,7 +180,7 @@ def _in_order(
     columns: Sequence[str] | None,
     schema: pa.Schema | None,
 ) -> Iterator[pa.Table | Unreadable]:
-    """The ranges of a file that is read from its first row on."""
+    """The ranges of a file without row groups, which is read from the start."""
     given = start = 0
     try:
         tables = read(shard.name, lambda: RangeFile(content), schema)
@@ -197,7 +194,7 @@ def _in_order(
                     break
                 start, table = start + table.num_rows, next(tables, None)
             if sum(part.num_rows for part in found) < rows:
-                yield Unreadable(f"cannot be read: it holds {start} rows, fewer than planned")
+                yield Unreadable(f"cannot be read: it has {start} rows, fewer than planned")
             else:
                 yield _typed(pa.concat_tables(found, promote_options="permissive"), columns, schema)
             given += 1
@@ -206,7 +203,7 @@ def _in_order(
 
 
 def _typed(table: pa.Table, columns: Sequence[str] | None, schema: pa.Schema | None) -> pa.Table:
-    """The columns of a table as planned; null where the file has none of that name."""
+    """The columns of a table with the planned types; a column that the file lacks is null."""
     wanted = schema or table.schema
     fields = [wanted.field(name) for name in (wanted.names if columns is None else columns)]
     if not fields:
@@ -217,14 +214,14 @@ def _typed(table: pa.Table, columns: Sequence[str] | None, schema: pa.Schema | N
 
 
 def damage(content: Bytes, error: Exception) -> Unreadable:
-    """What a format's error comes to. Raises what the store said instead, if it refused."""
+    """The result for an invalid file. If the store refused to read it, raises the store's error instead."""
     if content.refused:
         raise content.refused
     return Unreadable(f"cannot be read: {first_line(error)}")
 
 
-class Source:
-    """A shard's file, of which some columns are read."""
+class ParquetShard:
+    """The Parquet file of a shard, and the columns to read."""
 
     def __init__(self, content: Bytes, shard: Shard, columns: Sequence[str] | None, schema: pa.Schema | None) -> None:
         opened = read_footer(content)
@@ -242,7 +239,7 @@ class Source:
         self.leaves = [i for i, path in enumerate(paths) if f"{path}.".startswith(roots)]
 
     def pieces(self, first: int, rows: int) -> list[Piece]:
-        """A range's pieces, as far as the file has its rows."""
+        """The pieces of a range, as far as the file has the rows."""
         group, last, found = bisect_right(self.starts, first) - 1, min(first + rows, self.starts[-1]), []
         while group < len(self.starts) - 1 and self.starts[group] < last:
             piece = Piece(group, max(first, self.starts[group]), min(last, self.starts[group + 1]))
@@ -251,7 +248,7 @@ class Source:
         return found
 
     def decode(self, pieces: Sequence[Piece]) -> Iterator[list[pa.RecordBatch] | Unreadable]:
-        """Each piece's rows; where something is damaged, the others as far as they can be had."""
+        """The rows of each piece. Damage in one piece does not affect others, as far as possible."""
         spans = self._spans(dict.fromkeys(piece.group for piece in pieces))
         for _, found in groupby(pieces, key=lambda piece: spans[piece.group]):
             span, done = list(found), 0
@@ -265,22 +262,22 @@ class Source:
                     yield from self._salvage(list(left))
 
     def table(self, parts: Sequence[list[pa.RecordBatch] | Unreadable], rows: int) -> pa.Table | Unreadable:
-        """A range's table out of its pieces."""
+        """The table of a range from its pieces."""
         batches: list[pa.RecordBatch] = []
         for part in parts:
             if isinstance(part, Unreadable):
                 return part
             batches += part
         if sum(batch.num_rows for batch in batches) < rows:
-            return Unreadable(f"cannot be read: it holds {self.starts[-1]} rows, fewer than planned")
+            return Unreadable(f"cannot be read: it has {self.starts[-1]} rows, fewer than planned")
         table = pa.Table.from_batches(batches)
         for name in self.values.column_names:
             table = table.append_column(name, pa.repeat(self.values[name][0], rows))
         table = table.select(self.schema.names)
-        return table.cast(self.schema) if self.schema.names else table  # a cast would lose the number of rows
+        return table.cast(self.schema) if self.schema.names else table  # a cast without columns loses the rows
 
     def _spans(self, groups: Iterable[int]) -> dict[int, int]:
-        """Row groups by the span in which they are decoded: neighbours, as many as are small enough together."""
+        """The span of each row group. Row groups of a span are neighbours that are small enough to fetch together."""
         spans: dict[int, int] = {}
         last, size = -2, 0
         for group in groups:
@@ -292,7 +289,7 @@ class Source:
         return spans
 
     def _salvage(self, pieces: Sequence[Piece]) -> Iterator[list[pa.RecordBatch] | Unreadable]:
-        """The pieces of one row group, in small steps up to the damage."""
+        """The pieces of one damaged row group, in small steps up to the damage."""
         done = 0
         try:
             for batches in self._cut(pieces, SALVAGED):
@@ -302,7 +299,7 @@ class Source:
             yield from [damage(self.content, error)] * (len(pieces) - done)
 
     def _cut(self, pieces: Sequence[Piece], rows: int) -> Iterator[list[pa.RecordBatch]]:
-        """The pieces out of batches of so many rows."""
+        """Cut the pieces from batches of this many rows."""
         batches = self._batches(range(pieces[0].group, pieces[-1].group + 1), rows)
         first, batch = next(batches)
         for piece in pieces:
@@ -315,7 +312,7 @@ class Source:
             yield found
 
     def _batches(self, groups: Sequence[int], rows: int) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """Batches of neighbouring row groups, each with the number of its first row."""
+        """Batches of neighbouring row groups, each with the index of its first row."""
         whole = sum(map(self._size, groups)) <= AT_ONCE
         opened = pq.ParquetFile(
             RangeFile(self.content),
@@ -328,14 +325,14 @@ class Source:
         for batch in opened.iter_batches(rows, list(groups), self.columns, use_threads=False):
             yield first, batch
             first += batch.num_rows
-        raise pa.ArrowInvalid("it holds fewer rows than its footer tells")
+        raise pa.ArrowInvalid("it has fewer rows than its footer says")
 
     def _size(self, group: int) -> int:
         row_group = self.metadata.row_group(group)
         return sum(int(row_group.column(leaf).total_compressed_size) for leaf in self.leaves)
 
     def _at_once(self, pieces: Sequence[Piece]) -> int:
-        """Rows of a batch."""
+        """Rows per batch that decode to about DECODED bytes."""
         groups = [self.metadata.row_group(g) for g in range(pieces[0].group, pieces[-1].group + 1)]
         size = sum(group.column(leaf).total_uncompressed_size for group in groups for leaf in self.leaves)
         rows = sum(group.num_rows for group in groups)

@@ -1,4 +1,4 @@
-"""A chunk's rows as the job's `map` makes them, and what is asked of the engine for each."""
+"""The rows of a chunk after `map`, and the engine request of each."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from exspec.pipeline.job.settings import Job
 
 @dataclass(frozen=True)
 class Asked:
-    """A row by its number in the shard, and its request, or why it has none."""
+    """A row, its number in the shard, and its request or the error that prevents one."""
 
     number: int
     row: Row
@@ -25,7 +25,7 @@ class Asked:
 
 
 def mapped(job: Job, schema: pa.Schema) -> pa.Schema:
-    """The columns of the rows that prompts are made of, where the files have such. Raises JobError."""
+    """The schema of the input after `map`. Raises JobError."""
     try:
         return job.map.makes(schema) if job.map else schema
     except FunctionError as error:
@@ -35,9 +35,9 @@ def mapped(job: Job, schema: pa.Schema) -> pa.Schema:
 def read_mapped(
     job: Job, shard: Shard, ranges: Sequence[tuple[int, int]], columns: Sequence[str], schema: pa.Schema
 ) -> Iterator[pa.Table | Unreadable]:
-    """The rows of each range, in one pass over the shard, with these columns of those that `map` makes.
+    """The rows of each range after `map`, in one pass over the shard. columns: after `map`. schema: before it.
 
-    schema: of the files. Raises as `read_ranges`.
+    Raises as `read_ranges` does.
     """
     if job.map is None:
         yield from read_ranges(shard, ranges, columns, job.storage_options, schema)
@@ -60,9 +60,9 @@ def requests(
     numbers: Sequence[int] | None = None,
     also: Sequence[str] = (),
 ) -> Iterator[Asked]:
-    """The rows of a chunk, or those of these numbers in it, with the columns `also` beside those that prompts need.
+    """The rows of a chunk with their requests. numbers: only these rows of the chunk. also: more columns to read.
 
-    schema: of the files. Raises JobError where they cannot be read.
+    schema: of the files, before `map`. Raises JobError if they cannot be read.
     """
     numbers = range(chunk.rows) if numbers is None else numbers
     needed = list(dict.fromkeys([*prompts.columns(mapped(job, schema)), *also]))

@@ -1,4 +1,4 @@
-"""Rows as Python values, of the columns that are needed; a value that cannot be read is its row's error alone."""
+"""Rows as Python values. A value that cannot be converted is an error of its row only."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,14 +10,14 @@ class RowError(ValueError):
     """A row that cannot be generated; its message becomes the row's `error`."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message.encode(errors="backslashreplace").decode())  # it must be text that can be written
+        super().__init__(message.encode(errors="backslashreplace").decode())  # so that it can be written as text
 
 
 Row = dict[str, Any] | RowError
 
 
 def rows(table: pa.Table, columns: Sequence[str]) -> Iterator[Row]:
-    """The rows of a table, each with the values of these columns, or with the error of the first that has none."""
+    """The rows of a table as dicts of these columns; or the first RowError among the values of a row."""
     found = {name: values(table, name) for name in columns}
     for i in range(table.num_rows):
         row = {name: column[i] for name, column in found.items()}
@@ -25,10 +25,10 @@ def rows(table: pa.Table, columns: Sequence[str]) -> Iterator[Row]:
 
 
 def values(table: pa.Table, name: str) -> list[Any]:
-    """A column's values; in the place of one that cannot be read, its RowError."""
+    """The values of a column, with a RowError for each that cannot be converted."""
     try:
         return list(table[name].to_pylist())
-    except Exception:  # of text, time zones, dates: each has its own
+    except Exception:  # conversions of text, time zones and dates raise different types
         return [_value(scalar, name) for scalar in table[name]]
 
 

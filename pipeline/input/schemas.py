@@ -1,4 +1,4 @@
-"""One schema for all shards: what differs between them without a difference in the values, and what does."""
+"""One schema for all shards: differences in layout are reconciled, differences in type are errors."""
 
 import pyarrow as pa
 
@@ -34,27 +34,27 @@ LISTS = (
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Whether values of the type are texts, however they are laid out."""
+    """Whether this is a text type of any layout."""
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Whether values of the type are lists, however they are laid out."""
+    """Whether this is a list type of any layout."""
     return any(is_kind(kind) for is_kind, _ in LISTS) or bool(pa.types.is_fixed_size_list(kind))
 
 
 def is_json(kind: pa.DataType) -> bool:
-    """Whether values of the type are texts that are said to be JSON."""
+    """Whether this is text of JSON type."""
     return isinstance(kind, pa.JsonType)
 
 
 def common(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
-    """The type that holds values of both as they are; None where the types differ in more than their layout."""
+    """The type that holds the values of both; None if they differ in more than layout."""
     if one.equals(other):
         return one
-    if pa.types.is_null(one) or pa.types.is_null(other):  # a column that one shard has no value of
+    if pa.types.is_null(one) or pa.types.is_null(other):  # a shard in which the column has no values
         return other if pa.types.is_null(one) else one
     if is_text(one) and is_text(other):
         large = pa.types.is_large_string(one) or pa.types.is_large_string(other)
@@ -76,13 +76,13 @@ def _common_struct(one: pa.StructType, other: pa.StructType) -> pa.DataType | No
 
 
 def unified(schema: pa.Schema, first: str, url: str, other: pa.Schema, fixed: bool) -> pa.Schema:
-    """The schema that both fit into. fixed: as it is, or not at all.
+    """The schema that fits both. fixed: `schema` must not change.
 
-    Raises JobError naming the file at `url` and the column that is not as in the one called `first`.
+    Raises JobError naming the file `url` and the column that differs from the file `first`.
     """
     for name in schema.names:
         if name not in other.names:
-            raise JobError(f"{url}: no column {name!r}, which {first} has")
+            raise JobError(f"{url}: has no column {name!r}, but {first} has")
     if extra := [name for name in other.names if name not in schema.names]:
         raise JobError(f"{url}: column {extra[0]!r} is not in {first}; expected one schema for all shards")
     fields = []
@@ -96,8 +96,8 @@ def unified(schema: pa.Schema, first: str, url: str, other: pa.Schema, fixed: bo
     return pa.schema(fields)
 
 
-def refuse_twins(url: str, schema: pa.Schema) -> None:
-    """Raises JobError where two columns have one name."""
+def refuse_duplicates(url: str, schema: pa.Schema) -> None:
+    """Raises JobError if two columns have the same name."""
     names = schema.names
-    if twins := [name for name in names if names.count(name) > 1]:
-        raise JobError(f"{url}: {names.count(twins[0])} columns are called {twins[0]!r}; expected one of each name")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise JobError(f"{url}: {names.count(twice[0])} columns are called {twice[0]!r}; expected unique names")

@@ -1,4 +1,4 @@
-"""Whether the input is still what was planned: a shard's size, and what tells its content."""
+"""Whether the input is unchanged since it was planned, by size and etag."""
 
 import hashlib
 import re
@@ -14,14 +14,14 @@ from exspec.pipeline.storage import at_once, attempt, etag
 
 
 def locate(url: str, options: dict[str, Any]) -> tuple[Any, str]:
-    """File system and path of a file or folder. A `::` in its name is part of the name, and no chain of URLs."""
+    """File system and path of a file or folder. `::` is part of the name here, not a chain of URLs."""
     scheme = re.match(r"[A-Za-z][A-Za-z0-9+.-]*://[^/]*", url)
     fs, _ = fsspec.url_to_fs(scheme[0].partition("::")[0] if scheme else "/", **options)
     return fs, fs._strip_protocol(url)
 
 
-def look(fs: Any, path: str, known: Shard | None = None) -> tuple[int, str, str]:
-    """Size, etag and stamp of a file as it is now. A local one that has the stamp it is known by is not read again."""
+def probe(fs: Any, path: str, known: Shard | None = None) -> tuple[int, str, str]:
+    """Present size, etag and stamp of a file. A local file with the known stamp is not read again."""
     if not isinstance(fs, LocalFileSystem):
         info = attempt(lambda: fs.info(path))
         return int(info["size"] or 0), etag(info), ""
@@ -33,7 +33,7 @@ def look(fs: Any, path: str, known: Shard | None = None) -> tuple[int, str, str]
 
 
 @lru_cache(maxsize=100_000)
-def _digest(path: str, stamp: str) -> str:  # noqa: ARG001  (what makes the answer another one)
+def _digest(path: str, stamp: str) -> str:  # noqa: ARG001  (part of the cache key)
     def read() -> str:
         with Path(path).open("rb") as file:
             return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
@@ -42,26 +42,26 @@ def _digest(path: str, stamp: str) -> str:  # noqa: ARG001  (what makes the answ
 
 
 def difference(shard: Shard, fs: Any, path: str) -> str | None:
-    """What has become of a shard since it was planned; None where it is as it was."""
+    """How a shard has changed since it was planned; None if it has not."""
     if not isinstance(fs, LocalFileSystem):
-        fs.invalidate_cache()  # a listing may be as old as the plan
+        fs.invalidate_cache()  # it may be as old as the plan
     try:
-        size, content, _ = look(fs, path, shard)
+        size, content, _ = probe(fs, path, shard)
     except FileNotFoundError:
         return "has vanished since it was planned"
     if size != shard.size:
         return f"has changed since it was planned ({shard.size} bytes then, {size} now)"
-    return None if content == shard.etag else f"has changed since it was planned ({size} bytes, but others than then)"
+    return None if content == shard.etag else f"has changed since it was planned ({size} bytes, but other content)"
 
 
 def changed(shards: list[Shard], options: dict[str, Any]) -> dict[str, str]:
-    """What has become of the shards that are not as they were planned, by name."""
+    """The shards that have changed since they were planned, by name, with how."""
     found = at_once(lambda shard: difference(shard, *locate(shard.url, options)), shards)
     return {shard.name: what for shard, what in zip(shards, found, strict=True) if what}
 
 
 def vanished(shards: list[Shard], options: dict[str, Any]) -> set[str]:
-    """Names of the shards whose files are no longer there."""
+    """Names of the shards whose files are gone."""
 
     def gone(shard: Shard) -> bool:
         fs, path = locate(shard.url, options)

@@ -1,16 +1,17 @@
-"""All that decides the output of a job, and what may change between its runs."""
+"""What decides the output of a job, and what may change between its runs."""
 
 from typing import Any
 
-from exspec.pipeline.job.settings import Job, defaults, settings
+from exspec.pipeline.job.kinds import DEFAULTS, SETTINGS
+from exspec.pipeline.job.settings import Job
 
-CONTENT = " (content)"  # behind a model's setting: what the model holds, its digest or commit
+CONTENT = " (content)"  # after the name of a model's setting: the digest or commit of the model
 
 
 def fingerprint(job: Job, models: dict[str, str], device: str | None = None) -> dict[str, Any]:
-    """All that decides the output, by key. models: the digests of the model folders, or commits.
+    """Everything that decides the output, by key.
 
-    device: the kind of device that decodes, cpu or cuda; None where that is not known.
+    models: digests or commits of the models. device: cpu or cuda; None if not known yet.
     """
     functions = {name: function.identity for name, function in job.functions.items()}
     keys = job.published() | functions | {f"{name}{CONTENT}": digest for name, digest in models.items()}
@@ -19,41 +20,35 @@ def fingerprint(job: Job, models: dict[str, str], device: str | None = None) -> 
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """In what two fingerprints differ, a sentence each: `before` is stored, perhaps by another version, `now` is ours.
+    """The differences between two fingerprints, a sentence each. Another version may have written `before`.
 
-    A setting that one of them lacks has its default there. What decides no token is left out even where it is stored.
-    A setting that this version does not know comes from another version: where it is off (null, false or empty) it did
-    nothing, and anything else may have decided tokens in a way that cannot be repeated here. What was measured (models
-    and device) is compared where both have it.
+    A setting that one of the two lacks has its default there. Settings that decide no token are ignored. A setting that
+    this version does not know counts unless it is off (null, false or empty). Models and device are compared if both
+    fingerprints have them.
     """
-    exact = before.get("exact", True) or now.get("exact", True)  # where they differ in that, it is told itself
+    exact = before.get("exact", True) or now.get("exact", True)  # a difference in `exact` itself is reported anyway
     found = []
     for key in sorted(before | now):
-        decides = key == "device" or not may_change(key, exact)  # the device's kind, not the setting of that name
+        decides = key == "device" or not may_change(key, exact)  # the kind of device, not the setting `device`
         one, other = _value(before, key), _value(now, key)
-        if decides and (_differ(one, other) if _is_measured(key) else one != other):
+        comparable = not _is_measured(key) or None not in (one, other)
+        if decides and comparable and one != other:
             found.append(f"{key} was {one!r} and is {other!r}")
     return found
 
 
+def may_change(key: str, exact: bool) -> bool:
+    """Whether a setting, or the content of a model, may change between the runs of a job."""
+    field = SETTINGS.get(key.removesuffix(CONTENT))
+    later = field.json_schema_extra["later"] if field else "the same"  # type: ignore[index]
+    return later == "any" or (later == "any if exact" and exact)
+
+
 def _value(keys: dict[str, Any], key: str) -> Any:
-    """The key's value: a setting's default where it is missing; None where a setting that is not known is off."""
+    """The value of a key: the default if it is missing; None if the setting is unknown and off."""
     if _is_measured(key):
         return keys.get(key)
-    known = defaults()
-    return keys.get(key, known[key]) if key in known else keys.get(key) or None
-
-
-def _differ(one: str | None, other: str | None) -> bool:
-    """Whether two digests, commits or devices are known and not the same."""
-    return None not in (one, other) and one != other
-
-
-def may_change(key: str, exact: bool) -> bool:
-    """Whether a setting may change between the runs of a job, and with one that names a model what that holds."""
-    field = settings().get(key.removesuffix(CONTENT))
-    later = field.json_schema_extra["later"] if field else "the same"
-    return later == "any" or (later == "any if exact" and exact)
+    return keys.get(key, DEFAULTS[key]) if key in DEFAULTS else keys.get(key) or None
 
 
 def _is_measured(key: str) -> bool:

@@ -1,5 +1,7 @@
-"""Functions of the user's over Arrow tables. The source of the file that one stands in is part of the job, so that it
-runs on every node, and a job that is run again with other code is another job."""
+"""User functions over Arrow tables.
+
+The source file of a function is part of the job. So the function runs on every node, and other code means another job.
+"""
 
 import hashlib
 import importlib.util
@@ -18,11 +20,11 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class FunctionError(ValueError):
-    """A function that cannot be called, failed, or gave what it must not."""
+    """A function that cannot be called, failed, or returned something invalid."""
 
 
 class Function(BaseModel):
-    """`module:function`, from a table to a table of as many rows. What its file imports has to be installed."""
+    """`module:function`, from a table to a table with as many rows. The modules that it imports must be installed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     name: str
@@ -30,9 +32,8 @@ class Function(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _found(cls, value: Any) -> Any:
-        """From `module:function`, whose file is looked for below this folder and where Python finds modules; or as it
-        was written into a job."""
+    def _parse(cls, value: Any) -> Any:
+        """From `module:function`, searched below the current folder and then like any module; or from a job's JSON."""
         if isinstance(value, str) and value.startswith("{"):
             return json.loads(value)
         if isinstance(value, str):
@@ -41,41 +42,41 @@ class Function(BaseModel):
 
     @property
     def identity(self) -> str:
-        """Its name, and a digest of its source."""
+        """The name, and a digest of the source."""
         return f"{self.name} ({hashlib.sha256(self.source.encode()).hexdigest()[:12]})"
 
     def makes(self, schema: pa.Schema) -> pa.Schema:
-        """The columns that it makes of such: it is called with an empty table. Raises FunctionError."""
-        return self._called(schema.empty_table()).schema
+        """The output columns for these input columns, from a call with an empty table. Raises FunctionError."""
+        return self._call(schema.empty_table()).schema
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """What it makes of a table: the columns that it makes of an empty one. Raises FunctionError."""
-        made, expected = self._called(table), self.makes(table.schema)
+        """Apply the function. The columns are those that it returns for an empty table. Raises FunctionError."""
+        made, expected = self._call(table), self.makes(table.schema)
         try:
             return made.select(expected.names).cast(expected)
         except (pa.ArrowException, KeyError, ValueError) as error:
             raise FunctionError(
-                f"{self.name}: gave other columns than for an empty table, {_told(made.schema)} where it was "
-                f"{_told(expected)}: {error}"
+                f"{self.name}: returned columns {_listed(made.schema)}, but for an empty table {_listed(expected)}: "
+                f"{error}"
             ) from error
 
-    def _called(self, table: pa.Table) -> pa.Table:
+    def _call(self, table: pa.Table) -> pa.Table:
         try:
             made = _load(self.name, self.source)(table)
         except FunctionError:
             raise
-        except Exception as error:  # whatever somebody's code may raise
+        except Exception as error:  # user code may raise anything
             raise FunctionError(f"{self.name}: {type(error).__name__}: {error}") from error
         if not isinstance(made, pa.Table):
-            raise FunctionError(f"{self.name}: gave {type(made).__name__}, expected a pyarrow Table")
+            raise FunctionError(f"{self.name}: returned {type(made).__name__}, expected a pyarrow Table")
         if made.num_rows != table.num_rows:
-            raise FunctionError(f"{self.name}: gave {made.num_rows} rows for {table.num_rows}, expected as many")
+            raise FunctionError(f"{self.name}: returned {made.num_rows} rows for {table.num_rows}, expected as many")
         if twice := [name for name in made.column_names if made.column_names.count(name) > 1]:
-            raise FunctionError(f"{self.name}: gave two columns {twice[0]!r}")
+            raise FunctionError(f"{self.name}: returned two columns {twice[0]!r}")
         return made.replace_schema_metadata()
 
 
-def _told(schema: pa.Schema) -> str:
+def _listed(schema: pa.Schema) -> str:
     return ", ".join(f"{field.name} {field.type}" for field in schema)
 
 
@@ -90,20 +91,20 @@ def _source(name: str) -> str:
         except ImportError:
             spec = None
         if spec is None or not str(spec.origin).endswith(".py"):
-            raise ValueError(f"there is no {place} below {Path.cwd()}, nor a module of that name")
+            raise ValueError(f"no file {place} below {Path.cwd()}, and no module {module}")
         place = Path(str(spec.origin))
     return place.read_text(encoding="utf-8")
 
 
 @lru_cache(maxsize=4)
 def _load(name: str, source: str) -> Any:
-    """The function of a module that is made of the source, under a name of its own."""
-    of, _, function = name.partition(":")
-    module = module_from_spec(ModuleSpec(f"exspec_{of.replace('.', '_')}", None))
-    module.__file__ = f"<{of}>"
+    """The function, from a new module that is made from the source."""
+    stem, _, function = name.partition(":")
+    module = module_from_spec(ModuleSpec(f"exspec_{stem.replace('.', '_')}", None))
+    module.__file__ = f"<{stem}>"
     linecache.cache[module.__file__] = (len(source), None, source.splitlines(keepends=True), module.__file__)
-    sys.modules[module.__name__] = module  # where dataclasses and pickles look for it
+    sys.modules[module.__name__] = module  # dataclasses and pickle look it up there
     exec(compile(source, module.__file__, "exec"), module.__dict__)
     if not callable(found := getattr(module, function, None)):
-        raise FunctionError(f"{of} has no function {function!r}")
+        raise FunctionError(f"{stem} has no function {function!r}")
     return found

@@ -1,8 +1,9 @@
-"""A labeling job: what its answers may be, the columns they fill, and how they compare with labels that are known."""
+"""Labeling jobs: the possible answers, their columns, and their comparison with known labels."""
 
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,33 +20,29 @@ _TYPES = {"string": pa.string(), "integer": pa.int64(), "number": pa.float64(), 
 _CHOICE = {
     "": (pa.string(), "the label"),
     "_confidence": (pa.float32(), "the label's probability among the labels"),
-    "_runner_up": (pa.string(), "the likeliest other label; several, where they part from the label together"),
+    "_runner_up": (pa.string(), "the likeliest other label, or labels if they share a prefix"),
     "_runner_up_confidence": (pa.float32(), "the runner-up's probability among the labels"),
 }
 
 
+_labels = partial(setting, "Labels")
+
+
 class LabelJob(Job):
-    """A job whose completions are labels: of one list, of several fields, or JSON of a schema."""
+    """A job whose completions are a label of a list, a label for each of several fields, or JSON of a schema."""
 
     kind: ClassVar[str] = "label"
 
-    labels: list[str] = setting("Labels", [], "Labels of which each row gets one.")
-    fields: dict[str, list[str]] = setting(
-        "Labels",
-        {},
-        "Labels by field, where a row gets several; each as NAME=LABEL,LABEL.",
-        json_schema_extra={"flag": True},
+    labels: list[str] = _labels([], "The labels; each row gets one of them.")
+    fields: dict[str, list[str]] = _labels(
+        {}, "Labels by field, for several labels per row, each as NAME=LABEL,LABEL.", json_schema_extra={"flag": True}
     )
-    json_schema: str | None = setting("Labels", None, "JSON schema of the answer, or a file that holds it.")
-    json_spaces: bool = setting("Labels", True, 'Write {"a": 1, "b": 2} as most models do, or {"a":1,"b":2}.')
-    label_column: str = setting(
-        "Labels", "label", "Column of the label; what the columns of several fields begin with."
-    )
-    gold_column: list[str] = setting(
-        "Labels", [], "Column of labels that are known; with fields as FIELD=COLUMN.", later="any"
-    )
-    review_share: float | None = setting(
-        "Labels", None, "Share of the rows, the least certain ones, to write into _review.csv.", later="any", gt=0, le=1
+    json_schema: str | None = _labels(None, "JSON schema of the answer, or a file with it.")
+    json_spaces: bool = _labels(True, 'Write {"a": 1, "b": 2}, as most models do, not {"a":1,"b":2}.')
+    label_column: str = _labels("label", "Column of the label, or prefix of the columns of several fields.")
+    gold_column: list[str] = _labels([], "Column of known labels. With fields: FIELD=COLUMN.", "any")
+    review_share: float | None = _labels(
+        None, "Write this share of the rows, the least certain ones, to _review.csv.", "any", gt=0, le=1
     )
 
     @field_validator("gold_column", mode="before")
@@ -55,7 +52,7 @@ class LabelJob(Job):
 
     @field_validator("labels", mode="before")
     @classmethod
-    def _labels(cls, value: Any) -> Any:
+    def _label_texts(cls, value: Any) -> Any:
         return _as_texts([value] if isinstance(value, str) else value)
 
     @field_validator("fields", mode="before")
@@ -70,13 +67,13 @@ class LabelJob(Job):
             raise ValueError(f"expected NAME=LABEL,LABEL, not {bad[0]!r}")
         names = [name for name, _, _ in pairs]
         if twice := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"{twice[0]} is given twice; expected all its labels in one NAME=LABEL,LABEL")
+            raise ValueError(f"{twice[0]} is given twice; expected one NAME=LABEL,LABEL with all labels")
         return {name: [label.strip() for label in labels.split(",")] for name, _, labels in pairs}
 
     @field_validator("json_schema", mode="before")
     @classmethod
     def _content(cls, value: Any) -> Any:
-        """The schema itself, whatever way it was given, so that the job stands without the file."""
+        """The schema itself, so that the job does not need the file."""
         if isinstance(value, str) and not value.lstrip().startswith("{"):
             try:
                 value = Path(value).read_text(encoding="utf-8")
@@ -98,20 +95,20 @@ class LabelJob(Job):
         for name, labels in self.choices.items():
             place = f"fields.{name}" if name else "labels"
             if len(labels) < 2 or len(set(labels)) < len(labels) or not all(labels):
-                hint = "; give each in a --labels of its own" if not name and "," in "".join(labels) else ""
-                raise ValueError(f"{place}: expected two or more labels, each once and none empty, not {labels}{hint}")
+                hint = "; give --labels once per label" if not name and "," in "".join(labels) else ""
+                raise ValueError(f"{place}: expected two or more distinct, non-empty labels, not {labels}{hint}")
         names = self.answer_columns().names
         if twice := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"two answers would fill the column {twice[0]!r}; name the fields or properties otherwise")
+            raise ValueError(f"two answers would have the column {twice[0]!r}; rename a field or property")
         limits = ("min_new_tokens", "ignore_eos", "bad_words", "bad_words_ids")
         if useless := [name for name in limits if getattr(self, name)]:
-            raise ValueError(f"{useless[0]} has no use in a labeling job: its form tells which tokens may come")
+            raise ValueError(f"{useless[0]} does not apply to a labeling job: its answers are constrained")
         if self.stop or self.stop_column:
-            raise ValueError("stop and stop_column have no use in a labeling job: an answer ends where it is complete")
+            raise ValueError("stop and stop_column do not apply to a labeling job: an answer ends when it is complete")
         if self.choices and self.max_new_tokens_column:
-            raise ValueError("max_new_tokens_column has no use with labels: an answer is as long as its label")
+            raise ValueError("max_new_tokens_column does not apply to labels: an answer is as long as its label")
         if not self.classes and (self.gold_column or self.review_share):
-            raise ValueError("gold_column and review_share need labels, fields, or a schema's property with an enum")
+            raise ValueError("gold_column and review_share need labels, fields, or a schema property with an enum")
         if unknown := [name for name in self.gold if name not in self.classes]:
             expected = "a column" if self.labels else f"FIELD=COLUMN with one of {', '.join(self.classes)}"
             wrong = next(text for text in self.gold_column if text.rpartition("=")[0] == unknown[0])
@@ -120,12 +117,12 @@ class LabelJob(Job):
 
     @property
     def choices(self) -> dict[str, list[str]]:
-        """Labels by field; the one field of a plain list has no name."""
+        """Labels by field. The field of a plain list of labels is called ''."""
         return {"": self.labels} if self.labels else self.fields
 
     @property
     def classes(self) -> dict[str, list[str]]:
-        """Labels by what gets one of them: fields, or properties of the schema that are one of some texts."""
+        """Labels by field, or by property of the schema that is an enum of texts."""
         kinds = {name: kind for name, kind in self._properties.items() if isinstance(kind, dict)}
         return self.choices or {name: kind["enum"] for name, kind in kinds.items() if _are_labels(kind.get("enum"))}
 
@@ -174,7 +171,7 @@ class LabelJob(Job):
         return Json(tokenizer, json.loads(str(self.json_schema)), typed, self.json_spaces, self.classes)
 
     def evaluate(self, read: Callable[[list[str]], Iterator[pa.Table]]) -> dict[str, Any]:
-        """How often each label was given, and how the labels compare with those that are known."""
+        """Counts of the labels, and their comparison with known labels."""
         if not self.classes:
             return {}
         known = {name: carried_as(self, column) for name, column in self.gold.items()}
@@ -196,16 +193,16 @@ def _are_labels(values: Any) -> bool:
 
 
 def _as_texts(labels: Any) -> Any:
-    """Labels as a job file has them: numbers are meant as they are written."""
+    """Labels of a job file as texts: numbers are labels too."""
     if not isinstance(labels, list):
         return labels
     if any(isinstance(label, bool) for label in labels):
-        raise ValueError("YAML reads yes, no, on and off as truth values; put such a label in quotes")
+        raise ValueError("YAML reads yes, no, on and off as booleans; put such a label in quotes")
     return [str(label) if isinstance(label, int | float) else label for label in labels]
 
 
-NONE = "(none)"  # the label of an error row; the gold label of a row that has none
-OTHER = "(other)"  # a gold label that is none of the job's
+NONE = "(none)"  # the label of an error row, or a missing gold label
+OTHER = "(other)"  # a gold label that is not one of the job's labels
 
 
 def _texts(column: pa.ChunkedArray) -> list[str]:
@@ -213,7 +210,7 @@ def _texts(column: pa.ChunkedArray) -> list[str]:
 
 
 def _text(value: Any) -> str:
-    """A known label as text. Numbers may have become fractions on their way, as tables with gaps make them."""
+    """A known label as text. Integers may have become floats, as in tables with missing values."""
     if value is None or value != value:
         return NONE
     if isinstance(value, bool):
@@ -222,9 +219,8 @@ def _text(value: Any) -> str:
 
 
 def _evaluation(counts: Counter[tuple[str, ...]], labels: list[str]) -> dict[str, Any]:
-    """Of (label) or (label, gold) counts: rows by label and, over the rows that have a gold label, accuracy, precision
-    and recall of each class, and the matrix of rows by gold label (down) and label given (across). An error row is
-    wrong whatever was expected."""
+    """Figures of counts by (label) or (label, gold): rows by label and, over the rows with a gold label, accuracy,
+    precision and recall by class, and the confusion matrix [gold, label]. An error row counts as wrong."""
     given: Counter[str] = Counter()
     for key, count in counts.items():
         given[key[0]] += count
@@ -257,7 +253,7 @@ def _evaluation(counts: Counter[tuple[str, ...]], labels: list[str]) -> dict[str
 
 
 def _type(declared: Any) -> pa.DataType:
-    """The column's type for a property: that of a JSON scalar or of a list of them; text for everything else."""
+    """The column type of a property: that of a JSON scalar or a list of scalars, or text for anything else."""
     kinds = declared.get("type") if isinstance(declared, dict) else None
     named = [kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if kind != "null"]
     if named == ["array"]:

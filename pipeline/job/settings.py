@@ -1,10 +1,11 @@
-"""What a job is: its settings, checked once."""
+"""The settings of a job, checked once."""
 
 import json
 import os
 from collections.abc import Callable, Iterator
 from datetime import UTC, date, datetime
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -13,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from exspec.actors.engine.config import SETTINGS
 from exspec.actors.engine.settings import Later, Setting
-from exspec.pipeline.errors import JobError, meant
+from exspec.pipeline.errors import JobError, did_you_mean
 from exspec.pipeline.job.functions import Function
 from exspec.pipeline.secrets import anonymous
 
@@ -30,21 +31,22 @@ class Dtype(StrEnum):
     bfloat16 = "bfloat16"
 
 
-AUTO = tuple(name for name, known in SETTINGS.items() if known.measured)  # settings that may be measured
+AUTO = tuple(name for name, known in SETTINGS.items() if known.measured)  # settings that calibration can choose
 Auto = int | Literal["auto"]
 # The headings of the help, in order.
 GROUPS = (
     "Models", "Input and output", "Prompts", "Sampling", "Decoding", "Cluster", "Chunks and failures", "Labels",
 )  # fmt: skip
-# What the engine can compute in float32; its own limits are the same (actors/engine/request.py).
-CHUNK, LEAST_CHUNK, ROUNDS = 64, 8, 4  # rows of a chunk, at most and at least; chunks that an actor is to have
+CHUNK, LEAST_CHUNK = 64, 8  # rows of a chunk: maximum and minimum where rows_per_chunk is auto
+ROUNDS = 4  # chunks that each actor should get
+# What the engine can compute in float32. The engine has the same limits (actors/engine/request.py).
 SMALLEST, LARGEST, LARGEST_INT, HIGHEST = 1e-6, 1e6, 2**31 - 1, 100
-# Of how tokens are chosen, what all rows share.
+# Sampling settings that all rows share.
 SHARED = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 def _absolute(path: str) -> str:
-    return path if "://" in path else os.path.abspath(path)  # noqa: PTH100  (a glob is no path that exists)
+    return path if "://" in path else os.path.abspath(path)  # noqa: PTH100  (a glob does not exist as a path)
 
 
 def _json(text: str) -> Any:
@@ -55,14 +57,16 @@ def _json(text: str) -> Any:
 
 
 def setting(group: str, default: Any, help: str, later: Later = "the same", **limits: Any) -> Any:
-    """A field of a job. group: the heading that its option has in the help. later: what it may be in a later run of the
-    job."""
+    """A field of a job. group: the heading of its option in the help. later: its value in a later run of the job."""
     extra = limits.pop("json_schema_extra", {})
     return Field(default, description=help, json_schema_extra={"group": group, "later": later, **extra}, **limits)
 
 
+_models, _files, _prompts, _sampling, _decoding, _cluster, _chunks, _ = (partial(setting, name) for name in GROUPS)
+
+
 def _engines(known: Setting) -> tuple[Any, Any]:
-    """A setting of the engine as a job has it: auto where it may be measured, None where that has no default of it."""
+    """Type and field of an engine setting in a job. The default is auto if calibration can choose it, None if unset."""
     kind, default = known.kind, known.default
     if known.measured:
         default = "auto"
@@ -70,7 +74,7 @@ def _engines(known: Setting) -> tuple[Any, Any]:
     elif known.unset or default is None:
         kind, default = kind | None, None
     limits = {} if known.measured else known.limits
-    return kind, setting("Decoding", default, known.help, known.later, **limits)
+    return kind, _decoding(default, known.help, known.later, **limits)
 
 
 if TYPE_CHECKING:
@@ -82,185 +86,122 @@ else:
 
 
 class Job(Decoding):
-    """The settings of a job: its own, and those of the engine. A job file (YAML) and the command line have the same
-    names."""
+    """The settings of a job, including those of the engine. Job files (YAML) and flags have the same names."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     kind: ClassVar[str] = "generate"
 
-    target: str = setting("Models", ..., "Hub id, folder or fsspec URL of the target model. Default: the demo pair.")
-    draft: str | None = setting(
-        "Models",
-        None,
-        "Hub id, folder or fsspec URL of the draft: a small model, or a head for the target.",
-        later="any if exact",
+    target: str = _models(..., "Target model: hub id, folder or fsspec URL. Default: the demo pair.")
+    draft: str | None = _models(
+        None, "Draft model, or a head for the target: hub id, folder or fsspec URL.", "any if exact"
     )
-    # They may change: what they stand for, a commit, is in the fingerprint.
-    target_revision: str | None = setting("Models", None, "Revision of the target on the hub.", later="any")
-    draft_revision: str | None = setting("Models", None, "Revision of the draft on the hub.", later="any")
-    trust_remote_code: bool = setting("Models", False, "Run Python code that comes with a model.", later="any")
-    allow_pickle: bool = setting(
-        "Models", False, "Load weights that are no safetensors; such a file can run code.", later="any"
-    )
+    # Revisions may change: the fingerprint holds the commits that they stand for.
+    target_revision: str | None = _models(None, "Revision of the target on the hub.", "any")
+    draft_revision: str | None = _models(None, "Revision of the draft on the hub.", "any")
+    trust_remote_code: bool = _models(False, "Run Python code that comes with a model.", "any")
+    allow_pickle: bool = _models(False, "Load weights that are not safetensors. Such a file can run code.", "any")
 
-    input: list[str] = setting(
-        "Input and output",
+    input: list[str] = _files(
         ...,
-        "Files, folders or globs, of Parquet, JSONL, CSV or Arrow; fsspec URLs such as s3://bucket/folder.",
-        later="any",
+        "Parquet, JSONL, CSV or Arrow files, as paths, folders or globs; fsspec URLs such as s3://bucket/folder work.",
+        "any",
     )
-    output: str = setting(
-        "Input and output",
-        ...,
-        "Folder for the completions, or a file NAME.jsonl or NAME.csv; an fsspec URL.",
-        later="any",
-    )
-    storage_options: dict[str, Any] = setting(
-        "Input and output", {}, "Options of the file systems, as fsspec takes them.", later="any"
-    )
+    output: str = _files(..., "Output folder, or a file NAME.jsonl or NAME.csv. A path or fsspec URL.", "any")
+    storage_options: dict[str, Any] = _files({}, "Options of the file systems, as fsspec takes them.", "any")
 
-    prompt_column: str | None = setting(
-        "Prompts",
-        None,
-        "Column of the prompts: text, or a list of messages. Default: the first of messages, prompt, message, text.",
+    prompt_column: str | None = _prompts(
+        None, "Column of prompts: text, or a list of messages. Default: the first of messages, prompt, message, text."
     )
-    prompt_template: str | None = setting("Prompts", None, "Jinja template of the prompt over a row's columns.")
-    chat: bool | None = setting(
-        "Prompts", None, "Wrap the prompt in the tokenizer's chat template. Default: where it has one."
-    )
-    system_prompt: str | None = setting("Prompts", None, "System message before every chat that has none of its own.")
-    template_arguments: dict[str, Any] = setting(
-        "Prompts",
+    prompt_template: str | None = _prompts(None, "Jinja template of the prompt, over the row's columns.")
+    chat: bool | None = _prompts(None, "Apply the tokenizer's chat template. Default: on if the tokenizer has one.")
+    system_prompt: str | None = _prompts(None, "System message for every chat that has none.")
+    template_arguments: dict[str, Any] = _prompts(
         {},
-        "Arguments of the chat template, as NAME=VALUE: enable_thinking=false of Qwen3.",
+        "Arguments of the chat template, as NAME=VALUE, such as enable_thinking=false for Qwen3.",
         json_schema_extra={"flag": True},
     )
-    truncate_prompt: bool = setting(
-        "Prompts", False, "Cut off the beginning of a prompt that is too long, instead of refusing the row."
+    truncate_prompt: bool = _prompts(
+        False, "Cut the beginning off a prompt that is too long, instead of rejecting the row."
     )
-    allow_special: bool = setting(
-        "Prompts", False, "Read control tokens in a row's own text as such; unless allowed they are text."
+    allow_special: bool = _prompts(False, "Read control tokens in a row's text as control tokens.")
+    id_column: str | None = _files(
+        None, "Column of row ids; an empty name means none. Default: id if the input has it, else shard and row number."
     )
-    id_column: str | None = setting(
-        "Input and output",
-        None,
-        "Column of the ids; an empty name is none. Default: id where there is one, else shard and row number.",
-    )
-    carry: list[str] | None = setting("Input and output", None, "Input columns to carry through. Default: all.")
-    max_new_tokens_column: str | None = setting("Sampling", None, "Column that overrides max_new_tokens by row.")
-    temperature_column: str | None = setting("Sampling", None, "Column that overrides temperature by row.")
-    seed_column: str | None = setting("Sampling", None, "Column that overrides a row's seed.")
-    stop_column: str | None = setting("Sampling", None, "Column that overrides stop by row: text, or a list of texts.")
+    carry: list[str] | None = _files(None, "Input columns to copy to the output. Default: all.")
+    max_new_tokens_column: str | None = _sampling(None, "Column that overrides max_new_tokens per row.")
+    temperature_column: str | None = _sampling(None, "Column that overrides temperature per row.")
+    seed_column: str | None = _sampling(None, "Column that overrides the seed per row.")
+    stop_column: str | None = _sampling(None, "Column that overrides stop per row: text, or a list of texts.")
 
-    max_new_tokens: int = setting("Sampling", 256, "Tokens of a completion, at most.", ge=1, le=LARGEST_INT)
-    temperature: float = setting("Sampling", 0.0, "0 is greedy.", ge=0, le=LARGEST)
-    top_p: float = setting(
-        "Sampling", 1.0, "Keep the smallest set of tokens whose probability reaches this.", gt=0, le=1
-    )
-    top_k: int = setting("Sampling", 0, "Keep the k likeliest tokens; 0 is all.", ge=0, le=LARGEST_INT)
-    repetition_penalty: float = setting("Sampling", 1.0, "As in transformers; 1 is off.", ge=SMALLEST, le=LARGEST)
-    presence_penalty: float = setting(
-        "Sampling",
+    max_new_tokens: int = _sampling(256, "Maximum tokens of a completion.", ge=1, le=LARGEST_INT)
+    temperature: float = _sampling(0.0, "Sampling temperature; 0 is greedy.", ge=0, le=LARGEST)
+    top_p: float = _sampling(1.0, "Keep the smallest set of tokens whose probabilities add up to this.", gt=0, le=1)
+    top_k: int = _sampling(0, "Keep the k likeliest tokens; 0 keeps all.", ge=0, le=LARGEST_INT)
+    repetition_penalty: float = _sampling(1.0, "As in transformers; 1 is off.", ge=SMALLEST, le=LARGEST)
+    presence_penalty: float = _sampling(
         0.0,
-        "Taken off the logits of tokens that the completion has, as in OpenAI's API.",
+        "Subtracted from the logits of tokens in the completion so far, as in OpenAI's API.",
         ge=-HIGHEST,
         le=HIGHEST,
     )
-    frequency_penalty: float = setting(
-        "Sampling", 0.0, "The same, for every time that it has them.", ge=-HIGHEST, le=HIGHEST
+    frequency_penalty: float = _sampling(
+        0.0, "Like presence_penalty, times how often the token occurs.", ge=-HIGHEST, le=HIGHEST
     )
-    min_p: float = setting("Sampling", 0.0, "Drop tokens less likely than this share of the likeliest.", ge=0, le=1)
-    min_new_tokens: int = setting("Sampling", 0, "Tokens of a completion, at least.", ge=0, le=LARGEST_INT)
-    ignore_eos: bool = setting("Sampling", False, "Go on after an end token, up to max_new_tokens.")
-    bad_words: list[str] = setting("Sampling", [], "Texts whose tokens a completion never has in a row.")
-    bad_words_ids: list[list[Annotated[int, Field(ge=0)]]] = setting(
-        "Sampling", [], "The same by token: lists of token ids that a completion never has in a row."
+    min_p: float = _sampling(0.0, "Drop tokens below this fraction of the highest probability.", ge=0, le=1)
+    min_new_tokens: int = _sampling(0, "Minimum tokens of a completion.", ge=0, le=LARGEST_INT)
+    ignore_eos: bool = _sampling(False, "Generate max_new_tokens tokens, past any end token.")
+    bad_words: list[str] = _sampling([], "Texts whose token sequences a completion must not contain.")
+    bad_words_ids: list[list[Annotated[int, Field(ge=0)]]] = _sampling(
+        [], "Token sequences that a completion must not contain, as lists of token ids."
     )
-    model_sampling: bool = setting(
-        "Sampling",
-        False,
-        "Take sampling settings that are not given from the target's generation config, as generate of transformers.",
-        later="any",
+    model_sampling: bool = _sampling(
+        False, "Use the sampling settings of the target's generation config where not set.", "any"
     )
-    seed: int = setting("Sampling", 0, "Seed of the job; every row's own comes from it and the row's identity.", ge=0)
-    stop: list[str] = setting("Sampling", [], "Strings that end a completion; it is cut before them.")
+    seed: int = _sampling(0, "Seed of the job. Each row's seed is derived from it.", ge=0)
+    stop: list[str] = _sampling([], "Strings that end a completion. They are not part of the output.")
 
-    tune_seconds: float = setting("Decoding", 20.0, "Seconds to measure what is auto, about.", later="any", gt=0)
-    tune_from: int = setting(
-        "Decoding", 1000, "Rows from which on auto is measured; a smaller job takes defaults.", later="any", ge=1
+    tune_seconds: float = _decoding(20.0, "Approximate seconds of calibration.", "any", gt=0)
+    tune_from: int = _decoding(
+        1000, "Calibrate jobs of this many rows or more; smaller jobs use defaults.", "any", ge=1
     )
-    memory_gib: float | None = setting(
-        "Decoding", None, "Memory of an actor in GiB. Default: what the device has free.", later="any", gt=0
+    memory_gib: float | None = _decoding(
+        None, "Memory of an actor in GiB. Default: what is free on the device.", "any", gt=0
     )
-    dtype: Dtype = setting("Models", Dtype.float32, "Dtype of weights and KV.")
+    dtype: Dtype = _models(Dtype.float32, "Data type of weights and KV cache.")
 
-    device: str = setting(
-        "Cluster", "auto", "cpu, cuda, or auto: cuda where there is one.", later="any", pattern="^(auto|cpu|cuda)$"
+    device: str = _cluster("auto", "cpu, cuda, or auto: cuda if there is a GPU.", "any", pattern="^(auto|cpu|cuda)$")
+    threads: int = _cluster(1, "CPU threads per actor.", "any", ge=1)
+    actors: Annotated[str, Field(pattern=r"^(auto|\d+(:\d+)?)$")] = _cluster(
+        "auto", "A number of actors, MIN:MAX, or auto: one per GPU, or as many as cores and memory allow.", "any"
     )
-    threads: int = setting("Cluster", 1, "CPU threads of an actor.", later="any", ge=1)
-    actors: Annotated[str, Field(pattern=r"^(auto|\d+(:\d+)?)$")] = setting(
-        "Cluster",
+    num_gpus: float | None = _cluster(None, "GPUs per actor. Default: 1 on cuda, 0 on cpu.", "any", ge=0)
+    rows_per_chunk: Auto = _chunks(
         "auto",
-        "A number of actors, MIN:MAX, or auto: one a GPU, or as many as cores and memory carry.",
-        later="any",
+        f"Rows per chunk, the unit of dispatch, commit and resume. auto: {CHUNK}, or fewer to keep all actors busy.",
+        "any",
     )
-    num_gpus: float | None = setting(
-        "Cluster", None, "GPUs of an actor. Default: 1 on cuda, 0 on cpu.", later="any", ge=0
-    )
-    rows_per_chunk: Auto = setting(
-        "Chunks and failures",
-        "auto",
-        f"Rows of a chunk: the unit of dispatch, commit and resume. auto: {CHUNK}, fewer where actors would be idle.",
-        later="any",
-    )
-    chunks_in_flight: int = setting(
-        "Chunks and failures", 4, "Chunks that an actor works on at once, at least.", later="any", ge=1
-    )
-    attempts: int = setting("Chunks and failures", 6, "Attempts at a chunk before it is set aside.", later="any", ge=1)
-    max_error_share: float | None = setting(
-        "Chunks and failures",
+    chunks_in_flight: int = _chunks(4, "Minimum number of chunks that an actor works on at once.", "any", ge=1)
+    attempts: int = _chunks(6, "Attempts at a chunk before it is set aside.", "any", ge=1)
+    max_error_share: float | None = _chunks(
         None,
-        "Share of rows with an error from which on the job stops and has failed. Default: only where all rows fail.",
-        later="any",
+        "The job stops and fails above this share of error rows. Default: it fails if every row has an error.",
+        "any",
         ge=0,
         le=1,
     )
-    max_write_failures: int = setting(
-        "Chunks and failures",
-        3,
-        "Chunks whose part could not be written, after which the job stops.",
-        later="any",
-        ge=1,
+    max_write_failures: int = _chunks(3, "The job stops after this many chunks that cannot be written.", "any", ge=1)
+    wait: bool = _chunks(False, "If another run works on the output, wait until it ends.", "any")
+    map: Function | None = _files(
+        None, "MODULE:FUNCTION over pyarrow Tables, applied to the input before anything else."
     )
-    wait: bool = setting(
-        "Chunks and failures",
-        False,
-        "Wait where another run is at work on the output, and go on when it is done.",
-        later="any",
+    map_output: Function | None = _files(
+        None, "MODULE:FUNCTION over pyarrow Tables of output rows. Its new columns are written."
     )
-    notify: str | None = setting(
-        "Chunks and failures",
-        None,
-        "URL that is told how the job ended: its code and figures, as JSON.",
-        later="any",
-        pattern="^https?://",
+    limit: int | None = _files(None, "Only the first N rows.", "any if exact", ge=1)
+    since: str | None = _files(
+        None, "last: skip finished shards, even if their files are gone. A date: skip older shards too.", "any"
     )
-    map: Function | None = setting(
-        "Input and output", None, "MODULE:FUNCTION, from a pyarrow Table of rows to one of as many, before all else."
-    )
-    map_output: Function | None = setting(
-        "Input and output", None, "The same over the output's rows: the new columns that it makes are written too."
-    )
-    limit: int | None = setting("Input and output", None, "Take the first rows only.", later="any if exact", ge=1)
-    since: str | None = setting(
-        "Input and output",
-        None,
-        "Leave out shards that are done, even where they have vanished: last; and older ones: a date.",
-        later="any",
-    )
-    ray_address: str | None = setting(
-        "Cluster", None, "Address of a Ray cluster. Default: RAY_ADDRESS, or a local one.", later="any"
-    )
+    ray_address: str | None = _cluster(None, "Address of a Ray cluster. Default: RAY_ADDRESS, or a local Ray.", "any")
 
     @field_validator("input", "stop", "bad_words", mode="before")
     @classmethod
@@ -278,7 +219,7 @@ class Job(Decoding):
     @field_validator("template_arguments", mode="before")
     @classmethod
     def _by_name(cls, value: Any) -> Any:
-        """From the line, as NAME=VALUE, where a value that is JSON is what it says."""
+        """From the command line as NAME=VALUE; a VALUE that is JSON is parsed."""
         if not isinstance(value, list):
             return value
         pairs = [str(text).partition("=") for text in value]
@@ -297,20 +238,20 @@ class Job(Decoding):
     @classmethod
     def _no_empty_text(cls, value: list[str]) -> list[str]:
         if not all(value):
-            raise ValueError("expected strings that are not empty")
+            raise ValueError("expected non-empty strings")
         return value
 
     @field_validator("bad_words_ids")
     @classmethod
     def _no_empty_word(cls, value: list[list[int]]) -> list[list[int]]:
         if not all(value):
-            raise ValueError("expected lists of one token id or more")
+            raise ValueError("expected non-empty lists of token ids")
         return value
 
     @field_validator("input", "output")
     @classmethod
     def _absolute(cls, value: Any) -> Any:
-        """Local paths count from where the job was started, not from where its processes run."""
+        """Local paths are relative to where the job was started, not to where its processes run."""
         if not value or not all(value):
             raise ValueError("expected a path or URL")
         return [_absolute(v) for v in value] if isinstance(value, list) else _absolute(value)
@@ -323,7 +264,7 @@ class Job(Decoding):
     @field_validator("since", mode="before")
     @classmethod
     def _since(cls, value: Any) -> Any:
-        value = value.isoformat() if isinstance(value, date) else value  # as YAML reads one
+        value = value.isoformat() if isinstance(value, date) else value  # YAML parses dates
         if value not in (None, "last"):
             try:
                 datetime.fromisoformat(str(value))
@@ -339,7 +280,7 @@ class Job(Decoding):
     @model_validator(mode="after")
     def _consistent(self) -> "Job":
         if self.prompt_column and self.prompt_template:
-            raise ValueError("prompt_column and prompt_template exclude each other")
+            raise ValueError("expected prompt_column or prompt_template, not both")
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(f"min_new_tokens is {self.min_new_tokens}, above max_new_tokens ({self.max_new_tokens})")
         if "auto" not in (self.window, self.batch_size) and int(self.window) < int(self.batch_size):
@@ -349,9 +290,8 @@ class Job(Decoding):
         return self
 
     def published(self) -> dict[str, Any]:
-        """The settings as they may be written beside the output: without what may hold a secret, and without leave to
-        run code, which whoever reads that output has to give anew."""
-        settings = self.model_dump(mode="json", exclude={"storage_options", "notify", *PERMISSIONS})
+        """The settings that may be written next to the output: no secrets, and no permission to run code."""
+        settings = self.model_dump(mode="json", exclude={"storage_options", *PERMISSIONS})
         named = {"output": anonymous(self.output), "input": [anonymous(url) for url in self.input]}
         models = {"target": anonymous(self.target), "draft": self.draft and anonymous(self.draft)}
         return settings | named | models
@@ -363,16 +303,16 @@ class Job(Decoding):
 
     @property
     def inlined(self) -> dict[str, str]:
-        """Settings that stood in files of their own, which another machine does not have."""
+        """Settings whose content was in a file, with that content: another machine does not have the file."""
         return {name: function.model_dump_json() for name, function in self.functions.items()}
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Of how tokens are chosen, what all rows share."""
+        """The sampling settings that all rows share."""
         return {name: getattr(self, name) for name in SHARED}
 
     def answers(self, tokenizer: Any) -> "Answers":
-        """What completions are held to and read as. Raises AnswerError where the tokenizer cannot write it."""
+        """How completions are constrained and parsed. Raises AnswerError if the tokenizer cannot express it."""
         from exspec.actors.answers.answers import FreeText
 
         words = FreeText(tokenizer, self.min_new_tokens, self.ignore_eos, self.bad_words)
@@ -388,21 +328,21 @@ class Job(Decoding):
 
     @property
     def kept_columns(self) -> dict[str, list[str]]:
-        """Input columns that the output must have, by the setting that names them."""
+        """Input columns that the output must contain, by the setting that names them."""
         return {}
 
     @property
     def value_columns(self) -> list[str]:
-        """Those of them that follow from the completion's text alone."""
+        """The answer columns that follow from the completion's text alone."""
         return []
 
     def evaluate(self, read: "Callable[[list[str]], Iterator[pa.Table]]") -> dict[str, Any]:  # noqa: ARG002
-        """Figures of the answers, by field. read: columns of all parts, one table after the other."""
+        """Figures of the answers, by field. read: reads the given columns of all parts."""
         return {}
 
     @property
     def newer_than(self) -> datetime | None:
-        """The time after which a new shard must have been written; without a zone, it is UTC."""
+        """New shards must have been written after this time. A time without a zone is UTC."""
         if self.since in (None, "last"):
             return None
         time = datetime.fromisoformat(str(self.since))
@@ -410,7 +350,7 @@ class Job(Decoding):
 
     @property
     def actor_range(self) -> tuple[int, int]:
-        """How many actors there are to be, at least and at most; auto is as many as the cores of this machine carry."""
+        """Minimum and maximum number of actors. auto: as many as this machine has cores for."""
         if self.actors == "auto":
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
             return (max(1, cores // self.threads),) * 2
@@ -418,20 +358,20 @@ class Job(Decoding):
         return int(low), int(high or low)
 
     def chunk_rows(self, rows: int) -> int:
-        """Rows of a chunk, where a job has so many."""
+        """Rows of a chunk in a job of this many rows."""
         if self.rows_per_chunk != "auto":
             return int(self.rows_per_chunk)
         return min(CHUNK, max(LEAST_CHUNK, -(-rows // (ROUNDS * self.actor_range[1]))))
 
 
-# Leave to run code that comes with a model.
+# Permissions to run code that comes with a model.
 PERMISSIONS = {"trust_remote_code", "allow_pickle"}
 
 
 def load_job(kind: type[J], file: Path | None, flags: dict[str, Any], pair: dict[str, str] | None = None) -> J:
-    """A job of a kind from a YAML file and the flags that override it; `pair` is the target and draft if it names none.
+    """A job from a YAML file and the flags that override it. pair: target and draft if neither names one.
 
-    Raises JobError with every problem at once, each with the path of its key, and with the file where that has it.
+    Raises JobError with all problems at once. Each names the key, and the file if the key is from the file.
     """
     settings = read_job_file(file) | flags
     if not {"target", "draft"} & set(settings):
@@ -444,7 +384,7 @@ def load_job(kind: type[J], file: Path | None, flags: dict[str, Any], pair: dict
 
 
 def read_job_file(file: Path | None) -> dict[str, Any]:
-    """The settings as the file has them, unchecked; none without a file. Raises JobError naming what is wrong."""
+    """The unchecked settings of a job file. Raises JobError if it cannot be read."""
     if file is None:
         return {}
     try:
@@ -458,49 +398,30 @@ def read_job_file(file: Path | None) -> dict[str, Any]:
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise JobError(f"job file {file}{place}: not YAML: {' '.join(problem.split())}") from error
     if not isinstance(settings, dict):
-        raise JobError(f"job file {file}: expected settings by name, not {type(settings).__name__}")
+        raise JobError(f"job file {file}: expected a mapping of settings, not {type(settings).__name__}")
     return settings
 
 
 def problem(error: Any, file: Path | None, kind: type[Job]) -> str:
-    """What is wrong with a setting of a job, with the path of its key. error: as pydantic has it. file: that has it."""
+    """The message for a wrong setting. error: from pydantic. file: the job file, if the setting is from it."""
     key = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
         known = kind.model_fields
-        message = "unknown setting" + (meant(key, known) or f", expected one of {', '.join(known)}")
+        message = "unknown setting" + (did_you_mean(key, known) or f", expected one of {', '.join(known)}")
     elif error["type"] == "missing":
-        message = "is missing"
-        message += "; where draft is given, so has target to be" if key == "target" else ""
-    elif key == "notify":  # its path may be a secret
-        message = "expected http://HOST/... or https://HOST/..."
+        message = "is missing" + ("; a draft needs a target" if key == "target" else "")
     elif error["type"] == "string_pattern_mismatch":
-        told = str(Job.model_fields[key].description).removesuffix(".")
-        message = f"expected {told[0].lower()}{told[1:]}, not {error['input']!r}"
+        expected = str(Job.model_fields[key].description).removesuffix(".")
+        message = f"expected {expected[0].lower()}{expected[1:]}, not {error['input']!r}"
     else:
         message = error["msg"].removeprefix("Value error, ")
         complete = error["type"] == "value_error" and (", not " in message or not message.startswith("expected"))
-        if key and not complete and not key.startswith("storage_options"):  # they may hold a secret
+        if key and not complete and not key.startswith("storage_options"):  # may hold a secret
             message += f", not {error['input']!r}"
     place = f"{file}: " if file else ""
     return f"{place}{key}: {message}" if key else f"{place}{message}"
 
 
-def settings() -> dict[str, Any]:
-    """The fields of all kinds of jobs, by name."""
-    return {name: field for kind in _kinds(Job) for name, field in kind.model_fields.items()}
-
-
 def grouped(fields: dict[str, Any]) -> dict[str, Any]:
-    """Fields in the order of their headings."""
+    """Fields in the order of the headings."""
     return dict(sorted(fields.items(), key=lambda item: GROUPS.index(item[1].json_schema_extra["group"])))
-
-
-def defaults() -> dict[str, Any]:
-    """The default of every setting that has one."""
-    return {n: getattr(f.default, "value", f.default) for n, f in settings().items() if not f.is_required()}
-
-
-def _kinds(kind: type[Job]) -> Iterator[type[Job]]:
-    yield kind
-    for special in kind.__subclasses__():
-        yield from _kinds(special)

@@ -1,4 +1,4 @@
-"""What comes back from the actors: counted, committed a few parts at a time, and the end of a job that goes wrong."""
+"""Collects the results of actors: counts them, commits them in batches, and stops a job that fails too often."""
 
 import time
 from collections import Counter, defaultdict
@@ -13,21 +13,21 @@ from exspec.pipeline.output.report import Report
 from exspec.pipeline.output.state import File
 
 PREFILL = {"prefill_tokens": "prefill_tokens", "found_tokens": "cached_tokens"}  # engine counters, by summary field
-TOGETHER, EVERY = 256, 2.0  # parts that are committed together at most, and the seconds until they are
+TOGETHER, EVERY = 256, 2.0  # maximum number of parts per commit, and seconds between commits
 
 
 class StopError(Exception):
-    """So much goes wrong that a job is not worth going on with; what is done is kept."""
+    """Too many failures to go on. What is committed is kept."""
 
 
 class Collector:
-    """Commits the files of tasks that are done. again: how many tasks are to mend each file of the job."""
+    """Commits the files of finished tasks. again: number of tasks that decode rows of each file again."""
 
     def __init__(self, writer: Writer, again: Counter[str]) -> None:
         self.writer, self.again = writer, again
         self.parts: list[File] = []
         self.mended: dict[str, list[File]] = defaultdict(list)
-        self.prefilled: dict[str, Counter[str]] = defaultdict(Counter)  # by actor, what its chunks have been told
+        self.prefilled: dict[str, Counter[str]] = defaultdict(Counter)  # by actor: counts that its chunks already have
         self.last = 0.0
 
     def add(self, result: dict[str, Any]) -> None:
@@ -51,27 +51,27 @@ class Collector:
             mend(self.writer, name, self.mended.pop(name))
 
     def _file(self, result: dict[str, Any]) -> File:
-        """The file of a result. Its chunk is told what the engine has prefilled and no other chunk was told."""
-        told = self.prefilled[result["actor"]]
-        more = {name: max(0, getattr(result["engine"], counter) - told[name]) for name, counter in PREFILL.items()}
-        told.update(more)
+        """The file of a result. Its chunk gets the engine's prefill counts since the last chunk of the actor."""
+        counted = self.prefilled[result["actor"]]
+        more = {name: max(0, getattr(result["engine"], counter) - counted[name]) for name, counter in PREFILL.items()}
+        counted.update(more)
         (summary,) = result["file"]["chunks"]
         return File.from_json(result["file"] | {"chunks": [summary | more]})
 
     def flush(self) -> None:
-        """Commit the parts that have come."""
-        parts, self.parts = self.parts, []  # a commit that fails is not tried again: the next run adopts them
+        """Commit the parts received so far."""
+        parts, self.parts = self.parts, []  # a failed commit is not retried: the next run adopts the parts
         if parts:
             self.writer.commit(parts)
             self.last = time.monotonic()
 
 
 def collect(job: Job, results: Iterable[dict[str, Any]], report: Report, collector: Collector) -> None:
-    """Commit what the actors staged. Raises StopError where too much goes wrong."""
+    """Commit what the actors staged. Raises StopError after too many failures."""
     failed = 0
     try:
         for result in results:
-            report.fold(result)
+            report.add(result)
             collector.add(result)
             failed += result.get("fault") == "output"
             if failed >= job.max_write_failures:

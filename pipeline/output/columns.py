@@ -1,4 +1,4 @@
-"""The columns of an output: those that are carried through, those of answers, and those that every output has."""
+"""The columns of an output: carried input columns, columns of answers, and the columns that every output has."""
 
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -36,26 +36,26 @@ _COLUMNS: dict[str, tuple[pa.DataType, str]] = {
     "seconds_decode": (pa.float32(), "seconds from the first round to the end"),
 }
 GENERATED = pa.schema([pa.field(n, t, metadata={"description": d}) for n, (t, d) in _COLUMNS.items()])
-ID = "_exspec_id"  # of a chunk's rows on their way to an actor
+ID = "_exspec_id"  # column of row ids in the blocks that actors receive
 PREFIX = "input_"
 
 
 def carried_columns(job: "Job", schema: pa.Schema) -> dict[str, str]:
-    """The input columns to carry, each with its name in the output. Raises JobError where one is missing."""
+    """The input columns to carry, with their names in the output. Raises JobError if one is missing."""
     if own := [n for n in job.answer_columns().names if n in GENERATED.names]:
-        raise JobError(f"label_column: {own[0]!r} is the name of a column that every output has; take another")
+        raise JobError(f"label_column: {own[0]!r} is a column that every output has; use another name")
     names = [n for n in schema.names if n != job.id_column] if job.carry is None else list(dict.fromkeys(job.carry))
     if missing := [name for name in names if name not in schema.names]:
         raise JobError(*(f"carry: {no_column(name, schema.names)}" for name in missing))
     carried = {name: carried_as(job, name) for name in names}
     if twice := [name for name, new in carried.items() if name != new and new in names]:
         name = twice[0]
-        raise JobError(f"carry: {name!r} would become {carried[name]!r}, which is there too; leave out one of them")
+        raise JobError(f"carry: {name!r} would become {carried[name]!r}, which the input has too; leave out one")
     return carried
 
 
 def carried_as(job: "Job", name: str) -> str:
-    """The name in the output of an input column: another one where the output has a column of that name itself."""
+    """The output name of an input column; it gets a prefix if the output has its own column of that name."""
     taken = {*GENERATED.names, *job.answer_columns().names, *WORK, ID}
     return f"{PREFIX}{name}" if name in taken else name
 
@@ -70,7 +70,7 @@ def output_schema(job: "Job", schema: pa.Schema) -> pa.Schema:
 
 
 def completed(schema: pa.Schema) -> pa.Schema:
-    """The columns of a job's files, from those of one file: with those that an older version did not write yet."""
+    """The columns of a job's files, from the columns of one file, plus those that an older version did not write."""
     fields = list(schema.remove_metadata())
     for before, field in pairwise([None, *GENERATED]):
         if field.name not in schema.names:
@@ -80,20 +80,20 @@ def completed(schema: pa.Schema) -> pa.Schema:
 
 
 def conform(table: pa.Table, schema: pa.Schema, place: str) -> pa.Table:
-    """Rows of a file with the columns of its job, null where the version that wrote the file had no such column.
+    """Rows of a file with the columns of the job; columns that an older version did not write are null.
 
-    place: of the file, for the error. Raises JobError where the file has a column of another type, or one more.
+    place: of the file, for the error. Raises JobError if the file has an additional column, or one of another type.
     """
     other = [f.name for f in table.schema if f.name not in schema.names or schema.field(f.name).type != f.type]
     if other:
-        raise JobError(f"{place}: parts have different columns ({other[0]}); expected one schema, as one job writes it")
-    there = set(table.column_names)
-    columns = [table[f.name] if f.name in there else pa.nulls(table.num_rows, f.type) for f in schema]
+        raise JobError(f"{place}: parts differ in column {other[0]!r}; expected one schema, as one job writes it")
+    present = set(table.column_names)
+    columns = [table[f.name] if f.name in present else pa.nulls(table.num_rows, f.type) for f in schema]
     return pa.Table.from_arrays(columns, schema=schema)
 
 
 def added_columns(function: "Function | None", schema: pa.Schema) -> pa.Schema:
-    """The columns that `map_output` adds to a part that has such. Raises JobError."""
+    """The columns that `map_output` adds to parts of this schema. Raises JobError."""
     try:
         made = function.makes(schema) if function else pa.schema([])
     except FunctionError as error:

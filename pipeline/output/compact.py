@@ -1,6 +1,6 @@
-"""Small files into larger ones, and rows that were decoded again into the file that holds them.
+"""Merges small files into larger ones, and puts rows that were decoded again into the file that holds them.
 
-Each result is staged whole and then put in the place of what it was made of, by one entry of the job's log.
+Each new file is staged first. Then one entry of the job's log puts it in the place of the old files.
 """
 
 import hashlib
@@ -22,12 +22,12 @@ from exspec.pipeline.output.state import File, Summary
 from exspec.pipeline.storage import Folder, at_once
 
 ROW_GROUP = 64 << 20  # bytes in memory of a row group
-MOST_CHUNKS = 10_000  # of a merged file: its footer, which every reader reads, tells of each
+MOST_CHUNKS = 10_000  # of a merged file: every reader reads its footer, which lists them
 
 
 @dataclass(frozen=True)
 class Compacted:
-    """Files that hold rows, before and after, and how many of those after were written."""
+    """Number of files before and after, and how many of them were written."""
 
     before: int
     after: int
@@ -35,15 +35,15 @@ class Compacted:
 
 
 def compact(folder: Folder, target: int, wait: bool = False) -> Compacted:
-    """Merge the files of a finished output, neighbours in the plan's order, into files of about `target` bytes at most.
+    """Merge neighbouring files of a finished output into files of up to about `target` bytes.
 
-    A reader of the folder finds the same rows in the same order. Raises JobError where the job is not finished.
+    The rows and their order stay the same. Raises JobError if the job is not finished.
     """
     with take(read_output(folder), "compact", wait) as writer:
         if not writer.state.complete:
             missing = sum(chunk.rows for chunk in writer.state.missing())
             raise JobError(
-                f"{folder.url}: {missing} of {writer.state.plan.rows} rows are missing; expected a finished output, "
+                f"{folder.url}: {missing} of {writer.state.plan.rows} rows are missing; expected a finished output; "
                 "run the job again first"
             )
         writer.sweep()
@@ -61,14 +61,14 @@ def compact(folder: Folder, target: int, wait: bool = False) -> Compacted:
 
 
 def mend(writer: Writer, name: str, parts: list[File]) -> None:
-    """Put chunks that were decoded again, each staged as a part, in the place of what a file holds of them."""
+    """Replace chunks of a file by chunks that were decoded again. parts: staged parts of one chunk each."""
     file = writer.state.file(name)
     if len(file.chunks) == 1:
         writer.commit(parts, [name])
         return
     new, start, chunks = {(p.chunks[0].shard, p.chunks[0].first): p for p in parts}, 0, []
     rows = file.rows
-    with writer.folder.staging(writer.prefix) as (path, staged), _Writer(path, writer, ROW_GROUP) as out:
+    with writer.folder.staging(writer.prefix) as (path, staged), _FileWriter(path, writer, ROW_GROUP) as out:
         for old in file.chunks:
             part = new.get((old.shard, old.first))
             chunks.append(part.chunks[0] if part else old)
@@ -83,9 +83,7 @@ def mend(writer: Writer, name: str, parts: list[File]) -> None:
 
 @dataclass(frozen=True)
 class _Source:
-    """A file that may be merged with its neighbours. table: its rows, where it is one part; a merged file's are read as
-    they are needed.
-    """
+    """A file to merge. table: the rows of a part; the rows of a merged file are read when they are needed."""
 
     file: File
     table: pa.Table | None = None
@@ -107,7 +105,7 @@ def _sources(writer: Writer, names: list[str], target: int) -> Iterator[_Source]
 
 
 class _Ahead:
-    """An iterator whose next item can be seen before it is taken."""
+    """An iterator with a look-ahead of one."""
 
     def __init__(self, items: Iterator[_Source]) -> None:
         self._items = items
@@ -122,14 +120,14 @@ class _Ahead:
 
 
 def _fits(weight: int, chunks: int, source: _Source, target: int) -> bool:
-    """Whether a source may join a file of this weight and so many chunks."""
+    """Whether a source may join a file of this weight and number of chunks."""
     return weight + source.file.weight <= target and chunks + len(source.file.chunks) <= MOST_CHUNKS
 
 
 def _merge(writer: Writer, first: _Source, ahead: _Ahead, target: int) -> None:
-    """Merge a file with as many of the next as fit, and put the result in their place."""
+    """Merge a file with as many of the next as fit, and replace them by the result."""
     taken, chunks = [first.file.name], list(first.file.chunks)
-    with writer.folder.staging(writer.prefix) as (path, staged), _Writer(path, writer, target // 8) as out:
+    with writer.folder.staging(writer.prefix) as (path, staged), _FileWriter(path, writer, target // 8) as out:
         out.add(first)
         while (source := ahead.peek()) and (len(taken) == 1 or _fits(out.weight, len(chunks), source, target)):
             out.add(source)
@@ -140,12 +138,12 @@ def _merge(writer: Writer, first: _Source, ahead: _Ahead, target: int) -> None:
     writer.commit([merged], taken)
 
 
-class _Writer:
-    """Writes a file of chunks, a row group at a time. group: bytes that make one, when so many are to be stored.
+class _FileWriter:
+    """Writes a file of chunks, a row group at a time. group: stored bytes of a row group.
 
-    weight: bytes so far, those of tables that are not yet written as they were in their sources. At least that of every
-    source: so files that did not fit together once never will, and a second compaction has nothing to do.
-    Of the footer it has what tells of the chunks, not the schema.
+    weight: bytes so far; buffered tables count as in their sources, and the footer's list of chunks counts too. It is
+    at least the weight of every source. So files that do not fit together never will, and a second compaction has
+    nothing to do.
     """
 
     def __init__(self, path: Path, owner: Writer, group: int) -> None:
@@ -155,12 +153,12 @@ class _Writer:
         self.tables: list[pa.Table] = []
         self.buffered = self.least = self.footer = self.rows = 0
 
-    def __enter__(self) -> "_Writer":
+    def __enter__(self) -> "_FileWriter":
         return self
 
     def __exit__(self, *_: object) -> None:
         if self.writer is not None:
-            self.writer.close()  # before the file that it writes to: it would do so when it is collected
+            self.writer.close()  # else the garbage collector closes it, after the file
         self.file.close()
 
     @property
@@ -168,15 +166,15 @@ class _Writer:
         return max(self.file.tell() + self.buffered + self.footer, self.least)
 
     def add(self, source: _Source) -> None:
-        """Write a source's rows."""
+        """Write the rows of a source."""
         folder, name, rows = self.owner.folder, source.file.name, source.file.rows
-        before, told = self.rows, len(footer("", source.file.chunks)[FOOTER])
-        self.footer += told
+        before, listed = self.rows, len(footer("", source.file.chunks)[FOOTER])
+        self.footer += listed
         for table in read_groups(folder, name) if source.table is None else [source.table]:
-            self.write(table, max(0, source.file.weight - told) * table.num_rows // rows)
+            self.write(table, max(0, source.file.weight - listed) * table.num_rows // rows)
         self.least = max(self.least, source.file.weight)
         if self.rows - before != rows:
-            raise JobError(f"{folder.url}/{name}: holds {self.rows - before} rows, and the log tells of {rows}")
+            raise JobError(f"{folder.url}/{name}: has {self.rows - before} rows, but {rows} by the log")
 
     def write(self, table: pa.Table, weight: int) -> None:
         if self.writer is None:
@@ -194,7 +192,7 @@ class _Writer:
         self.tables, self.buffered = [], 0
 
     def end(self, staged: str, chunks: list[Summary]) -> File:
-        """Write the footer with what it tells of the chunks; returns the file that it is."""
+        """Write the footer, with the list of chunks, and return the file."""
         weight = self.weight
         if self.tables:
             self._flush()

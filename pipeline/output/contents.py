@@ -1,4 +1,4 @@
-"""The rows of a job out of its files, wherever they lie, and whatever was merged with what."""
+"""Reads the rows of a job from its files, staged or shown, parts or merged files."""
 
 import io
 from collections.abc import Iterable, Iterator
@@ -13,14 +13,11 @@ from exspec.pipeline.output.columns import completed, conform
 from exspec.pipeline.output.owner import Output
 from exspec.pipeline.storage import STREAMS, Folder, at_once, attempt
 
-READ_AHEAD = 64 << 20  # bytes of files that are read before they are asked for
+READ_AHEAD = 64 << 20  # bytes of files that are read ahead
 
 
 def tables(output: Output, columns: list[str] | None) -> Iterator[pa.Table]:
-    """Columns, or all, of the files of a job in the order of their rows; of a large file a row group at a time.
-
-    A column that the version which wrote a file did not know is null there.
-    """
+    """The rows of a job in order. columns: None means all. Columns that an older version did not write are null."""
     folder, shown, sizes = output.folder, output.folder.names(), dict(output.state.sizes())
     schema = columns_of(output)
     if columns is not None:
@@ -48,13 +45,13 @@ def columns_of(output: Output) -> pa.Schema:
 
 
 def samples(output: Output, count: int) -> list[dict[str, Any]]:
-    """The first rows that have a completion: its id, and the completion."""
+    """The first rows with a completion: id and completion."""
     found = (row for table in tables(output, ["id", "completion"]) for row in table.to_pylist())
     return list(islice((row for row in found if row["completion"]), count))
 
 
 def batches(names: Iterable[str], sizes: dict[str, int]) -> Iterator[list[str]]:
-    """The names in order, no more of them together than may be read ahead."""
+    """The names in order, in batches that may be read ahead."""
     batch: list[str] = []
     held = 0
     for name in names:
@@ -68,59 +65,60 @@ def batches(names: Iterable[str], sizes: dict[str, int]) -> Iterator[list[str]]:
 
 
 def read_groups(folder: Folder, name: str, columns: list[str] | None = None) -> Iterator[pa.Table]:
-    """A file's rows, a row group at a time."""
+    """The rows of a file, a row group at a time."""
     metadata = parquet(folder, name, lambda file: file.metadata)
     for group in range(metadata.num_row_groups):
-        yield parquet(folder, name, lambda file, g=group: file.read_row_group(g, columns, use_threads=False), metadata)
+        yield _read_group(folder, name, metadata, group, columns)
 
 
 def read_range(
     folder: Folder, name: str, first: int, rows: int, columns: list[str] | None = None
 ) -> Iterator[pa.Table]:
-    """Rows of a file, from the row groups that hold them."""
+    """A range of the rows of a file."""
     metadata = parquet(folder, name, lambda file: file.metadata)
     start = 0
     for group in range(metadata.num_row_groups):
         count = metadata.row_group(group).num_rows
         low, high = max(first, start) - start, min(first + rows, start + count) - start
         if low < high:
-            table = parquet(
-                folder, name, lambda file, g=group: file.read_row_group(g, columns, use_threads=False), metadata
-            )
-            yield table.slice(low, high - low)
+            yield _read_group(folder, name, metadata, group, columns).slice(low, high - low)
         start += count
     if start < first + rows:
-        raise JobError(f"{folder.url}/{name}: holds {start} rows, expected {first + rows} or more")
+        raise JobError(f"{folder.url}/{name}: has {start} rows, expected {first + rows} or more")
+
+
+def _read_group(folder: Folder, name: str, metadata: Any, group: int, columns: list[str] | None) -> Any:
+    return parquet(folder, name, lambda file: file.read_row_group(group, columns, use_threads=False), metadata)
 
 
 def parquet(folder: Folder, name: str, action: Any, metadata: Any = None) -> Any:
-    """What the action makes of a Parquet file. Raises JobError where it is none."""
+    """The result of an action on a Parquet file. Raises JobError if it cannot be read."""
 
     def read() -> Any:
         with folder.fs.open(f"{folder.path}/{name}", "rb") as file:
             try:
                 return action(opened(file, metadata))
             except OSError as error:
-                if type(error) is OSError and error.errno is None:  # of the format, not of the store: it will not pass
+                if type(error) is OSError and error.errno is None:  # of the format, not of the store: do not retry
                     raise pa.ArrowInvalid(str(error)) from error
                 raise
 
     try:
         return attempt(read)
     except FileNotFoundError as error:
-        raise JobError(f"{folder.url}/{name}: has vanished; is something else at work on this output?") from error
+        raise JobError(f"{folder.url}/{name}: has vanished; is another process changing this output?") from error
     except (pa.ArrowException, OSError) as error:
         raise unreadable(folder, name, error) from error
 
 
 def opened(file: Any, metadata: Any = None) -> pq.ParquetFile:
-    """A Parquet file out of a Python file. It is read without Arrow's threads: they let go of it at some time after the
-    read, and a process that ends just then is aborted (apache/arrow#34314)."""
+    """A Parquet file from a Python file. Arrow's threads are not used: they release the file some time after the read,
+    and a process that exits at that moment is aborted (apache/arrow#34314)."""
     return pq.ParquetFile(file, metadata=metadata, page_checksum_verification=True, pre_buffer=False)
 
 
 def open_part(folder: Folder, name: str, content: bytes) -> pa.Table:
-    """The rows of a Parquet file whose bytes are at hand. Raises JobError where it is none."""
+    """The rows of a Parquet file from its bytes. Raises JobError if it cannot be read."""
     try:
         return opened(io.BytesIO(content)).read(use_threads=False)
     except (pa.ArrowException, OSError) as error:

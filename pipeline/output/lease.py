@@ -1,6 +1,6 @@
-"""Who is at work on an output, and whether he still lives: he writes a sign of life every few seconds.
+"""The owner of an output writes a heartbeat file every few seconds, so that others can tell whether it is alive.
 
-Being wrong about it costs work, not rows: an owner who was taken for dead and wakes up learns it from the log.
+A wrong guess costs work, not rows: an owner that was believed dead and goes on learns from the log that it lost.
 """
 
 import os
@@ -14,12 +14,12 @@ import psutil
 from exspec.pipeline.output.log import LOG
 from exspec.pipeline.storage import PROBE, Folder
 
-BEAT = 5.0  # seconds between two signs of life
-PATIENCE = 60.0  # seconds without one, after which an owner is dead
+BEAT = 5.0  # seconds between heartbeats
+PATIENCE = 60.0  # seconds without a heartbeat after which an owner counts as dead
 
 
 class Lease:
-    """The signs of life of one who takes an output; they begin before he does."""
+    """The heartbeat of a process that takes an output. It starts before the process takes it."""
 
     def __init__(self, folder: Folder, nonce: str) -> None:
         self.folder, self.name = folder, sign_name(nonce)
@@ -37,11 +37,11 @@ class Lease:
             count += 1
             try:
                 self._sign(count)
-            except Exception:  # a store that fails for a while; if for long, another may take the output, and may
+            except Exception:  # the store fails for a while; if for long, another process may take the output
                 continue
 
     def clear(self, dead: dict[str, Any]) -> None:
-        """Remove the last sign of life of an owner that died: it cannot do so itself."""
+        """Remove the heartbeat file of a dead owner."""
         self.folder.remove(sign_name(dead["lease"]))
 
     def end(self) -> None:
@@ -55,7 +55,7 @@ def sign_name(nonce: str) -> str:
 
 
 def owner(action: str) -> dict[str, Any]:
-    """Who this process is, for others to read and to find out whether it lives."""
+    """Identifies this process, for others to print and to check whether it is alive."""
     process = psutil.Process()
     return {
         "action": action,
@@ -67,7 +67,7 @@ def owner(action: str) -> dict[str, Any]:
 
 
 def _machine() -> str:
-    """What two processes share that can see each other: the boot of a machine, and the process numbers of it."""
+    """Equal for two processes that can see each other: the boot of the machine, and the PID namespace."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + str(Path("/proc/self/ns/pid").readlink())
     except OSError:
@@ -75,7 +75,7 @@ def _machine() -> str:
 
 
 def dead(folder: Folder, taken: dict[str, Any]) -> bool:
-    """Whether the owner who took the output is dead. Waits for a sign of life until that is sure."""
+    """Whether the owner of the output is dead. Waits for a heartbeat if necessary."""
     if taken["machine"] == _machine():
         try:
             return bool(psutil.Process(taken["pid"]).create_time() != taken["started"])
@@ -100,7 +100,7 @@ def _last_sign(folder: Folder, name: str) -> bytes | None:
 
 
 def _silent(folder: Folder, name: str) -> float:
-    """Seconds since the last sign, by the store's own clock; 0 where it has none."""
+    """Seconds since the last heartbeat by the store's clock; 0 if the store has none."""
     probe = f"{PROBE}-clock-{os.getpid()}"
     folder.write(probe, b"")
     try:

@@ -1,7 +1,7 @@
-"""A job's log: numbered entries below the output folder, each created where there is none, and never changed.
+"""The log of a job: numbered entries below the output folder, which are created only once and never changed.
 
-Whoever makes an entry has read all before it, and one number is given once. So of two who work on an output one finds
-its number taken, reads on, and learns that it is no longer the owner: nothing else is needed to keep them apart.
+A process that writes an entry has read all entries before it. If two processes write to one output, one of them finds
+its number taken and learns that it is no longer the owner. Nothing else is needed to keep them apart.
 """
 
 import gzip
@@ -18,13 +18,13 @@ Entry = dict[str, Any]
 
 
 class Log:
-    """The entries of a folder's log, as far as they have been read. length: how many those are."""
+    """The log of a folder. length: number of entries read or written so far."""
 
     def __init__(self, folder: Folder) -> None:
         self.folder, self.length = folder, 0
 
     def read(self) -> Iterator[Entry]:
-        """The entries that have come since the last call, in order. Raises JobError where one is damaged."""
+        """The entries since the last call, in order. Raises JobError if one is damaged."""
         known = sum(name.endswith(SUFFIX) for name in self.folder.names(LOG)) if self.length == 0 else 0
         for first in range(1, known + 1, 4 * STREAMS):
             names = [entry_name(n) for n in range(first, min(first + 4 * STREAMS, known + 1))]
@@ -38,7 +38,7 @@ class Log:
             yield self._next(content)
 
     def append(self, entry: Entry) -> bool:
-        """Add an entry; False where another has been added since the last read."""
+        """Add an entry; False if another process has added one since the last read."""
         content = json.dumps(entry | {"nonce": uuid.uuid4().hex}, separators=(",", ":")).encode()
         if not self.folder.create(entry_name(self.length + 1), gzip.compress(content, 5, mtime=0)):
             return False
@@ -50,7 +50,7 @@ class Log:
         try:
             entry: Entry = json.loads(gzip.decompress(content))
         except (OSError, EOFError, ValueError) as error:
-            raise JobError(f"{self.folder.url}/{name}: damaged ({error}); expected an entry of the log") from error
+            raise JobError(f"{self.folder.url}/{name}: damaged log entry ({error})") from error
         self.length += 1
         return entry
 
@@ -59,5 +59,5 @@ SUFFIX = ".json.gz"
 
 
 def entry_name(number: int) -> str:
-    """Name of an entry of the log. The first has the number 1."""
+    """File name of a log entry. Numbers start at 1."""
     return f"{LOG}/{number:010d}{SUFFIX}"

@@ -1,9 +1,9 @@
-"""A job's output folder, as its log tells it, and the one who may change it.
+"""The output folder of a job, as described by its log, and its owner, the process that may change it.
 
-Every change is one entry of the log that names files to be shown and files to be removed. The files lie in `_staged`
-before, under names that are used once, and the entry is followed by the removals and then by the moves. Whoever takes
-the output next does again what is left of that, and so a kill anywhere loses nothing. Nobody who lost the output can
-harm it either: his entry finds its number taken, what he removes is dead for good, and what he moves is there once.
+Every change is one log entry that names files to show and files to remove. New files are in `_staged` at first, under
+names that are used once. After the entry is written, old files are removed, and then new files are moved. The next
+owner repeats what was left undone, so a kill at any point loses nothing. A process that lost the output cannot harm it:
+the number of its entry is taken, the files that it removes are obsolete, and a staged file can be moved only once.
 """
 
 import json
@@ -17,10 +17,8 @@ from dataclasses import asdict, replace
 from importlib.metadata import version
 from typing import Any
 
-from exspec.pipeline.errors import BrokenOffError, JobError, told
+from exspec.pipeline.errors import BrokenOffError, JobError, job_errors
 from exspec.pipeline.input.plan import Plan
-from exspec.pipeline.job.labels import LabelJob
-from exspec.pipeline.job.settings import Job
 from exspec.pipeline.output import lease as leases
 from exspec.pipeline.output.log import Entry, Log, entry_name
 from exspec.pipeline.output.state import FORMAT, File, State, Summary, file_name, given_by
@@ -28,37 +26,37 @@ from exspec.pipeline.storage import STAGED, Folder
 
 SUCCESS, DESCRIPTION = "_SUCCESS", "_job.json"
 REPORT, REPORT_PAGE, AUDIT, REVIEW = "_report.json", "_report.html", "_audit.json", "_review.csv"
-BESIDE = (DESCRIPTION, REPORT, REPORT_PAGE, AUDIT, REVIEW)  # what lies beside the parts
+BESIDE = (DESCRIPTION, REPORT, REPORT_PAGE, AUDIT, REVIEW)  # files next to the parts
 
 
 class BusyError(JobError):
-    """The output belongs to another who lives."""
+    """Another live process owns the output."""
 
 
 class LostError(BrokenOffError):
-    """Another has taken the output: the owner had given no sign of life for too long."""
+    """Another process has taken the output, because this one had no heartbeat for too long."""
 
 
 class Output:
-    """The folder of a job for those who read it. state: what the log tells, as far as it was read."""
+    """The output folder for readers. state: after the log entries that were read."""
 
     def __init__(self, folder: Folder) -> None:
         self.folder, self.log, self.state = folder, Log(folder), State()
 
     def read(self) -> "Output":
-        """Catch up with the log."""
+        """Read new log entries."""
         for entry in self.log.read():
             try:
-                self.state.fold(entry)
+                self.state.apply(entry)
             except (LookupError, AttributeError, TypeError, ValueError, sqlite3.Error) as error:
                 self._check_format()
                 name, reason = entry_name(self.log.length), f"{type(error).__name__}: {error}"
-                raise JobError(f"{self.folder.url}/{name}: not as exspec run writes it ({reason})") from error
+                raise JobError(f"{self.folder.url}/{name}: not a valid log entry ({reason})") from error
             self._check_format()
         return self
 
     def _check_format(self) -> None:
-        """Raises JobError where a newer version wrote the output in a way that this one does not know."""
+        """Raises JobError if a newer version wrote the output in an unknown format."""
         description = self.state.description
         if (found := description.get("format", 1)) > FORMAT:
             raise JobError(
@@ -67,20 +65,20 @@ class Output:
             )
 
     def place(self, name: str) -> str:
-        """Where a file of the job lies now: it may not have been moved yet. Raises JobError where it is nowhere."""
+        """The present path of a file, which may not have been moved yet. Raises JobError if it is missing."""
         found = next((n for n in (name, self.state.staged(name)) if self.folder.size(n) is not None), None)
         if found is None:
             raise JobError(f"{self.folder.url}/{name}: has vanished; run the job again")
         return found
 
     def check_foreign(self) -> None:
-        """Raises JobError where a reader of the folder would find Parquet files that are not the job's."""
+        """Raises JobError if the folder has Parquet files that are not the job's."""
         names = self.folder.names()
         foreign = sorted(n for n in names if n.endswith(".parquet") and n[0] not in "._" and not self._given(n))
         if foreign:
             raise JobError(
-                f"output {self.folder.url}: holds {foreign[0]}, which no run of this job wrote; expected an empty "
-                "folder or that of this job"
+                f"output {self.folder.url}: has {foreign[0]}, which this job did not write; expected an empty folder "
+                "or the output of this job"
             )
 
     def _given(self, name: str) -> bool:
@@ -88,22 +86,22 @@ class Output:
 
 
 class Writer(Output):
-    """The folder for its owner, as `take` gives it. epoch: the entry with which he took it."""
+    """The output folder for its owner, from `take`. epoch: the entry that took it."""
 
     def __init__(self, output: Output) -> None:
         self.folder, self.log, self.state = output.folder, output.log, output.state
         self.epoch = self.log.length
-        self.lost = 0  # rows that were in files which are gone or damaged
+        self.lost = 0  # rows in files that are gone or damaged
         self._marked = True
         self._aside: Folder | None = None
 
     @property
     def prefix(self) -> str:
-        """What names of staged files begin with, so that the next owner knows what is old."""
+        """The prefix of staged files, by which the next owner knows that they are old."""
         return f"{self.epoch:010d}"
 
     def begin(self, description: dict[str, Any], plan: Plan) -> None:
-        """Make this the output of a new job; what another one wrote into it is removed."""
+        """Start a new job in this output; remove the files of an old one."""
         old, marked = self.state.names(), self._marked
         job = uuid.uuid4().hex
         self._append({"kind": "begin", "job": job, "description": description, "plan": plan.to_json()})
@@ -113,10 +111,10 @@ class Writer(Output):
         self.folder.each(self.folder.remove, [*old, *BESIDE] if old else [])
 
     def set_aside(self) -> Folder:
-        """Copy the job into a folder beside this one, where it can be read and resumed.
+        """Copy the job to a folder next to this one, where it can be read and resumed.
 
-        It is this owner's alone, for one who lost the output may be copying still. Its marker follows when another job
-        begins: a copy that was broken off has none.
+        Only this owner writes to that folder: one that lost the output may still be copying. The marker follows when
+        the new job begins, so that an interrupted copy has none.
         """
         began = time.strftime("%Y%m%d-%H%M%S", time.gmtime(self.state.began))
         aside = Folder(f"{self.folder.url}-before-{began}-{self.epoch}", self.folder.options)
@@ -130,11 +128,11 @@ class Writer(Output):
         return aside
 
     def _copy(self, name: str, aside: Folder) -> None:
-        with suppress(FileNotFoundError):  # one who lost the output has removed it since
+        with suppress(FileNotFoundError):  # a process that lost the output removed it
             self.folder.copy(name, aside)
 
     def extend(self, plan: Plan) -> None:
-        """Add what has come to the plan, and shards as they are found now; nothing where there is no change."""
+        """Update the plan with new and changed shards, if there are any."""
         before = self.state.plan
         known = dict(enumerate(before.shards))
         now = enumerate(shard.published() for shard in plan.shards)
@@ -144,16 +142,16 @@ class Writer(Output):
             self._withdraw()
 
     def describe(self, description: dict[str, Any]) -> None:
-        """Tell otherwise of the job what changes no token."""
+        """Update the description of the job, in what changes no token."""
         if self.state.description | description != self.state.description:
             self._append({"kind": "describe", "description": description})
 
     def publish(self) -> None:
-        """Write down beside the parts what the log tells of the job."""
+        """Write the description of the job next to the parts."""
         self.folder.write(DESCRIPTION, json.dumps(self.state.description, indent=1).encode())
 
     def commit(self, new: Sequence[File], old: Sequence[str] = ()) -> None:
-        """Put new files, which are staged, in the place of old ones."""
+        """Replace old files by new ones, which are staged."""
         number = self.log.length + 1
         named = [replace(file, name=file_name(file.chunks, number)) for file in new]
         self._refuse_twice(named, set(old))
@@ -164,18 +162,18 @@ class Writer(Output):
         self.folder.each(self._show, [f.name for f in named])
 
     def finish(self) -> None:
-        """Mark the job as done."""
+        """Mark the job as finished."""
         staged = self.folder.stage(json.dumps({"job": self.state.job}).encode(), self.prefix)
         self._append({"kind": "done", "staged": staged})
         self._move(staged, SUCCESS)
         self._marked = True
 
     def settle(self) -> None:
-        """Do what earlier owners left undone, and find out which files are gone or damaged: their rows are missing."""
+        """Do what earlier owners left undone. Files that are gone or damaged leave the job: their rows are missing."""
         shown = self.folder.sizes()
         self._marked = SUCCESS in shown
         if self.state.done is None:
-            self._withdraw()  # before anything goes that it speaks of
+            self._withdraw()  # before removing files that it covers
         dead = [n for n in shown if self._given(n) and not self.state.has(n)]
         self.folder.each(self.folder.remove, dead)
         self.folder.each(self._show, [n for n, _ in self.state.sizes() if n not in shown])
@@ -188,23 +186,23 @@ class Writer(Output):
             self._mark(self.state.done)
 
     def adopt(self, read: Callable[[Folder, str], tuple[str, File] | None]) -> None:
-        """Take over what earlier owners' actors staged for this job and nobody committed.
+        """Commit what actors of earlier owners staged for this job.
 
-        read: the job and the file that a staged file is; None where it is none, or not whole.
+        read: returns the job and the record of a staged file; None if it is invalid or incomplete.
         """
         found: list[File] = []
         for name in self._old_staged():
             job, file = read(self.folder, name) or (None, None)
             if file and job == self.state.job and not any(self._held(s, found) for s in file.chunks):
-                own = f"{STAGED}/{self.prefix}-{uuid.uuid4().hex}"  # who lost the output may be removing the old name
-                with suppress(FileNotFoundError):  # he has been quicker
+                own = f"{STAGED}/{self.prefix}-{uuid.uuid4().hex}"  # a lost owner may remove the old name
+                with suppress(FileNotFoundError):  # it already has
                     self.folder.move(name, own)
                     found.append(replace(file, staged=own))
         if found:
             self.commit(found)
 
     def sweep(self) -> None:
-        """Remove what earlier owners staged: what is the job's was moved to its place by `settle`, or adopted."""
+        """Remove what earlier owners staged, after `settle` and `adopt` have used what belongs to the job."""
         self.folder.each(self.folder.remove, self._old_staged())
 
     def _old_staged(self) -> list[str]:
@@ -215,7 +213,7 @@ class Writer(Output):
         return taken or bool(self.state.holders(chunk.shard, chunk.first, chunk.rows))
 
     def _end_moves(self, shown: Container[str], lost: bool) -> None:
-        """Remove what was copied and is still staged: who lost the output might copy it again when it is dead."""
+        """Remove staged files that are copied already: an owner that lost the output might copy them again later."""
         here = {f"{STAGED}/{name}" for name in self.folder.names(STAGED)}
         copied = {staged for name, staged in self.state.places() if staged in here and name in shown}
         if self._marked or lost:
@@ -225,11 +223,11 @@ class Writer(Output):
     def _mark(self, staged: str) -> None:
         self._move(staged, SUCCESS)
         self._marked = True
-        if self.folder.size(SUCCESS) is None:  # one who had lost the output has removed it since
+        if self.folder.size(SUCCESS) is None:  # a process that lost the output removed it
             self.finish()
 
     def _withdraw(self) -> None:
-        """Whoever waits for the marker does not look while rows are on their way."""
+        """Remove the marker, so that readers that wait for it do not read while rows are moved."""
         if self._marked:
             self.folder.remove(SUCCESS)
             self._marked = False
@@ -238,7 +236,7 @@ class Writer(Output):
         self._move(self.state.staged(name), name)
 
     def _move(self, name: str, new: str) -> None:
-        with suppress(FileNotFoundError):  # it is there already, or `settle` of the next owner finds that it is gone
+        with suppress(FileNotFoundError):  # it was moved, or the next owner's `settle` finds it gone
             self.folder.move(name, new)
 
     def _refuse_twice(self, new: Sequence[File], old: set[str]) -> None:
@@ -249,18 +247,18 @@ class Writer(Output):
             if before and before[0].shares_rows(s):
                 holders.add(before[1])
             if holders:
-                raise JobError(f"{self.folder.url}: {min(holders)} holds rows of {staged} already")
+                raise JobError(f"{self.folder.url}: {min(holders)} already has rows of {staged}")
             before = s, staged
 
     def _append(self, entry: Entry) -> None:
         entry = {"at": time.time()} | entry
         if not self.log.append(entry):
-            taken = next(copy(self.log).read(), {})  # its own log stays behind: a lost owner never finds a free number
+            taken = next(copy(self.log).read(), {})  # self.log stays behind: a lost owner never gets a free number
             raise LostError(
-                f"{self.folder.url}: was taken over by {taken.get('action')} on {taken.get('host')}, for this process "
-                f"gave no sign of life for {leases.PATIENCE:.0f} s; what it had committed is kept"
+                f"{self.folder.url}: {taken.get('action')} on {taken.get('host')} took it over, because this process "
+                f"had no heartbeat for {leases.PATIENCE:.0f} s; what it committed is kept"
             )
-        self.state.fold(entry)
+        self.state.apply(entry)
 
 
 @contextmanager
@@ -271,9 +269,9 @@ def take(
     lease: Callable[[Folder, str], Any] | None = None,
     dead: Callable[[Folder, Entry], bool] | None = None,
 ) -> Iterator[Writer]:
-    """Take the output, alone, and give it back. Raises BusyError where another owner lives, unless told to wait.
+    """Own the output for the duration of the block. Raises BusyError if another owner is alive, unless `wait`.
 
-    lease, dead: what shows that one lives, and tells it; those of `lease` unless given.
+    lease: starts the heartbeat. dead: whether an owner is dead. Default: those of the module `lease`.
     """
     lease, dead = lease or leases.Lease, dead or leases.dead
     nonce = uuid.uuid4().hex
@@ -288,7 +286,7 @@ def take(
                 continue
             entry = {"kind": "take", "at": time.time(), "lease": nonce} | leases.owner(action)
             if output.log.append(entry):
-                output.state.fold(entry)
+                output.state.apply(entry)
                 break
         writer = Writer(output)
         try:
@@ -305,22 +303,15 @@ def take(
 def busy(folder: Folder, taken: Entry) -> str:
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(taken["at"]))
     return (
-        f"output {folder.url}: {taken['action']} is at work on it, on {taken['host']} (process {taken['pid']}) since "
-        f"{since}; it was left alone. --wait waits for its end"
+        f"output {folder.url}: in use by {taken['action']} on {taken['host']} (process {taken['pid']}) since {since}; "
+        "nothing was changed. --wait waits for it"
     )
 
 
 def read_output(folder: Folder) -> Output:
-    """The output of a job. Raises JobError where the folder is none."""
-    with told(f"{folder.url}: cannot be read"):
+    """The output of a job. Raises JobError if the folder is not an output."""
+    with job_errors(f"{folder.url}: cannot be read"):
         output = Output(folder).read()
     if output.state.job is None:
-        raise JobError(f"{folder.url}: holds no job; expected the output of exspec run")
+        raise JobError(f"{folder.url}: has no job; expected the output of exspec run")
     return output
-
-
-def settings(description: dict[str, Any], options: dict[str, Any]) -> Job:
-    """The settings of the job that a description tells of, with the options of its file systems."""
-    kind = LabelJob if description["kind"] == LabelJob.kind else Job
-    known = {name: value for name, value in description["job"].items() if name in kind.model_fields}
-    return kind(**known, storage_options=options)

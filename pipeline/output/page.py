@@ -1,24 +1,23 @@
-"""The report as a page that needs no network: what was done, how well and how fast, and what is wrong."""
+"""The report as an HTML page without external resources."""
 
 import io
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
 
+from exspec.pipeline.job.kinds import DEFAULTS
 from exspec.pipeline.output.reasons import Reasons
+from exspec.pipeline.output.totals import Totals
 
-if TYPE_CHECKING:
-    from exspec.pipeline.output.report import Report, Totals
-
-INK = "#010203"  # of a plot's lines and letters, for which the page has its own colour
+INK = "#010203"  # of lines and text in plots; the page replaces it by its own colour
 BARS = "#4c78a8"
 SHOWN = 30  # classes of a confusion matrix
 LENGTHS = 40  # bars of the plot of lengths
-LONG = 300  # characters of a completion that are shown
+LONG = 300  # characters shown of a completion
 
 PAGE = """\
 <!doctype html>
@@ -48,17 +47,17 @@ overflow-wrap:anywhere}details{margin-top:1rem}summary{cursor:pointer;color:var(
 <table><tr><th>label</th><th class="number">rows</th></tr>
 {% for label, rows in a.rows_by_label.items() %}<tr><td>{{ label }}</td><td class="number">{{ rows }}</td></tr>
 {% endfor %}</table>
-{% if a.accuracy is defined %}<p>Accuracy {{ a.accuracy }} over {{ a.rows_with_gold }} rows whose label is known.</p>
+{% if a.accuracy is defined %}<p>Accuracy {{ a.accuracy }} over {{ a.rows_with_gold }} rows with a known label.</p>
 <table><tr><th>label</th><th>precision</th><th>recall</th><th>rows</th></tr>
 {% for c in a.classes %}<tr><td>{{ c.label }}</td><td>{{ c.precision if c.precision is not none else "-" }}</td>
 <td>{{ c.recall if c.recall is not none else "-" }}</td><td>{{ c.rows }}</td></tr>{% endfor %}</table>{% endif %}
 {% for name, svg in matrices if name == field %}<figure>{{ svg|safe }}</figure>{% endfor %}{% endfor %}{% endmacro %}
 {{ answers() }}
-{% if samples %}<h2>Some completions</h2>
+{% if samples %}<h2>Examples</h2>
 {% for sample in samples %}<p class="soft">{{ sample.id }}</p><blockquote>{{ sample.text }}</blockquote>{% endfor %}
 {% endif %}
 {% if reasons %}<h2>Rows with an error</h2>
-<table><tr><th class="number">rows</th><th>why</th><th>such as</th></tr>
+<table><tr><th class="number">rows</th><th>reason</th><th>examples</th></tr>
 {% for r in reasons %}<tr><td class="number">{{ r.rows }}</td><td>{{ r.text }}</td><td>{{ r.named }}</td></tr>
 {% endfor %}</table>{% endif %}
 {% if figures.set_aside or figures.missing %}<h2>Set aside</h2>
@@ -72,7 +71,7 @@ overflow-wrap:anywhere}details{margin-top:1rem}summary{cursor:pointer;color:var(
 <p class="bad">{{ d.shard }}, row {{ d.row }} (id {{ d.id }}) differs from {{ c.against }} at token {{ d.token }}.</p>
 <table><tr><th>stored</th><td>{{ d.stored }}</td></tr><tr><th>expected</th><td>{{ d.expected }}</td></tr></table>
 {% endfor %}{% endfor %}{% endif %}
-{% if plots %}<h2>How it went</h2>
+{% if plots %}<h2>Plots</h2>
 {% for title, svg in plots %}<figure><figcaption>{{ title }}</figcaption>{{ svg|safe }}</figure>{% endfor %}{% endif %}
 <h2>Figures</h2>
 <table>{% for name, value in numbers %}<tr><th>{{ name }}</th><td>{{ value }}</td></tr>{% endfor %}</table>
@@ -88,9 +87,15 @@ overflow-wrap:anywhere}details{margin-top:1rem}summary{cursor:pointer;color:var(
 """
 
 
-def render(report: "Report", figures: dict[str, Any], url: str, samples: list[dict[str, Any]]) -> str:
-    """The page. url: of the output, without secrets. samples: a few rows, with `id` and `completion`."""
-    written = report.description
+def render(
+    written: dict[str, Any],
+    figures: dict[str, Any],
+    totals: Totals,
+    audit: dict[str, Any] | None,
+    url: str,
+    samples: list[dict[str, Any]],
+) -> str:
+    """The page. written: the description of the job. url: without secrets. samples: `id` and `completion` of rows."""
     reasons = Reasons()
     reasons.merge(figures["errors_by_reason"])
     changed, others = _settings(written)
@@ -102,9 +107,9 @@ def render(report: "Report", figures: dict[str, Any], url: str, samples: list[di
         figures=figures,
         samples=[{"id": row["id"], "text": _cut(row["completion"])} for row in samples],
         reasons=reasons.most_first,
-        matrices=[(field, _confusion(field, a)) for field, a in report.answers.items() if "matrix" in a],
-        audit=report.audit,
-        plots=_plots(report.totals, figures) if figures["rows"] else [],
+        matrices=[(field, _confusion(field, a)) for field, a in figures["answers"].items() if "matrix" in a],
+        audit=audit,
+        plots=_plots(totals, figures) if figures["rows"] else [],
         numbers=_numbers(figures),
         changed=changed,
         others=others,
@@ -124,30 +129,30 @@ def _subtitle(written: dict[str, Any], figures: dict[str, Any], url: str) -> str
 
 
 def _verdict(figures: dict[str, Any]) -> str:
-    """One line: whether it is done."""
+    """One line: whether all rows are done."""
     rows, planned, errors = figures["rows"], figures["planned_rows"], figures["errors"]
     if rows < planned:
         return f'<span class="bad">{planned - rows:,} of {planned:,} rows are missing.</span>'
     if errors:
-        return f'All {planned:,} rows are there, <span class="bad">{errors:,} of them with an error.</span>'
-    return f'<span class="good">All {planned:,} rows are there, none with an error.</span>'
+        return f'All {planned:,} rows are done, <span class="bad">{errors:,} of them with an error.</span>'
+    return f'<span class="good">All {planned:,} rows are done, none with an error.</span>'
 
 
 def _tiles(written: dict[str, Any], figures: dict[str, Any]) -> list[tuple[str, str]]:
-    """What one looks for first."""
-    tiles = [(f"{figures['rows']:,}", "rows"), (duration(figures["seconds"]), "at work")]
+    """The most important numbers."""
+    tiles = [(f"{figures['rows']:,}", "rows"), (duration(figures["seconds"]), "decoding")]
     tiles.append((f"{figures['completion_tokens']:,}", "tokens"))
     if figures["tokens_per_second"]:
         tiles.append((f"{figures['tokens_per_second']:,.0f}", "tokens/s"))
     if gain := gain_of(written):
-        tiles.append((f"{gain:.2f} x", "plain decoding, as measured"))
+        tiles.append((f"{gain:.2f} x", "plain decoding, in calibration"))
     if figures["acceptance_rate"] is not None:
-        tiles.append((f"{figures['acceptance_rate']:.0%}", "of the drafts accepted"))
+        tiles.append((f"{figures['acceptance_rate']:.0%}", "of drafted tokens accepted"))
     return tiles
 
 
 def gain_of(written: dict[str, Any]) -> float | None:
-    """Tokens/s of the shape that was chosen over those of plain decoding, as the job's calibration ran both."""
+    """Speedup of the chosen shape over plain decoding, as measured in calibration."""
     measured = [c for c in written["calibration"] if c["measured"]]
     chosen = next((c["measured"] for c in measured if c["chosen"]), None)
     plain = max((c["measured"] for c in measured if c["method"] == "plain"), default=None)
@@ -155,7 +160,7 @@ def gain_of(written: dict[str, Any]) -> float | None:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in words of two units at most."""
+    """Seconds as text, in a suitable unit."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     minutes, hours = seconds / 60, seconds / 3600
@@ -170,17 +175,14 @@ def _numbers(figures: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _settings(written: dict[str, Any]) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
-    """The settings that somebody gave, and everything else that decided how the job went."""
-    from exspec.pipeline.job.settings import defaults
-
-    usual = defaults()
-    given = {n: v for n, v in written["job"].items() if n not in usual or usual[n] != v}
+    """The settings that are not at their defaults; and the other settings, shape and versions."""
+    given = {n: v for n, v in written["job"].items() if n not in DEFAULTS or DEFAULTS[n] != v}
     rest = {n: v for n, v in written["job"].items() if n not in given}
     rest |= written["shape"] | written["versions"] | {"device": written["device"]}
-    return _told(given), _told(rest)
+    return _listed(given), _listed(rest)
 
 
-def _told(values: dict[str, Any]) -> list[tuple[str, Any]]:
+def _listed(values: dict[str, Any]) -> list[tuple[str, Any]]:
     return [(n, "-" if v is None or v == [] else v) for n, v in sorted(values.items())]
 
 
@@ -188,7 +190,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= LONG else f"{text[:LONG]}..."
 
 
-def _plots(totals: "Totals", figures: dict[str, Any]) -> list[tuple[str, str]]:
+def _plots(totals: Totals, figures: dict[str, Any]) -> list[tuple[str, str]]:
     start, end = min(totals.bins, default=0), max(totals.bins, default=0)
     seconds = [(i - start) * totals.width for i in range(start, end + 2)]
     speeds = [totals.bins[i] / totals.width for i in range(start, end + 1)]
@@ -198,7 +200,7 @@ def _plots(totals: "Totals", figures: dict[str, Any]) -> list[tuple[str, str]]:
     rows: dict[str, int] = defaultdict(int, figures["rows_by_actor"])
     names = [f"actor {i}" for i in range(1, len(rows) + 1)]
     plots = [
-        _plot("Tokens by the time they came", "seconds", "tokens/s", lambda a: a.stairs(speeds, seconds, fill=True)),
+        _plot("Tokens by time", "seconds", "tokens/s", lambda a: a.stairs(speeds, seconds, fill=True)),
         _plot("Lengths of completions", "tokens", "rows", lambda a: a.hist(values, bins=edges, weights=counts)),
     ]
     if len(names) > 1:
@@ -210,7 +212,7 @@ def _plots(totals: "Totals", figures: dict[str, Any]) -> list[tuple[str, str]]:
             axes.bar(range(1, len(rates) + 1), rates)
             axes.set_ylim(0, 1)
 
-        plots.insert(1, _plot("Drafts accepted, by their place", "place in the draft", "accepted / drafted", paint))
+        plots.insert(1, _plot("Accepted drafts by position", "position in the draft", "accepted / drafted", paint))
     return plots
 
 
@@ -229,7 +231,7 @@ def _plot(title: str, x_label: str, y_label: str, paint: Callable[[Any], Any]) -
 
 @contextmanager
 def _drawing() -> Iterator[Any]:
-    """matplotlib without a screen, in the page's colours."""
+    """matplotlib without a display, in the page's colours."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -243,7 +245,7 @@ def _drawing() -> Iterator[Any]:
 
 
 def _confusion(field: str, answer: dict[str, Any]) -> str:
-    """The confusion matrix, each row of it as shares of its class; of many classes the first."""
+    """The confusion matrix; colours are shares of a row. Only the first classes are shown."""
     labels = [c["label"] for c in answer["classes"]][:SHOWN]
     matrix = [row[:SHOWN] for row in answer["matrix"][:SHOWN]]
     shares = [[n / (sum(row) or 1) for n in row] for row in matrix]
@@ -258,8 +260,8 @@ def _confusion(field: str, answer: dict[str, Any]) -> str:
                     axes.text(x, y, str(count), ha="center", va="center", color=colour)
         axes.set_xticks(range(len(labels)), labels, rotation=45, ha="right", parse_math=False)
         axes.set_yticks(range(len(labels)), labels, parse_math=False)
-        axes.set_xlabel(f"{field}, as labeled", parse_math=False)
-        axes.set_ylabel(f"{field}, as known", parse_math=False)
+        axes.set_xlabel(f"{field}, labeled", parse_math=False)
+        axes.set_ylabel(f"{field}, known", parse_math=False)
         return _svg(figure)
 
 

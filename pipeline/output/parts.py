@@ -1,4 +1,4 @@
-"""The output: one Parquet part a chunk, all with one schema, and what its footer tells of it."""
+"""Writes parts: one Parquet file per chunk, all with one schema, and a summary in the footer."""
 
 import hashlib
 import io
@@ -24,15 +24,14 @@ from exspec.pipeline.output.state import File, Summary
 from exspec.pipeline.storage import Folder
 
 FOOTER = b"exspec"
-
-PIECES = 16  # of a chunk's time, for which its tokens are told
+COUNTED = [name for name in GENERATED.names[GENERATED.names.index("prompt_tokens") :] if name != "prompt_tokens_cut"]
+SUMMED = ("prompt_tokens", "completion_tokens", "rounds", "forced")
+PIECES = 16  # equal pieces of a chunk's time, for the plot of tokens by time
 
 
 @dataclass(frozen=True)
 class Task:
-    """A chunk to be worked on. file: where its rows lie already, from row `start` on, of which those with an error are
-    to be decoded again.
-    """
+    """A chunk to decode. file: which has the chunk's rows from row `start` on; its error rows are decoded again."""
 
     chunk: Chunk
     file: str | None = None
@@ -47,10 +46,9 @@ class Task:
 
 
 class PartSink:
-    """Where an actor leaves the rows of a chunk: one file, staged whole under a name of its own, that says whose it is.
+    """Writes the rows of a chunk to a staged file, which the driver commits later.
 
-    It is shown when the driver has committed it. job: the identity that the file carries. prefix: of its staged name.
-    last: what adds columns to it.
+    job: its id, which the footer holds. prefix: of staged names. last: the job's `map_output`.
     """
 
     def __init__(
@@ -68,8 +66,7 @@ class PartSink:
         self.added = added_columns(last, self.schema)
 
     def stage(self, task: Task, block: pa.Table, results: list[RowResult | None], origin: Origin) -> dict[str, Any]:
-        """Stage the chunk's rows: carried columns and generated ones, in the chunk's order. Returns the file, as JSON
-        has it."""
+        """Stage the chunk's rows, with carried and generated columns, in order. Returns the file as JSON."""
         chunk = task.chunk
         kept = self._kept(task) if None in results else []
         rows, reasons = [], Reasons()
@@ -84,7 +81,7 @@ class PartSink:
         if self.last:
             made = self.last(table)
             if any(name in made.column_names and made[name] != table[name] for name in ("shard", "row", "id")):
-                raise FunctionError(f"{self.last.name}: gave the rows in another order")
+                raise FunctionError(f"{self.last.name}: changed the order of the rows")
             for field in self.added:
                 table = table.append_column(field, made[field.name])
         counted = summarize(chunk, table, origin, reasons)
@@ -110,7 +107,7 @@ def _id(value: Any) -> str:
 
 
 def encode(table: pa.Table, job: str, chunks: list[Summary]) -> bytes:
-    """A Parquet file with the rows of chunks, whose footer says of which job and which chunks they are."""
+    """A Parquet file with rows of chunks. The footer names the job and the chunks."""
     buffer = io.BytesIO()
     pq.write_table(table.replace_schema_metadata(footer(job, chunks)), buffer, write_page_checksum=True)
     return buffer.getvalue()
@@ -121,7 +118,7 @@ def footer(job: str, chunks: list[Summary]) -> dict[bytes, bytes]:
 
 
 def described(content: bytes, staged: str, chunks: list[Summary]) -> File:
-    """A part's bytes as the log tells of them. Its weight: bytes of its columns as stored, and of the footer."""
+    """The log's record of a part. The weight counts stored columns and the footer."""
     metadata = pq.read_metadata(io.BytesIO(content))
     groups = [metadata.row_group(g) for g in range(metadata.num_row_groups)]
     columns = sum(group.column(c).total_compressed_size for group in groups for c in range(group.num_columns))
@@ -134,48 +131,30 @@ def md5(content: bytes) -> str:
 
 
 def read_staged(folder: Folder, name: str) -> tuple[str, File] | None:
-    """The job of a staged file and what the log would tell of it; None where it is none, or not whole."""
+    """The job of a staged file and the log's record of it; None if it is invalid or incomplete."""
     try:
         content = folder.read(name)
         parquet = opened(io.BytesIO(content))
-        told = json.loads(parquet.metadata.metadata[FOOTER])
-        chunks = [Summary.from_json(s) for s in told["chunks"]]
+        stored = json.loads(parquet.metadata.metadata[FOOTER])
+        chunks = [Summary.from_json(s) for s in stored["chunks"]]
         whole = parquet.read(use_threads=False).num_rows == sum(s.rows for s in chunks)
     except (FileNotFoundError, pa.ArrowException, OSError, KeyError, ValueError, TypeError):
         return None
-    return (told["job"], described(content, name, chunks)) if whole else None
+    return (stored["job"], described(content, name, chunks)) if whole else None
 
 
 def _generated(result: RowResult) -> dict[str, Any]:
     if result.completion is None:
         return {"finish_reason": "error", "error": result.error, "prompt_tokens": result.prompt_tokens}
-    counted = result.completion.statistics
-    return result.values | {
-        "completion": result.text,
-        "finish_reason": result.completion.finish_reason,
-        "prompt_tokens": counted.prompt_tokens,
-        "prompt_tokens_cut": result.cut,
-        "completion_tokens": counted.completion_tokens,
-        "rounds": counted.rounds,
-        "drafted": counted.drafted,
-        "accepted": counted.accepted,
-        "acceptance_rate": counted.acceptance_rate,
-        "forced": counted.forced,
-        "mean_accepted_length": counted.mean_accepted_length,
-        "accepted_by_position": counted.accepted_by_position,
-        "drafted_by_position": counted.drafted_by_position,
-        "seconds_queued": counted.seconds_queued,
-        "seconds_prefill": counted.seconds_prefill,
-        "seconds_decode": counted.seconds_decode,
-    }
+    counted = {name: getattr(result.completion.statistics, name) for name in COUNTED}
+    ended = {"completion": result.text, "finish_reason": result.completion.finish_reason}
+    return result.values | ended | counted | {"prompt_tokens_cut": result.cut}
 
 
 def summarize(chunk: Chunk, table: pa.Table, origin: Origin, reasons: Reasons) -> Summary:
     """The summary of a chunk's rows."""
     ended = time.time()
-
-    def total(name: str) -> int:
-        return int(pc.sum(table[name]).as_py() or 0)
+    sums: dict[str, Any] = {name: int(pc.sum(table[name]).as_py() or 0) for name in SUMMED}
 
     def by_position(name: str) -> list[int]:
         rows = [row for row in table[name].to_pylist() if row]
@@ -186,10 +165,7 @@ def summarize(chunk: Chunk, table: pa.Table, origin: Origin, reasons: Reasons) -
         first=chunk.first,
         rows=table.num_rows,
         errors=table.num_rows - table["error"].null_count,
-        prompt_tokens=total("prompt_tokens"),
-        completion_tokens=total("completion_tokens"),
-        rounds=total("rounds"),
-        forced=total("forced"),
+        **sums,
         drafted_by_position=by_position("drafted_by_position"),
         accepted_by_position=by_position("accepted_by_position"),
         lengths=Counter(str(n) for n in table["completion_tokens"].to_pylist() if n is not None),
@@ -201,7 +177,7 @@ def summarize(chunk: Chunk, table: pa.Table, origin: Origin, reasons: Reasons) -
 
 
 def _produced(table: pa.Table, seconds: float) -> list[float]:
-    """Tokens in equal pieces of a chunk's time: a row's come evenly from its first round to its end."""
+    """Tokens in equal pieces of the chunk's time, as if each row's tokens came evenly during decoding."""
     names = ("seconds_queued", "seconds_prefill", "seconds_decode", "completion_tokens")
     queued, prefill, decode, tokens = (table[name].fill_null(0).to_numpy().astype(float)[:, None] for name in names)
     edges = np.linspace(0, seconds, PIECES + 1)  # [P + 1]

@@ -1,20 +1,20 @@
-"""Why rows have an error, counted by reason, each with a few rows to look at."""
+"""Row errors, counted by reason, with a few row ids each."""
 
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-NAMED = 3  # rows named for each reason
-MOST = 200  # reasons told apart
+NAMED = 3  # row ids per reason
+MOST = 200  # distinct reasons
 OTHER = "other reasons"
 VARYING = re.compile(r"\d+|'[^']*'|\"[^\"]*\"")
 
 
 @dataclass
 class Reason:
-    """text: the error of the first such row. ids: of a few rows. lasting: the row itself is at fault, and no second try
-    would help."""
+    """text: the error of the first row. ids: of a few rows. lasting: the error is in the row itself, so that a retry
+    would not help."""
 
     text: str
     rows: int = 0
@@ -27,7 +27,7 @@ class Reason:
 
 
 class Reasons:
-    """Errors that differ in numbers and quoted values alone have one reason."""
+    """Errors that differ only in numbers and quoted values count as one reason."""
 
     def __init__(self) -> None:
         self.found: dict[tuple[str, bool], Reason] = {}
@@ -40,9 +40,9 @@ class Reasons:
         reason.rows += rows
         reason.ids = [*reason.ids, *ids][:NAMED]
 
-    def merge(self, told: Iterable[dict[str, Any]]) -> None:
-        """Add what `to_json` has told of others."""
-        for reason in told:
+    def merge(self, others: Iterable[dict[str, Any]]) -> None:
+        """Add reasons from `to_json`."""
+        for reason in others:
             self.add(**reason)
 
     @property
@@ -53,5 +53,5 @@ class Reasons:
         return [asdict(reason) for reason in self.most_first]
 
     def lines(self) -> list[str]:
-        """A line for each reason, the most frequent first."""
+        """A line per reason, the most frequent first."""
         return [f"{r.rows} {'row' if r.rows == 1 else 'rows'}: {r.text} ({r.named})" for r in self.most_first]

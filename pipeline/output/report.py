@@ -1,7 +1,5 @@
-"""The report of a job: figures derived from the parts' summaries, as JSON and as a page."""
+"""The report of a job: figures from the summaries of its chunks, as JSON and as a page."""
 
-import bisect
-import heapq
 import json
 from collections import Counter
 from functools import partial
@@ -10,22 +8,21 @@ from typing import Any
 
 from exspec.actors.engine import EngineStatistics
 from exspec.actors.ledger import Signs
+from exspec.pipeline.job.kinds import stored_job
 from exspec.pipeline.output.contents import samples, tables
-from exspec.pipeline.output.owner import AUDIT, REPORT, REPORT_PAGE, Output, settings
+from exspec.pipeline.output.owner import AUDIT, REPORT, REPORT_PAGE, Output
 from exspec.pipeline.output.page import render
-from exspec.pipeline.output.reasons import Reasons
-from exspec.pipeline.output.state import State, Summary
+from exspec.pipeline.output.state import State
+from exspec.pipeline.output.totals import Totals
 from exspec.pipeline.secrets import anonymous, redacted
 
-SUMMED = ("rows", "errors", "prompt_tokens", "prefill_tokens", "found_tokens", "completion_tokens", "rounds", "forced")
-SHOWN_MISSING = 1000  # chunks that a report names
+SHOWN_MISSING = 1000  # missing chunks that a report names
 SAMPLES = 3  # completions on the page
 REASONS = 5  # of row errors that are printed
-MOST_BINS = 400  # of the plot of tokens by time
 
 
 class Report:
-    """Summaries folded together: those of this run as they come, those of all files at the end."""
+    """Collects the summaries of this run's chunks as they come, and those of all files at the end."""
 
     def __init__(self, description: dict[str, Any], planned: int) -> None:
         self.description, self.planned = description, planned
@@ -36,10 +33,10 @@ class Report:
         self.missing: list[str] = []
         self.answers: dict[str, Any] = {}
         self.audit: dict[str, Any] | None = None
-        self.occupancy: float | None = None  # as an earlier report has it, where no engine runs now
+        self.occupancy: float | None = None  # from an earlier report, if no engine ran now
 
-    def fold(self, result: dict[str, Any]) -> None:
-        """Take in what became of one chunk."""
+    def add(self, result: dict[str, Any]) -> None:
+        """Add the result of a chunk of this run."""
         self.engines[result["actor"]] = result["engine"]
         if result["set_aside"]:
             self.set_aside.append(result["set_aside"])
@@ -50,7 +47,7 @@ class Report:
             self.now.update(counts)
 
     def complete(self, state: State, answers: dict[str, Any]) -> None:
-        """Take in what the job's files hold in the end, which chunks they do not, and figures of the answers."""
+        """Add the chunks in files, the missing chunks, and figures of the answers."""
         self.totals = Totals()
         for summary in state.summaries():
             self.totals.add(summary, state.plan.shards[summary.shard].name)
@@ -63,11 +60,11 @@ class Report:
 
     @property
     def engine(self) -> EngineStatistics:
-        """Of this run's actors together."""
+        """The sum over this run's actors."""
         return sum(list(self.engines.values()), start=EngineStatistics())
 
     def line(self, signs: Signs) -> str:
-        """How the job goes; the time is that in which any chunk is at work, as in the figures."""
+        """A line of progress. As in the figures, only time during which a chunk is decoded counts."""
         now, tokens = self.now, max(signs.tokens, self.now["completion_tokens"])
         parts = [f"{tokens / signs.seconds:.0f} tokens/s"] if signs.seconds else []
         parts += [f"acceptance {now['accepted'] / now['drafted']:.2f}"] if now["drafted"] else []
@@ -75,11 +72,11 @@ class Report:
         return ", ".join([*parts, f"{now['errors']} errors"])
 
     def figures(self) -> dict[str, Any]:
-        """The numbers, all derived from the job's files, but for those of this run's engines."""
+        """The numbers, all from the job's files, except the occupancy of this run's engines."""
         totals, sums = self.totals, self.totals.sums
         drafted, accepted = totals.drafted, totals.accepted
         tokens, spans = sums["completion_tokens"], sum(end - start for start, end in totals.spans)
-        prefilled = sums["prefill_tokens"] + sums["found_tokens"]  # 0: by a version that did not tell
+        prefilled = sums["prefill_tokens"] + sums["found_tokens"]  # 0: an older version did not count
         return {
             "planned_rows": self.planned,
             "rows": sums["rows"],
@@ -99,7 +96,7 @@ class Report:
             ],
             "forced_share": round(sums["forced"] / tokens, 4) if tokens else None,
             "occupancy": round(self.engine.occupancy, 4) if self.engine.rounds else self.occupancy,
-            "completion_length": _length_figures(totals.lengths),
+            "completion_length": totals.length_figures(),
             "rows_by_actor": dict(totals.actors),
             "rows_by_hardware": {", ".join(kind): rows for kind, rows in totals.hardware.items()},
             "repeated_chunks": sums["repeated"],
@@ -113,23 +110,23 @@ class Report:
         }
 
     def closing_lines(self, f: dict[str, Any], url: str) -> list[str]:
-        """What is printed at the end, from the figures `f`."""
+        """The lines to print at the end. f: the figures."""
         lines = [f"{f['rows']} of {f['planned_rows']} rows in {url}, {f['errors']} of them with an error"]
-        told = self.totals.reasons.lines()
-        lines += [f"  {line}" for line in told[:REASONS]]
-        if len(told) > REASONS:
-            lines.append(f"  and {len(told) - REASONS} more reasons: see the report")
+        reasons = self.totals.reasons.lines()
+        lines += [f"  {line}" for line in reasons[:REASONS]]
+        if len(reasons) > REASONS:
+            lines.append(f"  and {len(reasons) - REASONS} more reasons: see the report")
         if f["tokens_per_second"]:
             speed = [f"{f['completion_tokens']} tokens in {f['seconds']:.0f} s of decoding"]
             speed.append(f"{f['tokens_per_second']} tokens/s")
             shown = ("acceptance_rate", "occupancy")
             speed += [f"{name.replace('_', ' ')} {f[name]}" for name in shown if f[name] is not None]
             lines.append(", ".join(speed))
-        if found := f["prompt_tokens_found"]:
-            share = found / (found + f["prompt_tokens_computed"])
-            lines.append(f"{share:.0%} of the prompt tokens were found: another prompt of the actor began with them")
+        if cached := f["prompt_tokens_found"]:
+            share = cached / (cached + f["prompt_tokens_computed"])
+            lines.append(f"{share:.0%} of the prompt tokens were cached: another prompt began with the same tokens")
         lines += [
-            f"{field}: accuracy {a['accuracy']} over {a['rows_with_gold']} rows whose label is known"
+            f"{field}: accuracy {a['accuracy']} over {a['rows_with_gold']} rows with a known label"
             for field, a in self.answers.items()
             if "accuracy" in a
         ]
@@ -139,79 +136,18 @@ class Report:
         return [*lines, f"report: {url}/_report.html"]
 
 
-class Totals:
-    """What the summaries of a job's chunks come to, however many there are.
-
-    spans: times in which any chunk was at work, as seconds from start to end. bins: tokens by time, of `width` seconds.
-    """
-
-    def __init__(self) -> None:
-        self.sums: Counter[str] = Counter()
-        self.lengths: Counter[int] = Counter()
-        self.actors: Counter[str] = Counter()
-        self.hardware: Counter[tuple[str, ...]] = Counter()
-        self.drafted: list[int] = []
-        self.accepted: list[int] = []
-        self.slowest: list[tuple[float, str, int]] = []
-        self.spans: list[tuple[float, float]] = []
-        self.bins: Counter[int] = Counter()
-        self.width = 1 / 16
-        self.reasons = Reasons()
-
-    def add(self, s: Summary, shard: str) -> None:
-        self.sums.update({name: getattr(s, name) for name in SUMMED})
-        self.sums["repeated"] += s.attempt > 1
-        self.reasons.merge(s.reasons)
-        self.lengths.update({int(n): count for n, count in s.lengths.items()})
-        self.actors[s.actor] += s.rows
-        self.hardware[tuple(sorted(s.hardware.values()))] += s.rows
-        self.drafted = _added(self.drafted, s.drafted_by_position)
-        self.accepted = _added(self.accepted, s.accepted_by_position)
-        chunk = f"{shard}, rows {s.first} to {s.first + s.rows - 1}"
-        self.slowest = heapq.nlargest(5, [*self.slowest, (s.ended - s.started, chunk, s.completion_tokens)])
-        _cover(self.spans, s.started, s.ended)
-        self._spread(s)
-
-    def _spread(self, s: Summary) -> None:
-        """A chunk's tokens, over the time in which they came."""
-        pieces = s.produced or [s.completion_tokens]
-        each = (s.ended - s.started) / len(pieces)
-        for n, tokens in enumerate(pieces):
-            first, last = (int((s.started + (n + k) * each) / self.width) for k in (0, 1))
-            for i in range(first, last + 1):
-                self.bins[i] += tokens / (last - first + 1)  # type: ignore[assignment]
-        while len(self.bins) > MOST_BINS:
-            wider: Counter[int] = Counter()
-            for i, tokens in self.bins.items():
-                wider[i // 2] += tokens
-            self.bins, self.width = wider, 2 * self.width
-
-
-def _added(one: list[int], other: list[int]) -> list[int]:
-    return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
-
-
-def _cover(spans: list[tuple[float, float]], start: float, end: float) -> None:
-    """Add a span to disjoint ones in order: a job that rested between two runs was not slow."""
-    low = bisect.bisect_left(spans, start, key=lambda span: span[1])
-    high = bisect.bisect_right(spans, end, key=lambda span: span[0])
-    if low < high:
-        start, end = min(start, spans[low][0]), max(end, spans[high - 1][1])
-    spans[low:high] = [(start, end)]
-
-
 def rebuild(output: Output) -> Report:
-    """The report of a job from its files. Only the occupancy is not in them: it stays as an earlier report has it."""
+    """The report of a job from its files. The occupancy, which is not in files, is from an earlier report."""
     folder, state = output.folder, output.state
     report = Report(state.description, state.plan.rows)
-    job = settings(state.description, folder.options)
+    job = stored_job(state.description, folder.options)
     report.complete(state, job.evaluate(partial(tables, output)))
     report.occupancy = stored_occupancy(output)
     return report
 
 
 def stored_occupancy(output: Output) -> float | None:
-    """As an earlier report has it: what engines did that run no more."""
+    """The occupancy in an earlier report."""
     if not output.folder.exists(REPORT):
         return None
     found: float | None = json.loads(output.folder.read(REPORT))["occupancy"]
@@ -219,27 +155,13 @@ def stored_occupancy(output: Output) -> float | None:
 
 
 def price(figures: dict[str, Any], gpus: float, per_gpu_hour: float) -> float | None:
-    """What a million completion tokens cost, of actors that hold `gpus` each while the job is at work."""
+    """The price of a million completion tokens, for actors with `gpus` each."""
     tokens, hours = figures["completion_tokens"], figures["seconds"] / 3600
     return len(figures["rows_by_actor"]) * gpus * hours * per_gpu_hour / tokens * 1e6 if tokens else None
 
 
-def _length_figures(lengths: Counter[int]) -> dict[str, int] | None:
-    return {"median": _median(lengths), "longest": max(lengths)} if lengths else None
-
-
-def _median(counts: Counter[int]) -> int:
-    """The lower median of the values counted."""
-    passed, half = 0, sum(counts.values()) / 2
-    for value in sorted(counts):
-        passed += counts[value]
-        if passed >= half:
-            return value
-    raise ValueError("the median of nothing")
-
-
 def rewrite(output: Output) -> tuple[Report, dict[str, Any]]:
-    """Write the report of a job anew from its files; returns it with its figures."""
+    """Write the report of a job again from its files. Returns it with its figures."""
     report = rebuild(output)
     figures = report.figures()
     write_report(report, figures, output)
@@ -247,10 +169,11 @@ def rewrite(output: Output) -> tuple[Report, dict[str, Any]]:
 
 
 def write_report(report: Report, figures: dict[str, Any], output: Output) -> None:
-    """Write both forms of the report, with the audit that lies in the folder."""
+    """Write both forms of the report, with the audit in the folder if there is one."""
     folder = output.folder
     if folder.exists(AUDIT):
         report.audit = json.loads(folder.read(AUDIT))
     folder.write(REPORT, json.dumps(figures | {"job": report.description, "audit": report.audit}, indent=1).encode())
-    page = render(report, figures, anonymous(folder.url), samples(output, SAMPLES))
+    shown = samples(output, SAMPLES)
+    page = render(report.description, figures, report.totals, report.audit, anonymous(folder.url), shown)
     folder.write(REPORT_PAGE, page.encode())

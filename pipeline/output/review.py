@@ -1,4 +1,4 @@
-"""The rows of a labeling job that people should look at: those whose label is the least certain."""
+"""The rows of a labeling job with the least certain labels, for people to review."""
 
 import io
 import json
@@ -15,9 +15,9 @@ from exspec.pipeline.storage import Folder
 
 
 def write_review(job: LabelJob, folder: Folder, read: Callable[[list[str] | None], Iterator[pa.Table]]) -> int:
-    """Write the job's share of labeled rows to `_review.csv`, the least certain first; returns how many they are.
+    """Write the least certain labeled rows to `_review.csv`, least certain first. Returns their number.
 
-    A row is as certain as the least of its confidences. read: columns, or all, of every part.
+    The certainty of a row is the lowest of its confidences. read: reads the given columns, or all, of every part.
     """
     confidences = [f"{job.column(name)}_confidence" for name in job.classes]
     certainty = np.concatenate([np.empty(0), *(_certainty(table, confidences) for table in read(confidences))])
@@ -39,14 +39,14 @@ def write_review(job: LabelJob, folder: Folder, read: Callable[[list[str] | None
 
 
 def _certainty(table: pa.Table, confidences: list[str]) -> np.ndarray:
-    """The least confidence of each row; infinite for an error row, which has no label to look at."""
+    """The lowest confidence of each row; infinite for an error row, which has no label."""
     columns = [table[name].fill_null(math.inf).to_numpy() for name in confidences]
     least: np.ndarray = np.minimum.reduce(columns)
     return least
 
 
 def _flat(table: pa.Table) -> pa.Table:
-    """Columns that a CSV file can hold: lists, records, bytes and the like become JSON."""
+    """The table with columns that CSV can hold: lists, structs, bytes and the like become JSON."""
     for i, field in enumerate(table.schema):
         if not (pa.types.is_primitive(field.type) or pa.types.is_string(field.type) or pa.types.is_null(field.type)):
             texts = [None if v is None else json.dumps(v, default=str) for v in table[i].to_pylist()]

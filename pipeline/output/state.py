@@ -1,6 +1,6 @@
-"""What the log of a job tells, entry by entry: the job, its plan, and the files that hold its rows.
+"""The state of a job after its log entries: the job, its plan, and the files that hold its rows.
 
-The files are kept in a table on disk, for a job may have millions; nothing here reads or writes the output folder.
+The files are in a table on disk, because a job may have millions. Nothing here reads or writes the output folder.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any
 from exspec.pipeline.input.plan import Chunk, Plan, Shard
 from exspec.pipeline.output.log import Entry
 
-FORMAT = 1  # of an output; the next number is for one that this version could not read
+FORMAT = 1  # of an output. A change that this version could not read needs the next number.
 PART = re.compile(r"part-\d{7,}-\d{12}-\d+-(\d{6,})\.parquet")
 FILE = ("name", "staged", "size", "digest", "weight")
 TABLES = """
@@ -27,11 +27,11 @@ CREATE INDEX of_file ON chunk (file, start);
 
 @dataclass(frozen=True)
 class Summary:
-    """What a file tells of one chunk in it, and the driver folds into progress and report.
+    """The counts of one chunk in a file, for progress and report.
 
-    shard: its number in the plan. lengths: rows by completion length in tokens; JSON makes its keys strings.
-    prefill_tokens, found_tokens: prompt tokens that its actor's engine computed, and those that it found computed, from
-    the chunk before to this one. Chunks share an engine, so only their sums over a job mean something.
+    shard: its index in the plan. lengths: rows by completion length in tokens; JSON makes the keys strings.
+    prefill_tokens, found_tokens: prompt tokens that the actor's engine computed, and cached prompt tokens, since the
+    actor's chunk before. Chunks share an engine, so only sums over a job are meaningful.
     """
 
     shard: int
@@ -51,33 +51,32 @@ class Summary:
     ended: float = 0.0
     attempt: int = 1
     reasons: list[dict[str, Any]] = field(default_factory=list)
-    produced: list[float] = field(default_factory=list)  # tokens, in equal pieces of the time from start to end
+    produced: list[float] = field(default_factory=list)  # tokens in equal pieces of the time from start to end
     prefill_tokens: int = 0
     found_tokens: int = 0
 
     @classmethod
     def from_json(cls, loaded: dict[str, Any]) -> "Summary":
-        """What another version wrote: figures that it did not have are as if nothing had been counted, and those that
-        this one does not have are left."""
+        """A summary that any version wrote. Missing counts are 0, unknown ones are dropped."""
         known = {f.name for f in fields(cls)}
         return cls(**{name: value for name, value in loaded.items() if name in known})
 
     def shares_rows(self, other: "Summary") -> bool:
-        """Whether a row is in both chunks."""
+        """Whether the chunks have a row in common."""
         ends = self.first + self.rows, other.first + other.rows
         return self.shard == other.shard and max(self.first, other.first) < min(ends)
 
 
 def lasting(summary: dict[str, Any]) -> int:
-    """Rows of a chunk whose error no second try would help."""
+    """Error rows of a chunk that a retry would not help."""
     return sum(reason["rows"] for reason in summary.get("reasons", ()) if reason["lasting"])
 
 
 @dataclass(frozen=True)
 class File:
-    """A Parquet file with the rows of some chunks, one after the other. staged: its name before it is shown.
+    """A Parquet file with the rows of chunks, in order. staged: its name before it is shown.
 
-    digest: MD5 of its bytes, in hex. weight: bytes that it counts for when files are merged.
+    digest: MD5 in hex. weight: its bytes for the purpose of merging files.
     """
 
     name: str
@@ -97,22 +96,22 @@ class File:
 
 
 def file_name(chunks: list[Summary], entry: int) -> str:
-    """The name under which an entry of the log shows a file: in the plan's order, and given only once."""
+    """The name of a file that a log entry shows. Names sort in the plan's order and are unique."""
     first, rows = chunks[0], sum(s.rows for s in chunks)
     return f"part-{first.shard:07d}-{first.first:012d}-{rows}-{entry:06d}.parquet"
 
 
 def given_by(name: str) -> int | None:
-    """The entry of the log that gave a file its name; None where it is no name of ours."""
+    """The log entry that named a file; None if the name is not a job's."""
     match = PART.fullmatch(name)
     return int(match[1]) if match else None
 
 
 class State:
-    """The log folded. job: the identity that its parts carry, None before it began. began: when, in seconds.
+    """The state after a log. job: its id, which parts carry; None before it began. began: the time, in seconds.
 
-    taken: the entry with which the present owner took the output, None where it is free. done: staged name of the
-    marker of a finished job.
+    taken: the entry of the present owner; None if the output is free. done: staged name of the marker of a finished
+    job.
     """
 
     def __init__(self) -> None:
@@ -125,8 +124,8 @@ class State:
         self._table = sqlite3.connect("", isolation_level=None, check_same_thread=False)
         self._table.executescript(f"PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; {TABLES}")
 
-    def fold(self, entry: Entry) -> None:
-        """Take in the next entry."""
+    def apply(self, entry: Entry) -> None:
+        """Apply the next entry."""
         getattr(self, f"_{entry['kind']}")(entry)
 
     def _take(self, entry: Entry) -> None:
@@ -137,7 +136,7 @@ class State:
 
     def _begin(self, entry: Entry) -> None:
         self.job, self.description, self.done = entry["job"], entry["description"], None
-        self.description.get("shape", {}).setdefault("drafter", "model")  # a job that began before there were others
+        self.description.get("shape", {}).setdefault("drafter", "model")  # older jobs have no drafter
         self.began = float(entry["at"])
         self.plan = Plan.from_json(entry["plan"])
         self._table.executescript("DELETE FROM file; DELETE FROM chunk;")
@@ -175,12 +174,12 @@ class State:
 
     @property
     def rows(self) -> int:
-        """Rows that files hold."""
+        """Rows in files."""
         return int(self._one("SELECT coalesce(sum(rows), 0) FROM chunk"))
 
     @property
     def mendable(self) -> int:
-        """Rows with an error that a second try may help."""
+        """Error rows that a retry may help."""
         return int(self._one("SELECT coalesce(sum(mendable), 0) FROM chunk"))
 
     @property
@@ -188,24 +187,24 @@ class State:
         return self.job is not None and next(self.missing(), None) is None
 
     def missing(self) -> Iterator[Chunk]:
-        """The chunks that no file holds, in order."""
+        """The chunks that are not in files, in order."""
         return self.plan.chunks(self.held())
 
     def held(self) -> Iterator[tuple[int, int, int]]:
-        """The chunks that files hold, in order: number of the shard, first row, rows."""
+        """The chunks in files, in order: index of the shard, first row, rows."""
         return iter(self._table.execute("SELECT shard, first, rows FROM chunk ORDER BY shard, first"))
 
     def holders(self, shard: int, first: int, rows: int) -> set[str]:
-        """Names of the files that hold some of these rows."""
+        """Names of the files with any of these rows."""
         asked = "SELECT file FROM chunk WHERE shard = ? AND first < ? AND first + rows > ?"
         return {name for (name,) in self._table.execute(asked, (shard, first + rows, first))}
 
     def sizes(self) -> Iterator[tuple[str, int]]:
-        """Every file's name and bytes."""
+        """Name and size of every file."""
         return iter(self._table.execute("SELECT name, size FROM file"))
 
     def has(self, name: str) -> bool:
-        """Whether a file is the job's."""
+        """Whether the job has this file."""
         return bool(self._one("SELECT count(*) FROM file WHERE name = ?", name))
 
     def names(self) -> list[str]:
@@ -213,7 +212,7 @@ class State:
         return [name for (name,) in self._table.execute("SELECT name FROM file ORDER BY name")]
 
     def places(self) -> Iterator[tuple[str, str]]:
-        """Every file's name, and the one before it was shown."""
+        """Name and staged name of every file."""
         return iter(self._table.execute("SELECT name, staged FROM file"))
 
     def staged(self, name: str) -> str:
@@ -225,22 +224,22 @@ class State:
         return File(**dict(zip(FILE, row, strict=True)), chunks=list(self.summaries(name)))
 
     def summaries(self, file: str | None = None) -> Iterator[Summary]:
-        """The summaries of all chunks, or of a file's, in order."""
+        """The summaries of all chunks, or of the chunks of a file, in order."""
         where, values = ("", ()) if file is None else (" WHERE file = ?", (file,))
         order = "shard, first" if file is None else "start"
         for (summary,) in self._table.execute(f"SELECT summary FROM chunk{where} ORDER BY {order}", values):
             yield Summary.from_json(json.loads(summary))
 
     def chunks(self, errors: bool = False) -> Iterator[tuple[Chunk, str, int]]:
-        """The chunks that files hold, each with its file and its first row there; all, or those with errors that a
-        second try may help."""
+        """The chunks in files, each with its file and its first row there. errors: only chunks with error rows that a
+        retry may help."""
         where = " WHERE mendable > 0" if errors else ""
         asked = f"SELECT shard, first, rows, file, start FROM chunk{where} ORDER BY shard, first"
         for number, first, rows, file, start in self._table.execute(asked):
             yield Chunk(self.plan.shards[number], number, first, rows), file, start
 
     def done_shards(self) -> set[str]:
-        """Names of the shards all of whose rows files hold."""
+        """Names of the shards whose rows are all in files."""
         held = dict(self._table.execute("SELECT shard, sum(rows) FROM chunk GROUP BY shard"))
         return {shard.name for i, shard in enumerate(self.plan.shards) if held.get(i) == shard.rows}
 

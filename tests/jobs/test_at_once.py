@@ -46,7 +46,7 @@ def test_a_second_command_exits_and_a_command_after_a_kill_resumes(tmp_path: Pat
     with held(psutil.Process(first.pid)):
         for words in (run, [*run, "--restart"], ["compact", "out"]):
             printed = end(start(tmp_path, *words), 2)
-            assert f"out: run is at work on it, on {os.uname().nodename} (process {first.pid}) since" in printed
+            assert f"out: in use by run on {os.uname().nodename} (process {first.pid}) since" in printed
         assert first.poll() is None
         os.kill(first.pid, signal.SIGKILL)
         first.communicate()

@@ -40,11 +40,11 @@ NO_STORE = json.dumps(
     {"endpoint_url": "http://127.0.0.1:1", "key": "a", "secret": "b", "config_kwargs": {"retries": {"max_attempts": 0}}}
 )
 ON_OUTPUTS = [
-    (("nowhere",), "nowhere: holds no job; expected the output of exspec run"),
+    (("nowhere",), "nowhere: has no job; expected the output of exspec run"),
     (("text.parquet",), "text.parquet: cannot be read: NotADirectoryError"),
-    (("cut",), "cut/_log/0000000001.json.gz: damaged (Not a gzipped file"),
-    (("bare",), "bare/_log/0000000001.json.gz: not as exspec run writes it (KeyError: 'kind')"),
-    (("half",), "half/_log/0000000001.json.gz: not as exspec run writes it (KeyError: 'job')"),
+    (("cut",), "cut/_log/0000000001.json.gz: damaged log entry (Not a gzipped file"),
+    (("bare",), "bare/_log/0000000001.json.gz: not a valid log entry (KeyError: 'kind')"),
+    (("half",), "half/_log/0000000001.json.gz: not a valid log entry (KeyError: 'job')"),
     (("nosuch://bucket/out",), "nosuch://bucket/out: Protocol not known: nosuch"),
     (("s3://bucket/out", "--storage-options", NO_STORE), "s3://bucket/out: cannot be read: EndpointConnectionError"),
 ]
@@ -70,7 +70,7 @@ def test_a_folder_that_is_not_an_output(
         ("plan --input in", "output: is missing"),
         ("plan --input empty --output out", "input: no Parquet, JSONL, CSV or Arrow files in "),
         ("plan --input text.parquet --output out", "text.parquet: not a Parquet file"),
-        ("plan --input in --output out --device tpu", "device: expected cpu, cuda, or auto: cuda where there is one"),
+        ("plan --input in --output out --device tpu", "device: expected cpu, cuda, or auto: cuda if there is a GPU"),
         ("plan --input in --output out --actors many", "actors: expected a number of actors, MIN:MAX, or"),
         ("plan --input in --output out --method fast", "'fast' is not one of 'auto', 'plain', 'eqspec', 'exspec'"),
         ("plan --input in --output out --max-new-tokens many", "Invalid value for '--max-new-tokens'"),

@@ -160,19 +160,19 @@ def test_json_of_a_schema_gives_typed_columns_or_an_error(messages: Path, tmp_pa
     [
         ({}, "expected one of labels, fields and json_schema, not none"),
         ({"labels": ["a", "b"], "fields": {"x": ["a", "b"]}}, "not labels and fields"),
-        ({"labels": ["a"]}, r"labels: expected two or more labels, each once and none empty, not \['a'\]"),
+        ({"labels": ["a"]}, r"labels: expected two or more distinct, non-empty labels, not \['a'\]"),
         ({"fields": ["x=a,a"]}, "fields.x: expected two or more"),
         ({"labels": ["on", True]}, "put such a label in quotes"),
         (
             {"fields": {"x": ["a", "b"], "x_confidence": ["a", "b"]}},
-            "two answers would fill the column 'label_x_confidence'",
+            "two answers would have the column 'label_x_confidence'",
         ),
         ({"fields": ["x"]}, "fields: expected NAME=LABEL,LABEL, not 'x'"),
         ({"labels": ["a", "b"], "gold_column": "x=gold"}, "gold_column: expected a column, not 'x=gold'"),
-        ({"labels": ["a", "b"], "stop": ["."]}, "an answer ends where it is complete"),
+        ({"labels": ["a", "b"], "stop": ["."]}, "an answer ends when it is complete"),
         ({"json_schema": "no-such-file.json"}, "json_schema: cannot be read: .*no-such-file.json"),
         ({"json_schema": "{]"}, "json_schema: not JSON"),
-        ({"json_schema": "{}", "review_share": 0.1}, "review_share need labels, fields, or a schema's prop"),
+        ({"json_schema": "{}", "review_share": 0.1}, "review_share need labels, fields, or a schema prop"),
         ({"fields": ["x=a,b", "x=c,d"]}, "fields: x is given twice"),
         ({"labels": ["a", "b"], "since": "yesterday"}, "since: expected last, or a date"),
     ],
@@ -191,8 +191,8 @@ def test_numbers_are_labels() -> None:
     ("options", "message"),
     [
         ("--gold-column kind", "gold_column: 'kind' is not in the input, which has id, message, category"),
-        ("--gold-column category --carry record", "gold_column: 'category' does not come into the"),
-        ("--label-column accepted", "label_column: 'accepted' is the name of a column that every output has"),
+        ("--gold-column category --carry record", "gold_column: 'category' is not in the output"),
+        ("--label-column accepted", "label_column: 'accepted' is a column that every output has"),
     ],
 )
 def test_columns_that_do_not_fit_are_refused(options: str, message: str, messages: Path, tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_every_setting_that_fits_on_a_line_is_an_option() -> None:
         ("bach_size: 4", "job.yaml: bach_size: unknown setting; did you mean batch_size?"),
         ("batch_size: many", "job.yaml: batch_size: expected a whole number from 1 up, or auto, not 'many'"),
         ("{a: [", "job.yaml, line 1, column 6: not YAML: expected"),
-        ("- a\n- b", "job.yaml: expected settings by name, not list"),
+        ("- a\n- b", "job.yaml: expected a mapping of settings, not list"),
         ("actors: '3:1'", "actors is 3:1, expected a number or MIN:MAX, from 1 up"),
     ],
 )

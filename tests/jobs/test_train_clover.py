@@ -17,7 +17,8 @@ from exspec.jobs.training import clover as train_clover
 from exspec.jobs.training.clover import LastHidden, losses, new_head, train, training_examples
 from exspec.jobs.training.examples import batches
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.output.owner import read_output, settings
+from exspec.pipeline.job.kinds import stored_job
+from exspec.pipeline.output.owner import read_output
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
 from exspec.pipeline.storage import Folder
@@ -47,7 +48,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
 def test_what_is_learned_are_the_tokens_of_the_target(done: tuple[str, Path]) -> None:
     name, out = done
     output, pair = read_output(Folder(str(out), {})), load_pair(name, None)
-    job = settings(output.state.description, {})
+    job = stored_job(output.state.description, {})
     expected = [(jobs.prompt(n), tiny.generate(pair.target, jobs.prompt(n), jobs.budget(n))) for n in range(ROWS)]
     assert sorted(training_examples(job, output, pair, ROWS)) == sorted(expected)
     assert any(tokens[-1] == tiny.ENDS[0] for _, tokens in expected), "the end is learned too"

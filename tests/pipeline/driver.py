@@ -1,4 +1,4 @@
-"""A job in a process of its own, with a Ray of its own: `python -m tests.pipeline.driver JOB.json SECONDS`."""
+"""A job in a separate process with its own Ray: `python -m tests.pipeline.driver JOB.json SECONDS`."""
 
 import sys
 from pathlib import Path

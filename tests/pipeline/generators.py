@@ -1,4 +1,4 @@
-"""The processes that decode."""
+"""The processes of generator actors."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -7,7 +7,7 @@ import psutil
 
 
 def generators(of: psutil.Process) -> list[psutil.Process]:
-    """Those of the generator actors that a process has started, itself or through others."""
+    """The generator processes among the descendants of a process."""
     found = []
     for process in of.children(recursive=True):
         with suppress(psutil.NoSuchProcess):
@@ -18,7 +18,7 @@ def generators(of: psutil.Process) -> list[psutil.Process]:
 
 @contextmanager
 def held(of: psutil.Process) -> Iterator[None]:
-    """Holds those that decode now, so that a job waits for what is done to it, however fast it is."""
+    """Suspends the present generators, so that a fast job waits."""
     stopped = generators(of)
     assert stopped, "nothing decodes"
     for process in stopped:

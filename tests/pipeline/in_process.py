@@ -1,6 +1,6 @@
-"""Stands in for Ray: a whole job runs in the test's own process, its rows through the same reader and the same actor.
+"""Runs a whole job in the test's process instead of Ray, with the same reader and the same actor.
 
-Values go from driver to reader and actor pickled, as Ray would send them.
+Values for reader and actor are pickled, as Ray would send them.
 """
 
 import pickle
@@ -23,12 +23,12 @@ from exspec.pipeline.cluster.ray_ledger import Book
 from exspec.pipeline.job.settings import Job
 from exspec.pipeline.output.parts import Task
 
-CALLS = 4  # chunks at a time in the actor
+CALLS = 4  # concurrent chunks in the actor
 
 
 @contextmanager
 def in_process() -> Iterator[None]:
-    """Jobs that are executed inside need no Ray. Tests of processes that die, or of a cluster's limits, need it."""
+    """Jobs inside the block need no Ray. Tests of dying processes and cluster limits need Ray."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "connect", lambda _: None)
         patch.setattr(run, "check_cluster", lambda _: None)
@@ -53,7 +53,7 @@ def results(
     load: Loader,
     ledger: Ledger,
 ) -> Iterator[dict[str, Any]]:
-    """`graph.results` with one reader and one actor, which works on several chunks at a time."""
+    """`graph.results` with one reader and one actor, which works on several chunks at once."""
     read = handed_over(Reader(job, schema, room))
     load, sampling, sink, answers = handed_over((load, job.sampling, sink, job.answers))
     meter: Any = SimpleNamespace(report=lambda *_: None)
@@ -62,8 +62,8 @@ def results(
         closing(Generator(load, sampling, sink, ledger, meter, job.attempts, answers)) as generate,
         ThreadPoolExecutor(CALLS) as pool,
     ):
-        for together in read_together(tasks):
-            for block in read(pa.table({"tasks": [pickle.dumps(together)]})):
+        for group in read_together(tasks):
+            for block in read(pa.table({"tasks": [pickle.dumps(group)]})):
                 going.append(pool.submit(generate, block))
                 if len(going) == CALLS:
                     yield outcome(going.popleft())
@@ -76,5 +76,5 @@ def outcome(done: Future[pa.Table]) -> dict[str, Any]:
 
 
 def handed_over(values: Any) -> Any:
-    """The values as another process gets them."""
+    """The values as another process receives them."""
     return pickle.loads(cloudpickle.dumps(values))

@@ -1,8 +1,10 @@
-"""Jobs for the pipeline's tests: shards of words, and a model whose every completion can be worked out by hand."""
+"""Jobs for the pipeline's tests: shards of words, and a model whose completions can be computed by hand."""
 
+import json
 import os
 import random
 import time
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from exspec.actors.engine import Engine, EngineConfig, Request, RequestError
 from exspec.pipeline.job.settings import Job
+from exspec.pipeline.prepare import prepare
+from exspec.pipeline.run import execute
 from tests import tiny
 from tests.tiny import ArithmeticModel
 
@@ -63,7 +67,7 @@ def expected(row: int) -> str:
 
 
 class ArithmeticLoader:
-    """Loads an engine over the arithmetic model; every step takes at least `seconds`."""
+    """Loads an engine over the arithmetic model. Every step takes at least `seconds`."""
 
     def __init__(self, seconds: float = 0.0, **config: Any) -> None:
         self.seconds = seconds
@@ -72,35 +76,40 @@ class ArithmeticLoader:
 
     def __call__(self, window: int) -> tuple[Engine, Any]:  # noqa: ARG002
         engine = Engine(ArithmeticModel(), None, EngineConfig(**self.config))  # type: ignore[arg-type]
-        step = engine.step
+        step, submit = engine.step, engine.submit
 
-        def slow() -> None:
+        def hooked_step() -> None:
+            self.before_step(engine)
             step()
             time.sleep(self.seconds)
 
-        engine.step = slow  # type: ignore[method-assign]
+        def hooked_submit(request: Request) -> None:
+            self.before_submit(request)
+            submit(request)
+
+        engine.step, engine.submit = hooked_step, hooked_submit  # type: ignore[method-assign]
         return engine, tokenizer()
+
+    def before_step(self, engine: Engine) -> None: ...
+
+    def before_submit(self, request: Request) -> None: ...
 
 
 class TogetherLoader(ArithmeticLoader):
-    """Nobody makes a step before `actors` of them have loaded; each leaves a file in `folder` when it has."""
+    """No engine makes a step before `actors` of them have loaded. Each creates a file in `folder` when it has."""
 
     def __init__(self, folder: Path, actors: int) -> None:
         super().__init__()
         self.folder, self.actors = folder, actors
 
     def __call__(self, window: int) -> tuple[Engine, Any]:
-        engine, words = super().__call__(window)
+        loaded = super().__call__(window)
         (self.folder / f"{os.getpid()}").touch()
-        step = engine.step
+        return loaded
 
-        def together() -> None:
-            while len(list(self.folder.iterdir())) < self.actors:
-                time.sleep(0.01)
-            step()
-
-        engine.step = together  # type: ignore[method-assign]
-        return engine, words
+    def before_step(self, _: Engine) -> None:
+        while len(list(self.folder.iterdir())) < self.actors:
+            time.sleep(0.01)
 
 
 class ForgetfulLoader(ArithmeticLoader):
@@ -113,56 +122,31 @@ class ForgetfulLoader(ArithmeticLoader):
 
     def __call__(self, window: int) -> tuple[Engine, Any]:
         self.config["window"] = max(4, window)
-        engine, words = super().__call__(window)
-        step = engine.step
+        return super().__call__(window)
 
-        def short() -> None:
-            if engine.busy and engine.config.slots > self.most:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            step()
-
-        engine.step = short  # type: ignore[method-assign]
-        return engine, words
+    def before_step(self, engine: Engine) -> None:
+        if engine.busy and engine.config.slots > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 class PoisonLoader(ArithmeticLoader):
     """One prompt ends the process, every time."""
 
-    def __init__(self, poison: list[int]) -> None:
+    def __init__(self, prompt: list[int]) -> None:
         super().__init__()
-        self.poison = poison
+        self.prompt = prompt
 
-    def __call__(self, window: int) -> tuple[Engine, Any]:
-        engine, words = super().__call__(window)
-        submit = engine.submit
-
-        def deadly(request: Request) -> None:
-            if list(request.prompt) == self.poison:
-                os._exit(1)
-            submit(request)
-
-        engine.submit = deadly  # type: ignore[method-assign]
-        return engine, words
+    def before_submit(self, request: Request) -> None:
+        if list(request.prompt) == self.prompt:
+            os._exit(1)
 
 
-class RefusingLoader(ArithmeticLoader):
-    """Its engine refuses one prompt, as another's will not."""
+class RefusingLoader(PoisonLoader):
+    """One prompt is refused by the engine."""
 
-    def __init__(self, refused: list[int]) -> None:
-        super().__init__()
-        self.refused = refused
-
-    def __call__(self, window: int) -> tuple[Engine, Any]:
-        engine, words = super().__call__(window)
-        submit = engine.submit
-
-        def choosy(request: Request) -> None:
-            if list(request.prompt) == self.refused:
-                raise RequestError("refused")
-            submit(request)
-
-        engine.submit = choosy  # type: ignore[method-assign]
-        return engine, words
+    def before_submit(self, request: Request) -> None:
+        if list(request.prompt) == self.prompt:
+            raise RequestError("refused")
 
 
 class BreaksOff:
@@ -187,18 +171,50 @@ def job(pair: tuple[str, str], source: Any, output: Any, **settings: Any) -> Job
     })  # fmt: skip
 
 
+def run(
+    pair: tuple[str, str],
+    place: Path,
+    rows: int | None = None,
+    load: Any = None,
+    restart: bool = False,
+    retry_errors: bool = False,
+    **settings: Any,
+) -> int:
+    """Run a job over `place / "in"` with the arithmetic model, or `load`. rows: of shards to write there first."""
+    if rows:
+        write_shards(place / "in", rows)
+    made = job(pair, place / "in", place / "out", **settings)
+    return execute(prepare(made, restart), retry_errors, load=load or ArithmeticLoader())
+
+
+def report(folder: Path) -> dict[str, Any]:
+    """The report of an output."""
+    return json.loads((folder / "_report.json").read_text())  # type: ignore[no-any-return]
+
+
+def generated(folder: str, row: int) -> str:
+    """The completion of a row by transformers, from the model in a folder."""
+    tokens = tiny.generate(_model(folder), prompt(row), budget(row))
+    return str(tokenizer().decode(tokens[:-1] if tokens[-1] in tiny.ENDS else tokens))
+
+
+@lru_cache(maxsize=1)
+def _model(folder: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
 def read_output(folder: Path) -> dict[str, dict[str, Any]]:
-    """Rows by id, from all parts; an id that is there twice fails."""
+    """Rows by id, from all parts. Fails if an id occurs twice."""
     rows: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.glob("part-*.parquet")):
         for row in pq.read_table(path).to_pylist():
-            assert row["id"] not in rows, f"{row['id']} is there twice"
+            assert row["id"] not in rows, f"{row['id']} occurs twice"
             rows[row["id"]] = row
     return rows
 
 
 def assert_complete(folder: Path, rows: int) -> None:
-    """Every row once, every completion the one that the arithmetic gives."""
+    """Every row is there once, with the completion of the arithmetic model."""
     found = read_output(folder)
     assert set(found) == {str(n) for n in range(rows)}
     wrong = [n for n in range(rows) if found[str(n)]["completion"] != expected(n)]

@@ -1,6 +1,6 @@
 """A job on two nodes, one of which is lost: `python -m tests.pipeline.lost_node JOB.json SECONDS`.
 
-A process of its own, because a simulated cluster and the Ray of the other tests exclude each other.
+A separate process, because a simulated cluster conflicts with the Ray of the other tests.
 """
 
 import sys
@@ -19,14 +19,14 @@ from exspec.pipeline.run import execute
 from tests.pipeline import jobs
 from tests.pipeline.generators import generators
 
-# The head can hold both actors and the readers once it is alone.
+# The head has room for both actors and the readers.
 NODE = {"num_cpus": 3, "object_store_memory": 100 * 2**20}
 IMPATIENT = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 500, "health_check_timeout_ms": 2000,
              "health_check_failure_threshold": 3}  # fmt: skip
 
 
 def lose(cluster: Cluster, node: Any, output: Path) -> None:
-    """Kill the node when an actor is at work there and some chunks are done."""
+    """Kill the node when an actor runs on it and some chunks are done."""
     raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
     while len(list(output.glob("part-*"))) < 4 or not generators(raylet):
         time.sleep(0.02)

@@ -1,10 +1,10 @@
-"""What an output asks of its store, on every kind of store: what `Folder` promises, and a whole life of an `Output`.
+"""`Folder` and the life of an `Output` on every kind of store.
 
-- Local files, and S3 as moto's server is it; test_s3.py runs whole jobs there, and on a real server.
-- Google's: gcsfs against gcp-storage-emulator. That one takes no notice of `ifGenerationMatch`, with which gcsfs
-  creates a file only where there is none, and so it is refused as it is; here it is given that one condition.
-- Azure's: adlfs against Azurite, Microsoft's own emulator, which honours `If-None-Match`.
-- Stores without whole writes, as HDFS, SMB or SFTP: fsspec's memory, made worse.
+- Local files, and S3 with moto's server. test_s3.py runs whole jobs there, and on a real server.
+- Google: gcsfs with gcp-storage-emulator. The emulator ignores `ifGenerationMatch`, with which gcsfs creates a file
+  only if there is none, so exspec refuses the emulator. Here the condition is added to it.
+- Azure: adlfs with Azurite, Microsoft's emulator, which supports `If-None-Match`.
+- Stores without whole writes, such as HDFS, SMB or SFTP: fsspec's memory file system with faults.
 """
 
 import os
@@ -24,7 +24,6 @@ import fsspec
 import pytest
 import s3fs
 from fsspec.implementations.memory import MemoryFileSystem
-from moto.server import ThreadedMotoServer
 
 from exspec.pipeline import storage
 from exspec.pipeline.errors import JobError
@@ -34,14 +33,14 @@ from exspec.pipeline.storage import STAGED, Folder, etag
 from tests.pipeline.output.test_output import plan, staged
 
 KINDS = ("local", "s3", "gcs", "azure", "renaming")
-DEVSTORE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="  # everybody's
+DEVSTORE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="  # public
 
 
 class InPlace(MemoryFileSystem):  # type: ignore[misc]
-    """Writes in place: while `torn`, half a file, and then it breaks off. No write makes the folder it is in."""
+    """Writes in place; while `torn`, it writes half a file and fails. Writes do not create the parent folder."""
 
     protocol = "renaming"
-    replaces = False  # whether a rename takes the place of what is there
+    replaces = False  # whether a rename replaces an existing file
     store: dict[str, Any] = {}  # noqa: RUF012
     pseudo_dirs = [""]  # noqa: RUF012
     torn = 0
@@ -79,18 +78,8 @@ for kind in (InPlace, Replacing):
     fsspec.register_implementation(kind.protocol, kind, clobber=True)
 
 
-@contextmanager
-def s3() -> Iterator[tuple[str, dict[str, Any]]]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    options = {"endpoint_url": "http://{}:{}".format(*server.get_host_and_port()), "key": "k", "secret": "s"}
-    s3fs.S3FileSystem(**options, skip_instance_cache=True).mkdir("bucket")
-    yield "s3://bucket", options
-    server.stop()
-
-
-def only_where_there_is_none(upload: Callable[..., Any]) -> Callable[..., Any]:
-    """An upload that honours ifGenerationMatch=0. The emulator answers one request after the other."""
+def only_if_new(upload: Callable[..., Any]) -> Callable[..., Any]:
+    """An upload that supports ifGenerationMatch=0. The emulator answers requests one by one."""
     from gcp_storage_emulator.exceptions import NotFound
 
     def conditional(request: Any, response: Any, store: Any) -> None:
@@ -114,17 +103,15 @@ def gcs(conditions: bool = True) -> Iterator[tuple[str, dict[str, Any]]]:
     from gcp_storage_emulator.handlers import objects
 
     with pytest.MonkeyPatch.context() as patch:
-        # Else gcsfs asks by gRPC for every new bucket what kind it is, and for a minute before it gives up.
+        # Else gcsfs asks for the kind of every new bucket by gRPC, and only gives up after a minute.
         patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
         pytest.importorskip("gcsfs", reason=needed)
         if conditions:
-            patch.setattr(objects, "_multipart_upload", only_where_there_is_none(objects._multipart_upload))
+            patch.setattr(objects, "_multipart_upload", only_if_new(objects._multipart_upload))
         server = server_module.create_server("127.0.0.1", 0, in_memory=True, default_bucket="bucket")
         server.start()
-        yield (
-            "gs://bucket",
-            {"endpoint_url": f"http://127.0.0.1:{server._api._httpd.server_port}", "token": "anon"},
-        )
+        endpoint = f"http://127.0.0.1:{server._api._httpd.server_port}"
+        yield "gs://bucket", {"endpoint_url": endpoint, "token": "anon"}
         server.stop()
 
 
@@ -152,11 +139,17 @@ def azure() -> Iterator[tuple[str, dict[str, Any]]]:
 
 @pytest.fixture(scope="module", params=KINDS)
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Any]]:
-    """A URL below which all is empty, and the options with which it is reached."""
-    if request.param in ("local", "renaming"):
-        yield ("renaming://all" if request.param == "renaming" else str(tmp_path_factory.mktemp("local"))), {}
+    """The URL of an empty folder, and the options for it."""
+    if request.param == "local":
+        yield str(tmp_path_factory.mktemp("local")), {}
+    elif request.param == "renaming":
+        yield "renaming://all", {}
+    elif request.param == "s3":
+        options = request.getfixturevalue("moto")
+        s3fs.S3FileSystem(**options, skip_instance_cache=True).mkdir("clouds")
+        yield "s3://clouds", options
     else:
-        with {"s3": s3, "gcs": gcs, "azure": azure}[request.param]() as found:
+        with {"gcs": gcs, "azure": azure}[request.param]() as found:
             yield found
 
 
@@ -183,7 +176,7 @@ def test_the_first_writer_wins(folder: Folder) -> None:
     folder.check_create()
     name = f"{LOG}/1"
     assert folder.create(name, b"first")
-    assert folder.create(name, b"first"), "the answer to the first try may have been lost"
+    assert folder.create(name, b"first"), "the response to the first attempt may have been lost"
     assert not folder.create(name, b"second")
     assert folder.read(name) == b"first"
     assert folder.sizes(LOG) == {"1": 5}, "no temporary file is left"
@@ -199,7 +192,7 @@ def test_one_of_many_who_create_at_once_wins(folder: Folder) -> None:
 
 
 def test_what_was_written_is_there_at_once(folder: Folder) -> None:
-    folder.names()  # what is not there now may be remembered
+    folder.names()  # listings may be cached
     for content in (b"12345", b"123456", b""):
         folder.write("a", content)
         assert (folder.read("a"), folder.size("a"), folder.sizes()) == (content, len(content), {"a": len(content)})
@@ -233,13 +226,13 @@ def test_what_is_staged_is_moved_once(folder: Folder) -> None:
 
 
 def commit_all(writer: Writer) -> list[str]:
-    """Every chunk that is missing, each in a file of its own, and their names."""
+    """Commit every missing chunk in a file; returns the names."""
     writer.commit([staged(writer, chunk) for chunk in writer.state.missing()])
     return writer.state.names()
 
 
 def test_the_life_of_an_output(folder: Folder) -> None:
-    """Two owners, of whom the first is late; what they made is set aside, and another job takes its place."""
+    """Two owners, the first of which loses the output; then the job is set aside and replaced."""
     with take(Output(folder), "run") as late:
         late.begin({"n": 1}, plan())
         first, *others = late.state.missing()
@@ -255,7 +248,7 @@ def test_the_life_of_an_output(folder: Folder) -> None:
             writer.finish()
         shown = folder.sizes()
         assert shown == dict.fromkeys(names, 4) | {SUCCESS: folder.size(SUCCESS)}
-        with pytest.raises(LostError):
+        with pytest.raises(LostError, match=r"out: run on .* took it over, .*; what it committed is kept"):
             late.commit([part])
     assert folder.sizes() == shown
     assert read_output(folder).state.complete
@@ -277,7 +270,7 @@ def test_the_life_of_an_output(folder: Folder) -> None:
 
 
 def test_what_an_owner_left_undone_is_done_by_the_next(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """He died after his entry: the parts are shown from where they were staged. A part that is gone is missed."""
+    """If an owner dies after its entry, the next one moves the staged parts. A part that is gone is missing."""
     with take(Output(folder), "run") as writer, monkeypatch.context() as patch:
         writer.begin({}, plan())
         patch.setattr(Folder, "move", lambda *_: None)
@@ -292,24 +285,24 @@ def test_what_an_owner_left_undone_is_done_by_the_next(folder: Folder, monkeypat
 
 
 def test_google_emulator_as_it_is_would_let_two_create_one_file() -> None:
-    """Such a store is refused. So are Google's Rapid (zonal) buckets, where gcsfs itself creates without the condition;
-    should this fail one day, the emulator has learnt it, and `only_where_there_is_none` can go."""
+    """Such a store is refused. So are Google's Rapid (zonal) buckets, for which gcsfs omits the condition. If this test
+    fails, the emulator supports the condition, and `only_if_new` can be removed."""
     with gcs(conditions=False) as (url, options), pytest.raises(JobError, match="lets a second writer replace"):
         Folder(f"{url}/out", options).check_create()
 
 
 def test_azure_may_copy_after_it_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is moved is removed when the copy is whole, not before; one that failed leaves it where it was."""
+    """The source of a move is removed when the copy is complete. A failed copy leaves it there."""
     with azure() as (url, options):
         from azure.storage.blob.aio import BlobClient
 
         folder = Folder(f"{url}/out", options)
         name = folder.stage(b"rows", "0001")
-        told = iter(["pending", "pending", "success"])
+        statuses = iter(["pending", "pending", "success"])
         seen: list[int] = []
 
         async def properties(*_: Any, **__: Any) -> Any:
-            status = next(told)
+            status = next(statuses)
             seen.append(removed)
             return SimpleNamespace(copy=SimpleNamespace(status=status))
 
@@ -326,7 +319,7 @@ def test_azure_may_copy_after_it_has_answered(monkeypatch: pytest.MonkeyPatch) -
             folder.move(name, "a")
         assert (seen, removed, folder.sizes(), folder.sizes(STAGED)) == ([0, 0, 0], 1, {"a": 4}, {})
         monkeypatch.setattr(storage, "PATIENCE", 0)
-        told = iter(["failed"])
+        statuses = iter(["failed"])
         name = folder.stage(b"rows", "0001")
         with monkeypatch.context() as patch:
             patch.setattr(BlobClient, "get_blob_properties", properties)
@@ -341,7 +334,7 @@ def test_a_store_that_renames_over_what_is_there_is_refused() -> None:
 
 
 def test_half_a_file_is_nobodys_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A write in place that broke off is tried again, under another name: what has the file's own name is whole."""
+    """A torn write is retried under another name: a file with the final name is complete."""
     folder = Folder(f"renaming://all/{uuid.uuid4().hex}")
     monkeypatch.setattr(InPlace, "torn", 2)
     monkeypatch.setattr(InPlace, "writes", [])
@@ -355,7 +348,7 @@ def test_half_a_file_is_nobodys_first(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConnectionError):
         folder.create(f"{LOG}/2", b"whole")
     assert not folder.exists(f"{LOG}/2")
-    assert folder.create(f"{LOG}/2", b"another's"), "who failed is not the first"
+    assert folder.create(f"{LOG}/2", b"another's"), "a failed writer is not the first"
     monkeypatch.setattr(storage, "PATIENCE", 10)
     monkeypatch.setattr(InPlace, "torn", 1)
     name = folder.stage(b"rows", "0001")
@@ -363,7 +356,7 @@ def test_half_a_file_is_nobodys_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class AnswerError(Exception):
-    """As gcsfs and the Azure clients raise them: no OSError, and the status beside the text."""
+    """Like errors of gcsfs and the Azure clients: not an OSError, with the status in an attribute."""
 
     def __init__(self, module: str, status: int, text: str = "") -> None:
         super().__init__(text)
@@ -372,14 +365,9 @@ class AnswerError(Exception):
 
 
 @pytest.mark.parametrize("module", ["gcsfs.retry", "azure.core.exceptions"])
-def test_a_store_that_is_busy_is_asked_again_and_one_that_refuses_is_not(module: str) -> None:
-    for status, text, tries in (
-        (503, "", 2),
-        (429, "", 2),
-        (403, "", 1),
-        (404, "", 1),
-        (409, "PendingCopyOperation", 2),
-    ):
+def test_a_busy_store_is_retried_and_a_refusal_is_not(module: str) -> None:
+    cases = ((503, "", 2), (429, "", 2), (403, "", 1), (404, "", 1), (409, "PendingCopyOperation", 2))
+    for status, text, tries in cases:
         answers = iter([AnswerError(module, status, text), None])
         asked = 0
 

@@ -1,4 +1,4 @@
-"""A local Ray is for the process that started it and for nobody else."""
+"""A local Ray serves only the process that started it."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from exspec.pipeline.cluster.connect import connect
 from exspec.pipeline.job.settings import Job
 
 def joined(address):
-    # The version of the cluster is what whoever joins asks for first; joining itself would try again for long.
+    # A client first asks for the version of the cluster; joining itself would retry for long.
     code = '''import sys
 from ray._raylet import GcsClient
 try:
@@ -33,7 +33,7 @@ def in_a_worker():
     return os.getpid()
 
 job, before, found = Job(target="t", input="in", output="out"), dict(os.environ), []
-for turn in range(2):  # a notebook may do so
+for turn in range(2):  # as in a notebook
     connect(job)
     assert ray.get(ray.remote(in_a_worker).remote()) != os.getpid()
     me = psutil.Process()
@@ -44,7 +44,7 @@ for turn in range(2):  # a notebook may do so
     ray.shutdown()
 same = {k: v for k, v in os.environ.items() if "AUTH" in k} == {k: v for k, v in before.items() if "AUTH" in k}
 written = os.path.exists(os.path.expanduser("~/.ray"))
-# Another Ray of this process, with a token of its own or none.
+# Another Ray of this process, with its own token or none.
 ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.2")
 another = ray.get(ray.remote(in_a_worker).remote()) != os.getpid()
 ray.shutdown()
@@ -72,5 +72,5 @@ def test_a_local_ray_listens_on_loopback_and_asks_for_a_token(given: dict[str, s
         assert [ip for ip in found["listening"] if not ip.removeprefix("::ffff:").startswith("127.")] == []
     assert result["found"][0]["joined"].startswith("AuthenticationError"), result["found"][0]["joined"]
     assert result["same"], "the environment is as it was"
-    assert result["another"], "once no other Ray could be started after it"
-    assert not result["written"], "no token of the user's was written"
+    assert result["another"], "another Ray can be started afterwards"
+    assert not result["written"], "no token file was written"

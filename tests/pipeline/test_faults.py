@@ -1,6 +1,5 @@
-"""Nothing lost, nothing doubled, nothing different: whatever dies, and whenever."""
+"""No row is lost, doubled or different, whatever process dies, and whenever."""
 
-import json
 import os
 import random
 import signal
@@ -28,7 +27,7 @@ Pair = tuple[str, str]
 
 
 class Reaper(threading.Thread):
-    """Kills a generator now and then, from the first part on, at moments drawn from a seed, until `count` are dead."""
+    """Kills `count` generators after the first part, at random moments."""
 
     def __init__(self, output: Path, count: int, seed: int) -> None:
         super().__init__(daemon=True)
@@ -56,14 +55,11 @@ class Reaper(threading.Thread):
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 def test_actors_killed_at_random_moments(pair: Pair, tmp_path: Path) -> None:
-    jobs.write_shards(tmp_path / "in", rows=240)
-    job = jobs.job(pair, tmp_path / "in", tmp_path / "out", actors="2", attempts=20)
     with Reaper(tmp_path / "out", count=3, seed=1) as reaper:
-        assert execute(prepare(job), load=jobs.ArithmeticLoader(0.05)) == 0
-    assert reaper.killed, "the job was over before anything died"
+        assert jobs.run(pair, tmp_path, 240, jobs.ArithmeticLoader(0.05), actors="2", attempts=20) == 0
+    assert reaper.killed, "the job ended before anything died"
     jobs.assert_complete(tmp_path / "out", 240)
-    report = json.loads((tmp_path / "out" / "_report.json").read_text())
-    assert report["repeated_chunks"] > 0
+    assert jobs.report(tmp_path / "out")["repeated_chunks"] > 0
 
 
 @pytest.mark.slow
@@ -72,11 +68,9 @@ def test_actors_killed_at_random_moments(pair: Pair, tmp_path: Path) -> None:
 def test_an_actor_out_of_memory_comes_back_with_a_smaller_window(
     pair: Pair, tmp_path: Path, most: int, attempts: int
 ) -> None:
-    """With a window of 4, its batch, it fits at last; where even that is too much, the chunk is set aside."""
-    jobs.write_shards(tmp_path / "in", rows=20)
-    job = jobs.job(pair, tmp_path / "in", tmp_path / "out", rows_per_chunk=20, attempts=attempts)
-    code = execute(prepare(job), load=jobs.ForgetfulLoader(most))
-    report = json.loads((tmp_path / "out" / "_report.json").read_text())
+    """A window of 4, its batch, fits at last. If even that is too much, the chunk is set aside."""
+    code = jobs.run(pair, tmp_path, 20, jobs.ForgetfulLoader(most), rows_per_chunk=20, attempts=attempts)
+    report = jobs.report(tmp_path / "out")
     if most == 4:
         assert code == 0
         jobs.assert_complete(tmp_path / "out", 20)
@@ -88,7 +82,7 @@ def test_an_actor_out_of_memory_comes_back_with_a_smaller_window(
 
 @pytest.mark.parametrize("attention", ["gathered", "auto"])
 def test_a_smaller_window_has_fewer_pages(pair: Pair, tmp_path: Path, attention: AttentionName) -> None:
-    """However attention reads them; and one row of the capacity always fits."""
+    """With either kind of attention. One row of the capacity always fits."""
     jobs.write_shards(tmp_path / "in", rows=20)
     job = jobs.job(pair, tmp_path / "in", tmp_path / "out")
     config = EngineConfig(batch_size=4, window=16, bucket=32, capacity=64, prefill_columns=8, attention=attention)
@@ -101,10 +95,8 @@ def test_a_smaller_window_has_fewer_pages(pair: Pair, tmp_path: Path, attention:
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 def test_a_row_that_kills_its_process_becomes_an_error_row(pair: Pair, tmp_path: Path) -> None:
-    jobs.write_shards(tmp_path / "in", rows=60)
     poisoned = 29
-    job = jobs.job(pair, tmp_path / "in", tmp_path / "out", rows_per_chunk=20)
-    assert execute(prepare(job), load=jobs.PoisonLoader(jobs.prompt(poisoned))) == 0
+    assert jobs.run(pair, tmp_path, 60, jobs.PoisonLoader(jobs.prompt(poisoned)), rows_per_chunk=20) == 0
     rows = jobs.read_output(tmp_path / "out")
     assert rows[str(poisoned)]["error"] == "the row ended the process that decoded it"
     assert [n for n in range(60) if n != poisoned and rows[str(n)]["completion"] != jobs.expected(n)] == []
@@ -113,17 +105,15 @@ def test_a_row_that_kills_its_process_becomes_an_error_row(pair: Pair, tmp_path:
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 def test_a_chunk_that_always_kills_is_set_aside_and_named(pair: Pair, tmp_path: Path, capsys: Any) -> None:
-    """After the stated number of attempts; the rest is done, and the exit code says so."""
-    jobs.write_shards(tmp_path / "in", rows=60)
-    job = jobs.job(pair, tmp_path / "in", tmp_path / "out", rows_per_chunk=20, attempts=2)
-    prepared = prepare(job)
-    assert execute(prepared, load=jobs.PoisonLoader(jobs.prompt(29))) == 1
+    """After the given number of attempts. The rest is decoded, and the exit code says that rows are missing."""
+    settings = {"rows_per_chunk": 20, "attempts": 2}
+    assert jobs.run(pair, tmp_path, 60, jobs.PoisonLoader(jobs.prompt(29)), **settings) == 1
     assert "set aside:" in (printed := capsys.readouterr().out)
     assert "shard-1.parquet, rows 0 to 19: its process died in each of 2 attempts" in printed
     rows = jobs.read_output(tmp_path / "out")
     assert set(rows) == {str(n) for n in range(60) if not 20 <= n < 40}
     assert not (tmp_path / "out" / "_SUCCESS").exists()
-    assert execute(prepare(job), load=jobs.ArithmeticLoader()) == 0
+    assert jobs.run(pair, tmp_path, **settings) == 0
     jobs.assert_complete(tmp_path / "out", 60)
 
 
@@ -160,9 +150,8 @@ def test_the_driver_killed_and_run_again(pair: Pair, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 def test_the_pool_is_never_drained(pair: Pair, tmp_path: Path) -> None:
-    """Many chunks, lengths with a heavy tail: several chunks in flight keep the rows of every round busy."""
-    jobs.write_shards(tmp_path / "in", rows=1200)
-    job = jobs.job(pair, tmp_path / "in", tmp_path / "out", rows_per_chunk=24, chunks_in_flight=6)
-    assert execute(prepare(job), load=jobs.ArithmeticLoader(0.002)) == 0
+    """With many chunks and heavy-tailed lengths, chunks in flight keep the rows of every round busy."""
+    load = jobs.ArithmeticLoader(0.002)
+    assert jobs.run(pair, tmp_path, 1200, load, rows_per_chunk=24, chunks_in_flight=6) == 0
     jobs.assert_complete(tmp_path / "out", 1200)
-    assert json.loads((tmp_path / "out" / "_report.json").read_text())["occupancy"] > 0.9
+    assert jobs.report(tmp_path / "out")["occupancy"] > 0.9

@@ -1,4 +1,4 @@
-"""Functions of the user's over the rows as they are read, and over the rows of a part."""
+"""User functions over input rows and over output rows."""
 
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,9 @@ import pytest
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job.fingerprint import differences, fingerprint
 from exspec.pipeline.job.functions import Function, FunctionError
-from exspec.pipeline.output.owner import read_output, settings
+from exspec.pipeline.job.kinds import stored_job
+from exspec.pipeline.output.owner import read_output
 from exspec.pipeline.prepare import prepare
-from exspec.pipeline.run import execute
 from exspec.pipeline.storage import Folder
 from tests.pipeline import jobs
 
@@ -60,7 +60,7 @@ def for_many(table):
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a module of functions, which is the one that we are in."""
+    """The current folder, with a module of functions."""
     (tmp_path / "mine.py").write_text(SOURCE)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -68,9 +68,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.usefixtures("ray_session")
 def test_rows_are_made_before_and_columns_added_after(pair: tuple[str, str], own: Path) -> None:
-    jobs.write_shards(own / "in", rows=30)
-    job = jobs.job(pair, own / "in", own / "out", map="mine:shorter", map_output="mine:count")
-    assert execute(prepare(job), load=jobs.ArithmeticLoader()) == 0
+    assert jobs.run(pair, own, rows=30, map="mine:shorter", map_output="mine:count") == 0
     given = {row["key"]: row for path in (own / "in").iterdir() for row in pq.read_table(path).to_pylist()}
     rows = [row for path in (own / "out").glob("*.parquet") for row in pq.read_table(path).to_pylist()]
     assert len(rows) == 30
@@ -82,54 +80,38 @@ def test_rows_are_made_before_and_columns_added_after(pair: tuple[str, str], own
 
 
 def test_other_code_is_another_job(pair: tuple[str, str], own: Path) -> None:
-    jobs.write_shards(own / "in", rows=6)
-    job = jobs.job(pair, own / "in", own / "out", map="mine:shorter")
-    assert execute(prepare(job), load=jobs.ArithmeticLoader()) == 0
-    stored = settings(read_output(Folder(str(own / "out"))).state.description, {})
-    assert stored.map == job.map, "who reads the output has the code"
-    assert execute(prepare(job), load=jobs.ArithmeticLoader()) == 0
+    assert jobs.run(pair, own, rows=6, map="mine:shorter") == 0
+    stored = stored_job(read_output(Folder(str(own / "out"))).state.description, {})
+    assert stored.map == jobs.job(pair, own / "in", own / "out", map="mine:shorter").map, "the output has the code"
+    assert jobs.run(pair, own, map="mine:shorter") == 0
     (own / "mine.py").write_text(SOURCE.replace("= 2", "= 3"))
     with pytest.raises(JobError, match=r"map was 'mine:shorter \(\w{12}\)' and is 'mine:shorter \(\w{12}\)'"):
         prepare(jobs.job(pair, own / "in", own / "out", map="mine:shorter"))
 
 
-def test_a_function_that_fails_takes_its_chunks_alone(pair: tuple[str, str], own: Path, capsys: Any) -> None:
-    jobs.write_shards(own / "in", rows=30)
-    job = jobs.job(pair, own / "in", own / "out", map="mine:for_many")
-    assert execute(prepare(job), load=jobs.ArithmeticLoader()) == 1
-    printed = capsys.readouterr().out
-    assert "map: mine:for_many: ValueError: the first row" in printed
+def test_a_function_that_fails_affects_only_its_chunks(pair: tuple[str, str], own: Path, capsys: Any) -> None:
+    assert jobs.run(pair, own, rows=30, map="mine:for_many") == 1
+    assert "map: mine:for_many: ValueError: the first row" in capsys.readouterr().out
     rows = jobs.read_output(own / "out")
     assert "0" not in rows
     assert len(rows) > 20
 
 
-def test_rows_that_come_back_in_another_order_are_not_mixed(pair: tuple[str, str], own: Path, capsys: Any) -> None:
-    jobs.write_shards(own / "in", rows=12)
-    job = jobs.job(pair, own / "in", own / "out", map_output="mine:backwards")
-    assert execute(prepare(job), load=jobs.ArithmeticLoader()) == 1
-    assert "mine:backwards: gave the rows in another order" in capsys.readouterr().out
+def test_rows_in_another_order_are_refused(pair: tuple[str, str], own: Path, capsys: Any) -> None:
+    assert jobs.run(pair, own, rows=12, map_output="mine:backwards") == 1
+    assert "mine:backwards: changed the order of the rows" in capsys.readouterr().out
     assert not list((own / "out").glob("part-*"))
-
-
-def test_a_limit_may_grow_and_not_shrink(pair: tuple[str, str], own: Path) -> None:
-    jobs.write_shards(own / "in", rows=30)
-    assert execute(prepare(jobs.job(pair, own / "in", own / "out", limit=16)), load=jobs.ArithmeticLoader()) == 0
-    with pytest.raises(JobError, match=r"limit: is 10, and 16 rows are done in .*: it may grow, not shrink"):
-        prepare(jobs.job(pair, own / "in", own / "out", limit=10))
-    assert execute(prepare(jobs.job(pair, own / "in", own / "out", limit=20)), load=jobs.ArithmeticLoader()) == 0
-    assert len(jobs.read_output(own / "out")) == 20
 
 
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("mine:nothing", "map: mine:nothing: gave NoneType, expected a pyarrow Table"),
+        ("mine:nothing", "map: mine:nothing: returned NoneType, expected a pyarrow Table"),
         ("mine:none_of_that_name", "map: mine has no function 'none_of_that_name'"),
         ("textwrap:dedent", "map: textwrap:dedent: TypeError: expected string or bytes-like object"),
     ],
 )
-def test_what_no_job_can_do_is_refused_before_it_starts(
+def test_an_unusable_function_is_refused_before_the_job_starts(
     pair: tuple[str, str], own: Path, function: str, message: str
 ) -> None:
     jobs.write_shards(own / "in", rows=3)
@@ -140,20 +122,22 @@ def test_what_no_job_can_do_is_refused_before_it_starts(
 
 @pytest.mark.parametrize("name", ["mine", "mine:", "mi-ne:count", "no_such_module:count", "mine:1"])
 def test_a_function_that_is_nowhere_is_named(pair: tuple[str, str], own: Path, name: str) -> None:
-    with pytest.raises(ValueError, match=r"expected module:function|there is no no_such_module\.py below .* nor a"):
+    with pytest.raises(
+        ValueError, match=r"expected module:function|no file no_such_module\.py below .*, and no module"
+    ):
         jobs.job(pair, own / "in", own / "out", map=name)
 
 
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("fewer", "mine:fewer: gave 2 rows for 3, expected as many"),
-        ("twins", "mine:twins: gave two columns 'a'"),
-        ("other", "mine:other: gave other columns than for an empty table"),
+        ("fewer", "mine:fewer: returned 2 rows for 3, expected as many"),
+        ("twins", "mine:twins: returned two columns 'a'"),
+        ("other", "mine:other: returned columns"),
         ("broken", "mine:broken: ValueError: no such thing"),
     ],
 )
-def test_what_a_function_must_not_give_is_refused(own: Path, function: str, message: str) -> None:
+def test_an_invalid_result_is_refused(own: Path, function: str, message: str) -> None:
     assert own
     with pytest.raises(FunctionError) as refused:
         Function.model_validate(f"mine:{function}")(pa.table({"id": [0, 1, 2]}))

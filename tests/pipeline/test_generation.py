@@ -1,4 +1,4 @@
-"""What a model's generation config asks for: used where the job says so, told where it is not."""
+"""A model's generation config: used with --model-sampling, and otherwise named in a note."""
 
 import json
 import shutil
@@ -21,6 +21,7 @@ from tests import tiny
 from tests.pipeline import jobs
 
 Pair = tuple[str, str]
+NOTE = "note: exspec ignores the model's generation config: bad_words_ids [[7], [8], [9], [11]], min_new_tokens 1"
 ASKS = {"repetition_penalty": 1.4, "suppress_tokens": [7, 8, 9, 11], "min_new_tokens": 1}
 BASE: dict[str, Any] = {"target": "t", "draft": "d", "input": "in", "output": "out"}
 
@@ -60,12 +61,10 @@ def test_with_the_models_own_settings_a_job_gives_what_its_generate_gives(
 ) -> None:
     own = completions(jobs.job(asking, source, tmp_path / "own", limit=30, model_sampling=True))
     assert own == generated(asking[0])
-    assert "the model's own" not in capsys.readouterr().out
+    assert "generation config" not in capsys.readouterr().out
     plain = completions(jobs.job(asking, source, tmp_path / "plain", limit=30))
     assert plain != own, "the settings change something"
-    told = capsys.readouterr().out
-    assert "note: the model's own generation settings are not used: bad_words_ids [[7], [8], [9], [11]]" in told
-    assert "min_new_tokens 1, repetition_penalty 1.4; --model-sampling uses them" in told
+    assert f"{NOTE}, repetition_penalty 1.4; --model-sampling uses it" in capsys.readouterr().out
     with pytest.raises(JobError, match=r"with other settings: bad_words_ids was .*repetition_penalty was 1"):
         prepare(jobs.job(asking, source, tmp_path / "plain", limit=30, model_sampling=True))
     assert prepare(jobs.job(asking, source, tmp_path / "own", limit=30, model_sampling=True)).job.bad_words_ids
@@ -83,15 +82,16 @@ def test_an_audit_of_a_job_without_them_compares_without_them(asking: Pair, sour
 
 def test_plan_says_in_one_line_what_is_not_used(asking: Pair, source: Path, tmp_path: Path) -> None:
     options = ["plan", "--input", str(source), "--output", str(tmp_path / "out"), "--target", asking[0]]
-    line = "note: the model's own generation settings are not used: "
-    told = CliRunner().invoke(cli.app, options, env={"COLUMNS": "300"}).stdout
-    assert f"{line}bad_words_ids [[7], [8], [9], [11]], min_new_tokens 1, repetition_penalty 1.4; --model" in told
-    some = CliRunner().invoke(cli.app, [*options, "--repetition-penalty", "1"], env={"COLUMNS": "300"}).stdout
-    assert f"{line}bad_words_ids [[7], [8], [9], [11]], min_new_tokens 1; --model-sampling uses them" in some
-    assert line not in CliRunner().invoke(cli.app, [*options, "--model-sampling"], env={"COLUMNS": "300"}).stdout
+
+    def printed(*more: str) -> str:
+        return CliRunner().invoke(cli.app, [*options, *more], env={"COLUMNS": "300"}).stdout
+
+    assert f"{NOTE}, repetition_penalty 1.4; --model" in printed()
+    assert f"{NOTE}; --model-sampling uses it" in printed("--repetition-penalty", "1")
+    assert "generation config" not in printed("--model-sampling")
 
 
-def test_what_is_resolved_is_the_fingerprint_and_not_the_way_it_was_asked_for() -> None:
+def test_the_fingerprint_has_the_resolved_settings() -> None:
     own = own_settings(GenerationConfig(repetition_penalty=1.1, do_sample=True, temperature=0.6))
     resolved = with_own(Job(**BASE, model_sampling=True), own)
     plain, models = fingerprint(Job(**BASE), {}), dict[str, str]()
@@ -113,23 +113,17 @@ def test_a_config_that_does_not_sample_is_greedy_whatever_else_it_says() -> None
     assert own_settings(GenerationConfig()) == OwnSettings({}, {})
 
 
-def test_words_that_are_barred_are_those_of_transformers() -> None:
+def test_forbidden_words_are_those_of_transformers() -> None:
     config = GenerationConfig(bad_words_ids=[[3, 4], [5], [9]], suppress_tokens=[9, 6], eos_token_id=[5, 6])
     assert own_settings(config).settings == {"bad_words_ids": [[3, 4], [9], [6]]}, "an end token alone is no bad word"
 
 
-def test_what_the_engine_does_not_have_is_named() -> None:
-    own = own_settings(GenerationConfig(no_repeat_ngram_size=3, begin_suppress_tokens=[220], repetition_penalty=1.2))
-    told = note(Job(**BASE), own)
-    assert told == (
-        "the model's own generation settings are not used: repetition_penalty 1.2; --model-sampling uses them; "
-        "exspec does not have begin_suppress_tokens [220], no_repeat_ngram_size 3"
-    )
-    used = with_own(Job(**BASE, model_sampling=True), own)
-    assert note(used, own) == (
-        "the model's own generation settings are not all used: exspec does not have begin_suppress_tokens [220], "
-        "no_repeat_ngram_size 3"
-    )
+def test_keys_that_the_engine_does_not_support_are_named() -> None:
+    own = own_settings(GenerationConfig(no_repeat_ngram_size=3, num_beams=4, repetition_penalty=1.2))
+    unknown = "exspec does not support these keys of the model's generation config: no_repeat_ngram_size 3, num_beams 4"
+    ignored = "exspec ignores the model's generation config: repetition_penalty 1.2; --model-sampling uses it"
+    assert note(Job(**BASE), own) == f"{ignored}; {unknown}"
+    assert note(with_own(Job(**BASE, model_sampling=True), own), own) == unknown
     assert own_settings(GenerationConfig(typical_p=0.5)).unknown == {}, "only sampling takes it"
     assert own_settings(GenerationConfig(typical_p=0.5, do_sample=True)).unknown == {"typical_p": 0.5}
 
@@ -140,7 +134,7 @@ def test_a_label_job_leaves_the_limits_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asks", "told"),
+    ("asks", "message"),
     [
         ({"repetition_penalty": 0.0}, r"generation config of .*target: repetition_penalty: .* 0.000001, not 0.0"),
         ({"min_new_tokens": 300}, r"generation config of .*: min_new_tokens is 300, above max_new_tokens \(256\)"),
@@ -149,11 +143,11 @@ def test_a_label_job_leaves_the_limits_out() -> None:
     ],
 )
 def test_what_a_job_cannot_have_is_refused_by_its_key(
-    pair: Pair, source: Path, tmp_path: Path, asks: dict[str, Any], told: str
+    pair: Pair, source: Path, tmp_path: Path, asks: dict[str, Any], message: str
 ) -> None:
     own = tmp_path / "target"
     shutil.copytree(pair[0], own)
     write((str(own), ""), **asks)
-    with pytest.raises(JobError, match=told):
+    with pytest.raises(JobError, match=message):
         prepare(jobs.job((str(own), pair[1]), source, tmp_path / "out", model_sampling=True))
-    assert prepare(jobs.job((str(own), pair[1]), source, tmp_path / "out")).note, "not asked for, it is told alone"
+    assert prepare(jobs.job((str(own), pair[1]), source, tmp_path / "out")).note, "only a note"

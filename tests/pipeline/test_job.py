@@ -1,4 +1,4 @@
-"""What decides an output, what may change between runs of one job, and settings out of bounds."""
+"""What decides an output, what may change between runs of a job, and invalid settings."""
 
 from typing import Any
 
@@ -24,24 +24,24 @@ def keys(device: str | None = "cpu", **changed: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_changes_no_token_may_change(name: str) -> None:
+def test_a_setting_that_changes_no_token_may_change(name: str) -> None:
     assert differences(keys(), keys(**{name: OTHERS[name]})) == []
     assert may_change(name, exact=True)
 
 
 @pytest.mark.parametrize("name", ["draft", "method", "threshold", "limit"])
-def test_without_fixed_shapes_the_draft_and_the_batch_decide_too(name: str) -> None:
+def test_without_fixed_shapes_more_settings_decide(name: str) -> None:
     (sentence,) = differences(keys(exact=False), keys(exact=False, **{name: OTHERS[name]}))
     assert sentence.startswith(f"{name} was ")
     assert differences(keys(exact=False), keys()) == ["exact was False and is True"]
 
 
-def test_without_fixed_shapes_another_draft_under_the_same_name_is_told() -> None:
+def test_without_fixed_shapes_the_content_of_the_draft_decides() -> None:
     other = fingerprint(Job(**BASE, exact=False), MODELS | {"draft": "sha256:3"}, "cpu")
     assert differences(keys(exact=False), other) == ["draft (content) was 'sha256:2' and is 'sha256:3'"]
 
 
-def test_what_decides_tokens_is_told_in_a_sentence_each() -> None:
+def test_every_difference_is_a_sentence() -> None:
     now = fingerprint(Job(**BASE, max_new_tokens=128, dtype="bfloat16"), MODELS | {"target": "sha256:3"}, "cuda")
     assert differences(keys(), now) == [
         "device was 'cpu' and is 'cuda'",
@@ -51,8 +51,8 @@ def test_what_decides_tokens_is_told_in_a_sentence_each() -> None:
     ]
 
 
-def test_a_setting_that_is_missing_has_its_default() -> None:
-    """Once every new setting made every older output refuse to resume."""
+def test_a_missing_setting_has_its_default() -> None:
+    """So that older outputs can resume after a new setting is added."""
     older = {key: value for key, value in keys().items() if key in ("target", "target (content)")}
     assert differences(older, keys()) == []
     assert differences(keys(), older) == []
@@ -61,7 +61,7 @@ def test_a_setting_that_is_missing_has_its_default() -> None:
     assert differences({}, keys())[-1] == "target was None and is 't'"
 
 
-def test_an_older_output_has_keys_that_are_free_now_and_no_device() -> None:
+def test_an_older_output_has_keys_that_may_change_now_and_no_device() -> None:
     older = keys(device=None) | {
         "draft": "gone", "draft_revision": None, "target_revision": "main", "method": "auto", "threshold": None,
         "limit": 5, "draft (content)": "0" * 16,
@@ -75,7 +75,7 @@ def test_commits_are_compared_with_those_of_older_versions() -> None:
     assert differences(older, now) == [f"target (content) was '{'1' * 40}' and is '{'2' * 40}'"]
 
 
-def test_a_setting_of_another_version_counts_where_it_is_on() -> None:
+def test_an_unknown_setting_counts_if_it_is_on() -> None:
     assert differences(keys() | {"beam": None, "steer": False, "words": []}, keys()) == []
     assert differences(keys() | {"beams": 4}, keys()) == ["beams was 4 and is None"]
 
@@ -86,7 +86,7 @@ def test_a_job_of_another_kind_is_another_job() -> None:
     assert differences(keys(), label) == ["labels was [] and is ['a', 'b']"]
 
 
-def test_no_secret_gets_into_a_fingerprint_or_beside_an_output() -> None:
+def test_no_secret_is_in_a_fingerprint_or_next_to_an_output() -> None:
     secret = Job(**BASE | {
         "target": "s3://key:SEC/RET@bucket/t", "draft": "https://host/d?X-Amz-Signature=SECRET",
         "storage_options": {"secret": "SECRET"}, "exact": False,
@@ -96,8 +96,8 @@ def test_no_secret_gets_into_a_fingerprint_or_beside_an_output() -> None:
     assert fingerprint(secret, MODELS)["target"] == "s3://bucket/t"
 
 
-def test_leave_to_run_code_is_not_written_beside_an_output() -> None:
-    """Whoever reads that output, to audit it, would run the code."""
+def test_permission_to_run_code_is_not_written_next_to_an_output() -> None:
+    """Else an audit of the output would run the code."""
     assert not {"trust_remote_code", "allow_pickle"} & set(Job(**BASE, trust_remote_code=True).published())
 
 
@@ -111,7 +111,7 @@ def test_leave_to_run_code_is_not_written_beside_an_output() -> None:
         ("wait", "perhaps"),
     ],
 )  # fmt: skip
-def test_numbers_that_cannot_be_computed_are_refused_by_name(name: str, value: Any) -> None:
+def test_invalid_values_are_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(JobError, match=f"^{name}: ") as error:
         load_job(Job, None, BASE | {name: value})
     assert len(str(error.value)) < 120

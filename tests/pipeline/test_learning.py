@@ -1,4 +1,4 @@
-"""A drafter that learns is told what the job has written before."""
+"""A drafter that learns starts with the job's earlier completions."""
 
 from pathlib import Path
 
@@ -26,4 +26,4 @@ def test_an_actor_begins_with_the_latest_completions(pair: Pair, tmp_path: Path)
         node, depth = engine.drafter.tree.find(tokens[:8])
         assert depth == len(tokens[:8])
         assert len(tokens) <= 8 or engine.drafter.tree.guess(node)[1] > 0
-    assert PairLoader(job, config, "cpu")(4)[0].drafter.tree.children == {}, "of a job that has written nothing"
+    assert PairLoader(job, config, "cpu")(4)[0].drafter.tree.children == {}, "a new job has no completions"

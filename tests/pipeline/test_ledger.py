@@ -1,4 +1,4 @@
-"""Who is to blame for a process that died: the row that was alone twice, and nobody whom a machine was taken from."""
+"""The row to blame for dead processes is the one that was alone twice, not rows on preempted nodes."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from exspec.actors.generator import _parts
 from exspec.actors.ledger import Attempt
 from exspec.pipeline.cluster.ray_ledger import Book
 
-MOST = 6  # a job's default of attempts
+MOST = 6  # default attempts of a job
 
 
 def groups(attempt: Attempt, rows: int) -> list[list[int]]:
@@ -17,7 +17,7 @@ def groups(attempt: Attempt, rows: int) -> list[list[int]]:
 
 
 def run(book: Book, rows: int, poison: set[int]) -> tuple[Attempt, int]:
-    """Begin the chunk again and again until no row kills; returns the last attempt, and how many processes died."""
+    """Retry the chunk until no row kills its process. Returns the last attempt and the number of deaths."""
     deaths = 0
     while True:
         attempt = book.begin("p")
@@ -38,7 +38,7 @@ def run(book: Book, rows: int, poison: set[int]) -> tuple[Attempt, int]:
 
 
 def test_two_preemptions_of_a_small_chunk_blame_nobody() -> None:
-    """Every row of it is a group of its own: once the second cost the row that was being decoded."""
+    """In a small chunk, every row is a group of its own."""
     book = Book()
     book.begin("p")
     second = book.begin("p")

@@ -1,6 +1,5 @@
-"""What a cluster's Prometheus would read, asked of Ray's own exporter."""
+"""What Prometheus reads from Ray's exporter."""
 
-import json
 import re
 import time
 import urllib.request
@@ -13,7 +12,7 @@ from exspec.pipeline.run import execute
 from tests.pipeline import jobs
 
 SAMPLE = re.compile(r'^ray_exspec_(\w+)\{.*?actor="([^"]+)".*\} (\S+)$', re.MULTILINE)
-PATIENCE = 120  # seconds until the exporter has heard of everything
+PATIENCE = 120  # seconds until the exporter has all values
 
 
 def scrape(url: str, actors: set[str]) -> dict[str, float]:
@@ -33,7 +32,7 @@ def test_counters_and_gauges_reach_the_exporter(
     job = jobs.job(pair, source, tmp_path / "out", id_column=None, max_new_tokens_column=None, max_new_tokens=9)
     assert execute(prepare(job)) == 0
     rows = [row for path in (tmp_path / "out").glob("part-*") for row in pq.read_table(path).to_pylist()]
-    actors = set(json.loads((tmp_path / "out" / "_report.json").read_text())["rows_by_actor"])
+    actors = set(jobs.report(tmp_path / "out")["rows_by_actor"])
     expected = {
         f"{name}_total": sum(row[name] for row in rows) for name in ("completion_tokens", "drafted", "accepted")
     }

@@ -1,4 +1,4 @@
-"""What a URL holds of secrets never gets out, and nothing else of it is lost."""
+"""Secrets are removed from URLs, and nothing else is."""
 
 import pytest
 from hypothesis import given
@@ -88,19 +88,19 @@ CUT = {
 
 
 @pytest.mark.parametrize("url", KEPT)
-def test_what_is_no_secret_stays(url: str) -> None:
+def test_other_parts_of_a_url_stay(url: str) -> None:
     assert anonymous(url) == url
     assert redacted(url) == url
 
 
 @pytest.mark.parametrize("url", CUT)
-def test_secrets_go_and_the_place_stays(url: str) -> None:
+def test_secrets_are_removed(url: str) -> None:
     assert anonymous(url) == CUT[url]
     assert anonymous(CUT[url]) == CUT[url]
 
 
 @pytest.mark.parametrize("url", CUT)
-def test_urls_inside_a_text(url: str) -> None:
+def test_urls_in_a_text(url: str) -> None:
     text = redacted(f"cannot read {url}: no access ('{url}', {url}).")
     assert "SECRET" not in text
     assert text == f"cannot read {CUT[url]}: no access ('{CUT[url]}', {CUT[url]})."
@@ -110,7 +110,7 @@ def test_urls_inside_a_text(url: str) -> None:
     scheme=st.sampled_from(["s3", "https", "ftp", "abfs", "simplecache::s3"]),
     secret=st.text("abcXYZ019/@+=:?#&%", max_size=12).filter(lambda s: "//" not in s and "::" not in s),
 )
-def test_no_password_gets_out(scheme: str, secret: str) -> None:
+def test_a_password_is_removed_entirely(scheme: str, secret: str) -> None:
     made = anonymous(f"{scheme}://user:SECRET{secret}@host/path")
     assert "SECRET" not in made
     assert made.endswith("host/path")

@@ -1,4 +1,4 @@
-"""The shape that a later run of a job decodes in: what it may change, and what stays as the job began."""
+"""The shape of a resumed job: what may change, and what stays as in the first run."""
 
 from dataclasses import fields
 from typing import Any
@@ -7,12 +7,13 @@ import pytest
 
 from exspec.actors.engine import EngineConfig
 from exspec.pipeline.job.fingerprint import differences, fingerprint, may_change
-from exspec.pipeline.job.settings import Job, settings
+from exspec.pipeline.job.kinds import SETTINGS
+from exspec.pipeline.job.settings import Job
 from exspec.pipeline.shape import shape_of, stored_shape
 from tests import tiny
 
 BASE: dict[str, Any] = {"target": "t", "input": "in", "output": "out"}
-# Of each setting of the engine that a job has, what its first run had and what the next one says.
+# For each engine setting of a job: its value in the first run, and in the next.
 CHANGES: dict[str, tuple[Any, Any]] = {
     "method": ("exspec", "plain"), "drafter": ("suffix", "early_exit"), "threshold": (0.5, 0.9),
     "draft_length": ("fixed", "both"), "exit_depth": (1, 2), "check_depth": (2, 3), "exit_tokens": (1, 3),
@@ -29,32 +30,32 @@ def begun(**settings: Any) -> dict[str, Any]:
     return stored_shape(shape(Job(**BASE | settings)))
 
 
-def test_every_setting_of_the_engine_that_a_job_has_is_tried() -> None:
-    assert set(CHANGES) == {field.name for field in fields(EngineConfig)} & set(settings())
+def test_every_engine_setting_of_a_job_is_covered() -> None:
+    assert set(CHANGES) == {field.name for field in fields(EngineConfig)} & set(SETTINGS)
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_setting_that_may_change_counts_and_one_that_may_not_is_refused(name: str) -> None:
+def test_a_changed_setting_is_used_or_refused(name: str) -> None:
     before, now = CHANGES[name]
     usual = {"drafter": "early_exit"} if name in ("exit_depth", "check_depth", "exit_tokens") else {"drafter": "suffix"}
     one = Job(**BASE | usual | {name: before})
     other = Job(**BASE | usual | ({"drafter": "auto"} if name == "method" else {}) | {name: now})
-    told = differences(fingerprint(one, {}), fingerprint(other, {}))
+    changes = differences(fingerprint(one, {}), fingerprint(other, {}))
     if not may_change(name, exact=True):
-        assert told == [f"{name} was {before!r} and is {now!r}"]
+        assert changes == [f"{name} was {before!r} and is {now!r}"]
         return
-    assert told == []
+    assert changes == []
     resumed = shape(other, stored_shape(shape(one)))
     assert getattr(resumed, name) == now
-    assert resumed.width == shape(one).width, "the shape that tokens come out of"
+    assert resumed.width == shape(one).width, "the shape that decides tokens"
 
 
-def test_what_a_job_does_not_say_stays_as_it_began() -> None:
+def test_other_settings_stay_as_in_the_first_run() -> None:
     stored = begun(drafter="suffix", threshold=0.5, batch_size=4, window=16, draft_tokens=3, bucket=32, capacity=64)
     resumed = shape(Job(**BASE), stored)
     assert stored_shape(resumed) == stored
     assert shape(Job(**BASE, threshold=0.9), stored) == shape(Job(**BASE, threshold=0.9, drafter="suffix"), stored)
 
 
-def test_what_another_machine_decides_anew_is_not_stored() -> None:
+def test_what_depends_on_the_machine_is_not_stored() -> None:
     assert not {"pages", "attention", "draft_length"} & set(begun())

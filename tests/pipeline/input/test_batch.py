@@ -1,4 +1,4 @@
-"""Requests as OpenAI's batch API has them: what a row asks for, and what it is answered with."""
+"""Requests in the format of OpenAI's batch API, and the responses."""
 
 import json
 from pathlib import Path
@@ -63,12 +63,12 @@ def test_a_chat_call_becomes_a_request() -> None:
     [
         ("{", "body: not JSON"),
         ("[]", "body: expected an object, not list"),
-        ("{}", "body: expected one of messages and prompt"),
+        ("{}", "body: expected either messages or prompt"),
         ('{"prompt": [1, 2]}', "body.prompt: expected text, not list"),
         ('{"messages": "Hi"}', "body.messages: expected a list, not str"),
         (
             '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
-            "expected parts of text, not 'image_url'",
+            "expected text parts, not 'image_url'",
         ),
         ('{"prompt": "x", "n": 2}', "body.n: not supported"),
         ('{"prompt": "x", "response_format": {"type": "json_object"}}', "body.response_format: not supported"),
@@ -77,37 +77,33 @@ def test_a_chat_call_becomes_a_request() -> None:
         ('{"prompt": "x", "sampling": {"foo": 1}}', "body.sampling: not supported"),
         ('{"prompt": "x", "temperature": 1' + "0" * 400 + "}", "column 'temperature': expected 0 or more"),
         ('{"prompt": "x", "presence_penalty": 1' + "0" * 400 + "}", "presence_penalty: expected -100 to 100"),
-        ('{"prompt": "x", "stop": ["\\ud800"]}', "column 'stop': expected texts"),
+        ('{"prompt": "x", "stop": ["\\ud800"]}', "column 'stop': expected non-empty texts"),
         ("[" * 100_000, "body: not JSON"),
     ],
 )
-def test_what_cannot_be_done_is_the_rows_error(body: str, message: str) -> None:
+def test_an_unsupported_request_is_the_rows_error(body: str, message: str) -> None:
     with pytest.raises(RowError, match=message):
         prompts().request({"body": body}, SHARD, 0)
 
 
 @pytest.mark.parametrize("name", ["temperature_column", "stop_column", "seed_column", "max_new_tokens_column"])
-def test_a_column_of_settings_is_refused_where_calls_have_their_own(name: str) -> None:
-    with pytest.raises(JobError, match=f"{name}: calls of the batch API have their own settings"):
+def test_setting_columns_are_refused(name: str) -> None:
+    with pytest.raises(JobError, match=f"{name}: requests of the batch API have their own settings"):
         prompts(**{name: "url"})
 
 
-def test_labels_are_as_long_as_they_are_whatever_a_call_says() -> None:
+def test_labels_ignore_max_tokens() -> None:
     job = LabelJob(target="t", draft="d", input="in", output="out", labels=["yes", "no"])  # type: ignore[call-arg]
     made = Prompts(job, AutoTokenizer.from_pretrained(TARGET), SCHEMA)
     assert made.request(row(prompt="x", max_tokens=1), SHARD, 0).max_new_tokens == made.answers.longest
-    with pytest.raises(RowError, match="stop has no use where answers are labels"):
+    with pytest.raises(RowError, match="stop does not apply to labels"):
         made.request(row(prompt="x", stop="y"), SHARD, 0)
 
 
 def test_a_batch_file_in_and_a_batch_file_out(pair: tuple[str, str], tmp_path: Path) -> None:
+    call = {"method": "POST", "url": "/v1/completions"}
     lines = [
-        {
-            "custom_id": f"r{i}",
-            "method": "POST",
-            "url": "/v1/completions",
-            "body": {"prompt": text, "max_tokens": 1 + i},
-        }
+        {"custom_id": f"r{i}", **call, "body": {"prompt": text, "max_tokens": 1 + i}}
         for i, text in enumerate(["w1 w2", "w3", None, "w4 w5 w6"])
     ]
     (tmp_path / "batch.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -117,7 +113,7 @@ def test_a_batch_file_in_and_a_batch_file_out(pair: tuple[str, str], tmp_path: P
     answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [answer["custom_id"] for answer in answers] == ["r0", "r1", "r2", "r3"]
     assert [answer["response"]["status_code"] for answer in answers] == [200, 200, 400, 200]
-    assert answers[2]["response"]["body"]["error"]["message"] == "body: expected one of messages and prompt"
+    assert answers[2]["response"]["body"]["error"]["message"] == "body: expected either messages or prompt"
     for i in (0, 1, 3):
         body = answers[i]["response"]["body"]
         assert body["object"] == "text_completion"

@@ -1,4 +1,4 @@
-"""Shards that are no Parquet: the same rows, whatever the file is, and a clear word where it is not what it says."""
+"""Shards in other formats than Parquet: the same rows, and clear errors for invalid files."""
 
 import csv
 import gzip
@@ -13,12 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.input.reading import Unreadable
-from exspec.pipeline.input.shards import find_shards, read_ranges
-from exspec.pipeline.output.owner import read_output
-from exspec.pipeline.prepare import prepare
-from exspec.pipeline.run import execute
-from exspec.pipeline.storage import Folder
+from exspec.pipeline.input import shards
+from exspec.pipeline.input.plan import Plan, encode_schema
+from exspec.pipeline.input.reading import Unreadable, read_ranges
+from exspec.pipeline.input.shards import find_shards
 from tests.pipeline import jobs
 
 ROWS = 10_000  # several tables of each
@@ -90,21 +88,21 @@ def test_every_kind_of_file_gives_the_same_rows(name: str, columns: list[str] | 
         ("a.jsonl", b'{"a": 1}\n\n{"a": "x"}\n', "a.jsonl: line 3: column 'a': .*; expected values of one type"),
         ("a.jsonl", b'{"a": "x"}\n{"a": null}\n{"a": 7}\n', "a.jsonl: line 3: column 'a': .*; expected values of one"),
         ("a.jsonl", b'{"a": "x"}\n{"a": "\\ud800"}\n', "a.jsonl: line 2: column 'a': .*surrogates not allowed"),
-        ("a.jsonl.gz", b'{"a": 1}\n', "a.jsonl.gz: not whole, or no gzip file: Not a gzipped file"),
-        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 9)[:-9], "a.jsonl.gz: not whole, or no gzip file: .*ended before"),
-        ("a.csv.gz", gzip.compress(b"a\n1\n" * 99)[:-9], "a.csv.gz: not whole, or no gzip file"),
+        ("a.jsonl.gz", b'{"a": 1}\n', "a.jsonl.gz: truncated, or not a gzip file: Not a gzipped file"),
         (
-            "a.arrow.gz",
-            gzip.compress(b"ARROW1" + bytes(99)),
-            "a.arrow.gz: an Arrow file cannot be read from within .gz",
+            "a.jsonl.gz",
+            gzip.compress(b'{"a": 1}\n' * 9)[:-9],
+            "a.jsonl.gz: truncated, or not a gzip file: .*ended before",
         ),
+        ("a.csv.gz", gzip.compress(b"a\n1\n" * 99)[:-9], "a.csv.gz: truncated, or not a gzip file"),
+        ("a.arrow.gz", gzip.compress(b"ARROW1" + bytes(99)), "a.arrow.gz: an Arrow file cannot be read from .gz"),
         ("a.csv", b"a,b\n1,2,3\n", "a.csv: CSV parse error: .*Expected 2 columns, got 3"),
         ("a.csv", b"", "a.csv: Empty CSV file"),
         ("a.arrow", b"rows of no kind", "a.arrow: not an Arrow stream"),
         ("a.txt", b"rows of no kind", "no Parquet, JSONL, CSV or Arrow files in"),
     ],
 )
-def test_a_file_that_is_not_what_it_says_is_named(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+def test_an_invalid_file_is_named(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(JobError, match=message):
         find_shards([str(tmp_path)], {})
@@ -126,7 +124,7 @@ def test_later_rows_may_widen_a_type(tmp_path: Path) -> None:
     assert schema == pa.schema({"code": pa.string()})
 
 
-def test_a_csv_keeps_what_looks_like_a_number(tmp_path: Path) -> None:
+def test_a_csv_keeps_numbers_as_text(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text('\ufeffid,zip,note\n007,01234,""\n7,true,\n', encoding="utf-8")
     (shard,), schema = find_shards([str(tmp_path)], {})
     (table,) = read_ranges(shard, [(0, 2)], None, {}, schema)
@@ -153,22 +151,18 @@ def test_rows_without_columns_are_rows(tmp_path: Path) -> None:
 def test_files_of_several_kinds_in_one_folder(tmp_path: Path) -> None:
     for name in ("a.csv", "b.jsonl"):
         (tmp_path / name).write_bytes(KINDS[f"a.{name.split('.')[1]}"](TABLE))
-    with pytest.raises(JobError, match=r"holds .csv and .jsonl files; give a pattern, such as file://.*/\*.csv"):
+    with pytest.raises(JobError, match=r"has .csv and .jsonl files; give a pattern, such as file://.*/\*.csv"):
         find_shards([str(tmp_path)], {})
-    shards, _ = find_shards([f"{tmp_path}/*.csv"], {})
-    assert [shard.name for shard in shards] == ["a.csv"]
+    assert [shard.name for shard in find_shards([f"{tmp_path}/*.csv"], {})[0]] == ["a.csv"]
     (tmp_path / "c.parquet").write_bytes(parquet(TABLE))
-    shards, _ = find_shards([str(tmp_path)], {})
-    assert [shard.name for shard in shards] == ["c.parquet"], "what lies beside Parquet is no data"
+    found, _ = find_shards([str(tmp_path)], {})
+    assert [shard.name for shard in found] == ["c.parquet"], "next to Parquet, other files are not data"
 
 
-def test_a_file_that_is_as_planned_is_not_gone_through_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from exspec.pipeline.input import shards
-    from exspec.pipeline.input.plan import Plan, encode_schema
-
+def test_an_unchanged_file_is_not_scanned_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.jsonl").write_bytes(lines(TABLE))
     found, schema = find_shards([str(tmp_path)], {})
-    monkeypatch.setattr(shards, "look_through", lambda *_: pytest.fail("it was gone through"))
+    monkeypatch.setattr(shards, "scan", lambda *_: pytest.fail("it was scanned"))
     again, same = find_shards([str(tmp_path)], {}, Plan(found, 8, None, encode_schema(schema)))
     assert (again, same) == (found, schema)
 
@@ -178,7 +172,5 @@ def test_a_job_over_json_lines(pair: tuple[str, str], tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     for path in (tmp_path / "parquet").iterdir():
         (tmp_path / "in" / f"{path.stem}.jsonl").write_bytes(lines(pq.read_table(path)))
-    job = jobs.job(pair, tmp_path / "in", tmp_path / "out")
-    assert execute(prepare(job), load=jobs.ArithmeticLoader()) == 0
+    assert jobs.run(pair, tmp_path) == 0
     jobs.assert_complete(tmp_path / "out", 50)
-    assert read_output(Folder(str(tmp_path / "out"))).state.complete

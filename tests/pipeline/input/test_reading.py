@@ -1,4 +1,4 @@
-"""Many ranges of a shard in one pass: each row group once, only the bytes that are needed, up to what is damaged."""
+"""Many ranges of a shard in one pass: each row group once, only the necessary bytes, and all rows that are readable."""
 
 import time
 from collections.abc import Iterator
@@ -17,14 +17,15 @@ from hypothesis import strategies as st
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input import reading
 from exspec.pipeline.input.plan import Chunk, Shard
-from exspec.pipeline.input.shards import Unreadable, find_shards, read_chunk, read_ranges
+from exspec.pipeline.input.reading import Unreadable, read_chunk, read_ranges
+from exspec.pipeline.input.shards import find_shards
 
 
 class CountedFileSystem(MemoryFileSystem):
-    """Counts what is fetched. The next `failures` fetches fail as a store under load does; `refusal`: all of them."""
+    """Counts fetched bytes. failures: number of fetches that fail with a 503. refusal: the error of all fetches."""
 
     protocol = "counted"
-    store: dict[str, Any] = {}  # noqa: RUF012  (as its parent has it)
+    store: dict[str, Any] = {}  # noqa: RUF012
     pseudo_dirs = [""]  # noqa: RUF012
     fetched: list[int] = []  # noqa: RUF012
     failures = 0
@@ -82,13 +83,13 @@ WIDE = {
 def test_all_chunks_of_a_large_row_group_cost_one_pass(
     store: CountedFileSystem, monkeypatch: pytest.MonkeyPatch, together: int
 ) -> None:
-    """Once every chunk decoded the whole row group, in all its columns, and fetched 33 times too much."""
+    """Not one pass per chunk, and only the columns that are needed."""
     monkeypatch.setattr(reading, "AT_ONCE", together)
     shard = put(store, pa.table(WIDE), row_group_size=40_000, compression="none", use_dictionary=False)
     ranges = [(first, 64) for first in range(0, 40_000, 64)]
     decoded = []
-    whole = reading.Source._batches
-    monkeypatch.setattr(reading.Source, "_batches", lambda *a: decoded.append(a[1]) or whole(*a))
+    whole = reading.ParquetShard._batches
+    monkeypatch.setattr(reading.ParquetShard, "_batches", lambda *a: decoded.append(a[1]) or whole(*a))
     found = [t["text"].to_pylist() for t in read_ranges(shard, ranges, ["text"], {}) if isinstance(t, pa.Table)]
     assert [text for texts in found for text in texts] == WIDE["text"]
     assert len(decoded) == 1
@@ -118,7 +119,7 @@ def test_small_row_groups_are_fetched_together(store: CountedFileSystem) -> None
     assert len(store.fetched) < 20, "500 row groups"
 
 
-def test_a_store_under_load_is_asked_again(store: CountedFileSystem) -> None:
+def test_a_busy_store_is_retried(store: CountedFileSystem) -> None:
     shard = put(store, pa.table({"n": [1, 2, 3]}))
     CountedFileSystem.failures = 2
     (table,) = read_ranges(shard, [(1, 2)], None, {})
@@ -127,7 +128,7 @@ def test_a_store_under_load_is_asked_again(store: CountedFileSystem) -> None:
 
 
 @pytest.mark.parametrize("together", [0, reading.AT_ONCE])
-def test_a_store_that_refuses_for_good_is_no_damage(
+def test_a_refusal_of_the_store_is_not_damage(
     store: CountedFileSystem, monkeypatch: pytest.MonkeyPatch, together: int
 ) -> None:
     monkeypatch.setattr(reading, "AT_ONCE", together)
@@ -137,7 +138,7 @@ def test_a_store_that_refuses_for_good_is_no_damage(
         list(read_ranges(shard, [(0, 500), (5000, 500)], None, {}))
 
 
-def test_a_shard_that_vanishes_while_it_is_read_is_not_waited_for(
+def test_a_shard_that_vanishes_while_it_is_read_is_not_retried(
     store: CountedFileSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reading, "AT_ONCE", 0)
@@ -145,7 +146,7 @@ def test_a_shard_that_vanishes_while_it_is_read_is_not_waited_for(
     found = read_ranges(shard, [(0, 500), (500, 500), (5000, 500)], None, {})
     assert isinstance(next(found), pa.Table)
     store.rm("/in/s.parquet")
-    assert isinstance(next(found), pa.Table), "it had been read already"
+    assert isinstance(next(found), pa.Table), "it was read already"
     assert next(found) == Unreadable("has vanished since it was planned")
 
 
@@ -178,14 +179,14 @@ def test_ranges_are_the_rows_that_they_name(
     assert [t.to_pylist() for t in found if isinstance(t, pa.Table)] == [ROWS.slice(*r).to_pylist() for r in ranges]
 
 
-def test_columns_come_in_the_order_asked_for_and_none_at_all_is_rows(shards: list[Shard]) -> None:
+def test_columns_come_in_the_given_order_and_none_gives_bare_rows(shards: list[Shard]) -> None:
     for names in (["t", "n"], ["n"], []):
         (table,) = read_ranges(shards[1], [(5, 10)], names, {})
         assert isinstance(table, pa.Table)
         assert (table.column_names, table.num_rows) == (names, 10)
 
 
-def test_a_column_whose_name_is_the_path_of_another_is_told_apart(tmp_path: Path) -> None:
+def test_a_column_whose_name_is_the_path_of_another(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": [{"b": 1}], "a.b": [2]}), tmp_path / "s.parquet")
     (shard,), _ = find_shards([str(tmp_path)], {})
     for name, value in (("a", {"b": 1}), ("a.b", 2)):
@@ -193,7 +194,7 @@ def test_a_column_whose_name_is_the_path_of_another_is_told_apart(tmp_path: Path
 
 
 def damaged(tmp_path: Path, column: int, **options: Any) -> Shard:
-    """A shard of three row groups with a byte changed in the middle of the second one's column."""
+    """A shard of three row groups with damage in the second one, in the middle of a column."""
     path = tmp_path / "s.parquet"
     table = pa.table({"n": list(range(3000)), "t": [f"{i:050d}" for i in range(3000)]})
     pq.write_table(table, path, row_group_size=1000, use_dictionary=False, **options)
@@ -210,8 +211,8 @@ PAGES = {"compression": "none", "data_page_size": 2000, "write_batch_size": 50, 
 
 
 @pytest.mark.parametrize("options", [{"compression": "snappy"}, PAGES])
-def test_what_is_damaged_does_not_take_the_rest_with_it(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Once it was tried again for 180 s, and then the job ended."""
+def test_damage_does_not_affect_other_rows(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Damage is not retried."""
     shard = damaged(tmp_path, 1, **options)
     started = time.monotonic()
     ranges = [(first, 100) for first in range(0, 3000, 100)]
@@ -225,7 +226,7 @@ def test_what_is_damaged_does_not_take_the_rest_with_it(tmp_path: Path, options:
         if isinstance(item, pa.Table):
             assert item["n"].to_pylist() == list(range(first, first + rows))
     other = list(read_ranges(shard, ranges, ["n"], {}))
-    assert all(isinstance(item, pa.Table) for item in other), "a column that nobody needs may be damaged"
+    assert all(isinstance(item, pa.Table) for item in other), "a column that is not needed may be damaged"
     with pytest.raises(JobError, match=r"s\.parquet, rows 1900 to 1909: cannot be read: "):
         read_chunk(Chunk(shard, 0, 1900, 10), {})
 
@@ -235,7 +236,7 @@ def test_a_file_whose_end_is_lost_gives_an_item_for_each_range(tmp_path: Path) -
     (shard,), _ = find_shards([str(tmp_path)], {})
     path.write_bytes(path.read_bytes()[:-100] + bytes(100))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "difference", lambda *_: None)  # as if it had been planned so
+        patch.setattr(reading, "difference", lambda *_: None)  # as if it was planned like this
         found = list(read_ranges(shard, [(0, 5), (5, 5)], None, {}))
     assert len(found) == 2
     assert all(isinstance(item, Unreadable) and item.reason.startswith("cannot be read: ") for item in found)

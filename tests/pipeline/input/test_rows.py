@@ -1,4 +1,4 @@
-"""Values that cannot be read are an error of their row, whatever they are; nothing else is read of them."""
+"""A value of any type that cannot be converted is an error of its row."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from exspec.pipeline.input.rows import RowError, rows
 
 
 def text(*content: bytes, large: bool = False) -> pa.Array:
-    """A text column of any bytes, as a file may hold them."""
+    """A text column of arbitrary bytes."""
     kind, raw = (pa.large_string(), pa.large_binary()) if large else (pa.string(), pa.binary())
     return pa.Array.from_buffers(kind, len(content), pa.array(content, raw).buffers())
 
@@ -26,16 +26,16 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_value_that_cannot_be_read_is_its_rows_error(name: str) -> None:
+def test_an_unreadable_value_is_its_rows_error(name: str) -> None:
     column, error = BAD[name]
     table = pa.table({"n": [1, 2, 3], name: column})
     found = list(rows(table, ["n", name]))
     assert [isinstance(row, RowError) for row in found] == [False, True, False]
     assert str(found[1]).startswith(f"column {name!r}: not a value of {column.type}: {error}: ")
-    assert list(rows(table, ["n"])) == [{"n": 1}, {"n": 2}, {"n": 3}], "a column that nobody needs is not read"
+    assert list(rows(table, ["n"])) == [{"n": 1}, {"n": 2}, {"n": 3}], "a column that is not needed is not read"
 
 
-def test_a_time_zone_that_nobody_knows_is_an_error_of_the_rows_that_have_a_time() -> None:
+def test_an_unknown_time_zone_is_an_error_of_rows_with_a_time() -> None:
     table = pa.table({"t": pa.array([0, None], pa.timestamp("us", "Mars/Olympus"))})
     bad, null = rows(table, ["t"])
     assert isinstance(bad, RowError)

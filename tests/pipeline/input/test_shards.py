@@ -1,4 +1,4 @@
-"""Shards and chunks: the plan is a pure function of the footers, and no two things share a name."""
+"""Shards and chunks: the plan is a pure function of the footers, and names are unique."""
 
 import json
 from pathlib import Path
@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Chunk, Plan, Shard, encode_schema
-from exspec.pipeline.input.shards import changed, find_shards, read_chunk, vanished
+from exspec.pipeline.input.reading import read_chunk
+from exspec.pipeline.input.shards import find_shards
+from exspec.pipeline.input.snapshot import changed, vanished
 from exspec.pipeline.output.state import Summary, file_name
 
 
 @settings(deadline=None, derandomize=True)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.integers(1, 20), st.none() | st.integers(1, 100))
-def test_chunks_cover_every_row_once_and_parts_have_names_of_their_own(
+def test_chunks_cover_every_row_once_and_parts_have_unique_names(
     sizes: list[int], rows_per_chunk: int, limit: int | None
 ) -> None:
     shards = [Shard(f"{i}/s.parquet", f"/in/{i}/s.parquet", n, n, "") for i, n in enumerate(sizes)]
@@ -28,8 +30,8 @@ def test_chunks_cover_every_row_once_and_parts_have_names_of_their_own(
     assert covered == every[: plan.rows]
     assert plan.rows == min(sum(sizes), limit or sum(sizes))
     assert all(1 <= c.rows <= rows_per_chunk for c in chunks)
-    told = [Summary(c.number, c.first, c.rows, 0, 0, 0, [], [], 0, 0, {}, "", {}, 0, 0, 1) for c in chunks]
-    assert len({file_name([summary], 1) for summary in told}) == len(chunks)
+    made = [Summary(c.number, c.first, c.rows, 0, 0, 0, [], [], 0, 0, {}, "", {}, 0, 0, 1) for c in chunks]
+    assert len({file_name([summary], 1) for summary in made}) == len(chunks)
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
@@ -44,7 +46,7 @@ def test_folders_globs_and_files(tmp_path: Path) -> None:
     for name in ("a/x.parquet", "a/b/x.parquet", "a/_hidden.parquet", "a/notes.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         if name.endswith("txt"):
-            (tmp_path / name).write_text("no shard")
+            (tmp_path / name).write_text("not a shard")
         else:
             pq.write_table(pa.table({"n": [1]}), tmp_path / name)
     folder = str(tmp_path / "a")
@@ -65,7 +67,7 @@ ODD = ["a::b.parquet", "a#b.parquet", "a?b.parquet", "100%.parquet", "a%20b.parq
 
 @pytest.mark.parametrize("name", ODD)
 def test_any_name_can_be_read(tmp_path: Path, name: str) -> None:
-    """A `::` was taken for a chain of URLs."""
+    """A `::` in a name is not a chain of URLs."""
     pq.write_table(pa.table({"n": [7]}), tmp_path / name)
     for url in (tmp_path, tmp_path / name, f"file://{tmp_path}"):
         (shard,), _ = find_shards([str(url)], {})
@@ -75,14 +77,14 @@ def test_any_name_can_be_read(tmp_path: Path, name: str) -> None:
         assert changed([shard], {}) == {}
 
 
-def test_a_name_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+def test_duplicate_column_names_are_refused(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_arrays([pa.array([1]), pa.array([2])], ["n", "n"]), tmp_path / "s.parquet")
-    with pytest.raises(JobError, match=r"s\.parquet: 2 columns are called 'n'; expected one of each name"):
+    with pytest.raises(JobError, match=r"s\.parquet: 2 columns are called 'n'; expected unique names"):
         find_shards([str(tmp_path)], {})
 
 
 def write(folder: Path, *columns: pa.Array | pa.Table) -> list[pa.Table]:
-    """A shard of each column; what a run reads of them."""
+    """Write a shard per column, and return what a run reads from them."""
     for i, column in enumerate(columns):
         table = column if isinstance(column, pa.Table) else pa.table({"x": column})
         pq.write_table(table, folder / f"{i}.parquet")
@@ -92,8 +94,8 @@ def write(folder: Path, *columns: pa.Array | pa.Table) -> list[pa.Table]:
     return tables
 
 
-def test_shards_that_differ_in_what_may_be_null_are_one_input(tmp_path: Path) -> None:
-    """They passed the plan, and failed in every run after decoding."""
+def test_shards_may_differ_in_nullability(tmp_path: Path) -> None:
+    """In fields, list elements and struct members."""
     inner = pa.struct([pa.field("a", pa.string(), nullable=False)])
     strict = pa.schema([pa.field("x", pa.list_(pa.field("element", inner, nullable=False)), nullable=False)])
     loose = pa.schema({"x": pa.list_(pa.struct({"a": pa.string()}))})
@@ -109,13 +111,13 @@ def test_shards_that_differ_in_what_may_be_null_are_one_input(tmp_path: Path) ->
 TEXTS = [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())]
 
 
-def test_texts_are_one_type_however_they_are_laid_out(tmp_path: Path) -> None:
+def test_texts_of_any_layout_are_one_type(tmp_path: Path) -> None:
     tables = write(tmp_path, *(pa.array(["x"], kind) for kind in TEXTS), pa.nulls(1))
     assert [t["x"].to_pylist() for t in tables] == [["x"], ["x"], ["x"], ["x"], [None]]
     assert tables[0].schema.field("x").type == pa.large_string()
 
 
-def test_lists_and_structs_are_one_type_where_their_texts_are(tmp_path: Path) -> None:
+def test_lists_and_structs_of_texts_of_any_layout_are_one_type(tmp_path: Path) -> None:
     small = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
     large = pa.large_list(pa.struct({"role": pa.dictionary(pa.int8(), pa.string()), "content": pa.large_string()}))
     value = [[{"role": "user", "content": "Hi"}]]
@@ -127,13 +129,13 @@ def test_lists_and_structs_are_one_type_where_their_texts_are(tmp_path: Path) ->
     assert [t["x"].to_pylist() for t in tables] == [value, value]
 
 
-def test_columns_that_differ_in_more_are_refused(tmp_path: Path) -> None:
+def test_columns_of_different_types_are_refused(tmp_path: Path) -> None:
     for other in (pa.array(["1"]), pa.array([1.0]), pa.array([[1]])):
         with pytest.raises(JobError, match=r"1\.parquet: column 'x' is .*, but int64 in .*0\.parquet"):
             write(tmp_path, pa.array([1]), other)
 
 
-def test_a_new_shard_is_read_as_the_type_that_was_planned(tmp_path: Path) -> None:
+def test_a_new_shard_is_read_with_the_planned_types(tmp_path: Path) -> None:
     write(tmp_path, pa.array(["a"]))
     shards, schema = find_shards([str(tmp_path)], {})
     plan = Plan(shards, 8, None, encode_schema(schema))
@@ -146,7 +148,7 @@ def test_a_new_shard_is_read_as_the_type_that_was_planned(tmp_path: Path) -> Non
         find_shards([str(tmp_path)], {}, plan)
 
 
-def test_what_is_no_parquet_file_is_named(tmp_path: Path) -> None:
+def test_an_invalid_parquet_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "s.parquet").write_bytes(b"no shard at all, " * 9)
     with pytest.raises(JobError, match=r"s\.parquet: not a Parquet file \(Parquet magic bytes not found"):
         find_shards([str(tmp_path)], {})

@@ -1,4 +1,4 @@
-"""The input is a snapshot: another version of a shard is noticed, and the same bytes are no other version."""
+"""The input is a snapshot: a changed shard is noticed, and the same bytes written again are not a change."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,9 @@ import pytest
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input import reading, snapshot
 from exspec.pipeline.input.plan import Plan
-from exspec.pipeline.input.shards import Since, Unreadable, changed, find_shards, read_ranges
+from exspec.pipeline.input.reading import Unreadable, read_ranges
+from exspec.pipeline.input.shards import Since, find_shards
+from exspec.pipeline.input.snapshot import changed
 from exspec.pipeline.storage import etag
 
 
@@ -31,8 +33,8 @@ def planned(path: Path) -> Plan:
     return Plan(shards, 8)
 
 
-def test_the_same_bytes_written_anew_are_no_change(shard_file: Path) -> None:
-    """Once a `touch` made the job start over."""
+def test_the_same_bytes_written_again_are_not_a_change(shard_file: Path) -> None:
+    """Nor is another modification time."""
     plan = planned(shard_file)
     os.utime(shard_file, (1, 1))
     content = shard_file.read_bytes()
@@ -49,18 +51,16 @@ def test_other_bytes_of_the_same_size_are_a_change(shard_file: Path) -> None:
     write(shard_file, 5000)
     assert shard_file.stat().st_size == size
     again, _ = find_shards([str(shard_file.parent)], {}, plan)
-    with pytest.raises(
-        JobError, match=rf"planned shard has changed \(20 rows and {size} bytes, but others than then\)"
-    ):
+    with pytest.raises(JobError, match=rf"planned shard has changed \(20 rows and {size} bytes, but other content\)"):
         plan.extended(again)
     assert changed(plan.shards, {}) == {
-        "s.parquet": f"has changed since it was planned ({size} bytes, but others than then)"
+        "s.parquet": f"has changed since it was planned ({size} bytes, but other content)"
     }
     late, _ = find_shards([str(shard_file.parent)], {}, plan, Since(plan, {"s.parquet"}, None))
-    assert late == again, "a settled shard with other bytes is not passed over"
+    assert late == again, "a settled shard with other bytes is not skipped"
 
 
-def test_a_resumed_run_does_not_read_files_whose_stamp_is_the_same(
+def test_a_resumed_run_does_not_read_files_with_the_same_stamp(
     shard_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = planned(shard_file)
@@ -73,9 +73,9 @@ def test_a_resumed_run_does_not_read_files_whose_stamp_is_the_same(
     assert changed(plan.shards, {}) == {}
 
 
-def test_no_rows_of_another_version_are_read(shard_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rewritten between two ranges, with as many rows in as many bytes."""
-    monkeypatch.setattr(reading, "AT_ONCE", 0)  # or all would have been fetched before
+def test_no_rows_of_a_changed_shard_are_read(shard_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is rewritten between two ranges, with the same number of rows and bytes."""
+    monkeypatch.setattr(reading, "AT_ONCE", 0)  # else all row groups are fetched together
     (shard,) = planned(shard_file).shards
     found = read_ranges(shard, [(0, 5), (5, 5), (10, 10)], None, {})
     first = next(found)
@@ -87,9 +87,7 @@ def test_no_rows_of_another_version_are_read(shard_file: Path, monkeypatch: pyte
     assert all(isinstance(r, Unreadable) and "has changed since it was planned" in r.reason for r in rest)
 
 
-def test_rows_fetched_while_a_shard_is_rewritten_are_not_given(
-    shard_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_fetched_while_a_shard_is_rewritten_are_dropped(shard_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (shard,) = planned(shard_file).shards
     fetch = reading.Bytes._fetch
 
@@ -103,7 +101,7 @@ def test_rows_fetched_while_a_shard_is_rewritten_are_not_given(
     assert isinstance(item, Unreadable)
 
 
-def test_a_shard_that_is_gone_says_so_at_once(shard_file: Path) -> None:
+def test_a_missing_shard_is_reported_at_once(shard_file: Path) -> None:
     (shard,) = planned(shard_file).shards
     shard_file.unlink()
     assert list(read_ranges(shard, [(0, 5), (5, 5)], None, {})) == [Unreadable("has vanished since it was planned")] * 2
@@ -122,11 +120,11 @@ def test_a_shard_that_is_gone_says_so_at_once(shard_file: Path) -> None:
         ({}, ""),
     ],
 )
-def test_what_follows_from_the_content_tells_a_change_first(info: dict[str, Any], expected: str) -> None:
+def test_digests_of_the_content_come_first(info: dict[str, Any], expected: str) -> None:
     assert etag(info) == expected
 
 
-def test_where_there_is_only_a_time_the_time_tells() -> None:
+def test_without_a_digest_the_time_counts() -> None:
     memory = fsspec.filesystem("memory")
     memory.pipe_file("/snapshot/s.parquet", b"")
     with memory.open("/snapshot/s.parquet", "wb") as file:

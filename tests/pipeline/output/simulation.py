@@ -1,13 +1,13 @@
-"""Several processes on one store in memory, in every order of their steps, with the code that they really run.
+"""Runs several processes on one store in memory, in every order of their steps, with the real code.
 
-Between two requests to the store a process sees nothing of the others, and it draws no number and no time of its own:
-so it is a function of the answers that it got, and what it does next is a node of a tree that branches by answers. A
-moment of all together is then the content of the store and one node for each process, and the moments make a graph
-whose paths are the schedules. Each moment is visited once, however many paths lead there. A process is brought to a
-node by running it from its start with the answers on the way, so nothing has to switch between processes; it then runs
-on by itself as far as it can, for its steps alone are a path of the graph too.
+Between two requests to the store a process sees nothing of the others, and random names and times are replaced. So a
+process is a function of the answers that it got, and its states are the nodes of a tree that branches by answers. A
+moment is the content of the store and one node per process. The moments form a graph whose paths are the schedules.
+Each moment is visited once, whatever the number of paths to it. To bring a process to a node, it runs from the start
+with the answers on the path, so nothing has to switch between processes. It then runs on alone as far as it can: its
+steps alone are a path of the graph too.
 
-A process that is killed is one that takes no further step; one that is taken for dead takes some later.
+A killed process takes no further step. A process that is wrongly considered dead takes some later.
 """
 
 import itertools
@@ -26,29 +26,29 @@ from exspec.pipeline.output.state import TABLES
 from exspec.pipeline.storage import STAGED
 
 T = TypeVar("T")
-Request = tuple[Any, ...]  # what is asked for, then the paths that it is about, then content
-GONE, AGAIN, BROKEN = "gone", "again", "broken"  # answers: no such file, the client tries again, it gives up
+Request = tuple[Any, ...]  # the kind of request, then paths, then content
+GONE, AGAIN, BROKEN = "gone", "again", "broken"  # answers: no such file; the client retries; the client gives up
 FAULTS = ("lost", "lost for good", "late", "late for good", "twice")
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # names of processes
-CHANGES = {"create", "put", "write", "copy", "remove"}  # a rename on a disk is not sent anywhere
+CHANGES = {"create", "put", "write", "copy", "remove"}  # a rename on a local disk is not sent over a network
 
 
 class Halt(BaseException):
-    """The process takes no further step, now or ever."""
+    """The process takes no further step."""
 
 
 def halt() -> None:
-    """Kill the process that is at work."""
+    """Kill the current process."""
     current.halted = True
     raise Halt
 
 
 class ViolationError(AssertionError):
-    """What may never be seen was seen. The message tells how to see it again."""
+    """An invariant is violated. The message has the schedule to replay."""
 
 
 def change(files: dict[str, bytes], request: Request) -> Any:
-    """Do what is asked for; returns the answer of the store."""
+    """Execute a request; returns the answer of the store."""
     kind, path, *rest = request
     if kind == "sizes":
         below = path + "/"
@@ -72,7 +72,7 @@ def change(files: dict[str, bytes], request: Request) -> Any:
 
 
 class Process:
-    """One who is at work on the store: a program, and the answers that he gets. letter: his name."""
+    """A process: a program, and the answers that it gets. letter: its name."""
 
     def __init__(self, letter: str, program: Callable[[], Any], ask: Callable[[Request], Any]) -> None:
         self.letter, self.program, self._ask = letter, program, ask
@@ -88,12 +88,12 @@ class Process:
             raise
 
     def name(self) -> str:
-        """What nobody else is called, the letter first."""
+        """A unique name that begins with the letter."""
         self.names += 1
         return f"{self.letter}{self.names:02d}abcdef"
 
     def run(self) -> tuple[str, Any] | None:
-        """How the program ended: ("returned", what) or (name of the exception, the exception); None where it halted."""
+        """How the program ended: ("returned", value) or (name of the exception, its text); None if it halted."""
         global current
         before, current = current, self
         Table.recycle()
@@ -108,7 +108,7 @@ class Process:
 
 
 class Table(sqlite3.Connection):
-    """A table of files that is used again, for most of the time of a small one is that of making it."""
+    """A table of files that is reused, because creating one takes most of the time."""
 
     free: ClassVar[list["Table"]] = []
     used: ClassVar[list["Table"]] = []
@@ -123,7 +123,7 @@ class Table(sqlite3.Connection):
 
     @classmethod
     def recycle(cls) -> None:
-        """Take back the tables of processes that are at no work any more."""
+        """Reclaim the tables of processes that have stopped."""
         while cls.used:
             cls.free.append(cls.used.pop())
             cls.free[-1].executescript(EMPTY)
@@ -139,7 +139,7 @@ current: Process = Process("?", lambda: None, lambda _: None)
 
 
 class MemoryFolder:
-    """A `Folder` whose every request is one step of the process that is at work. Tries again as `Folder` does."""
+    """A `Folder` whose requests are steps of the current process. It retries as `Folder` does."""
 
     def __init__(self, url: str, options: dict[str, Any] | None = None) -> None:
         self.url, self.options = url, options or {}
@@ -208,7 +208,7 @@ class MemoryFolder:
 
 @contextmanager
 def imitated() -> Iterator[None]:
-    """Names, times and owners are functions of the process that is at work, and its folders lie in memory."""
+    """Replace names, times and owners by functions of the current process, and folders by memory."""
     clock = types.SimpleNamespace(
         time=lambda: 0.0, sleep=lambda _: None, strftime=lambda *_: "then", gmtime=lambda _: 0, localtime=lambda _: 0
     )
@@ -233,7 +233,7 @@ def imitated() -> Iterator[None]:
 
 
 class Node:
-    """What a process has come to by the answers it got: its next request, or how it ended."""
+    """The state of a process after the answers that it got: its next request, or how it ended."""
 
     __slots__ = ("above", "answer", "ended", "following", "letter", "request", "steps")
 
@@ -262,8 +262,8 @@ Store = tuple[tuple[str, bytes], ...]
 
 
 class Step(NamedTuple):
-    """What a request leads to: the store and the node after it. settled: its answer can never be another, and nobody
-    notices it, so that whoever may take such a step need not wait for others.
+    """The store and the node after a request. settled: the answer cannot change and no other process notices the
+    request, so the step can be taken at once.
     """
 
     store: int
@@ -272,9 +272,9 @@ class Step(NamedTuple):
 
 
 class World:
-    """The contents that a store has had, by number, what requests make of them, and the nodes of the processes.
+    """The contents of the store, by number, the effects of requests, and the nodes of the processes.
 
-    programs: of the processes, whose letters are A, B and so on.
+    programs: of the processes A, B and so on.
     """
 
     def __init__(self, programs: Iterable[Callable[[], Any]]) -> None:
@@ -320,7 +320,7 @@ class World:
         return tuple(self.roots.values())
 
     def step(self, node: Node, answer: int, store: int) -> Node:
-        """What the process has come to with one more answer, in a store that is now this."""
+        """The node of the process after one more answer, with the store as it is then."""
         following = node.following.get(answer)
         if following is None:
             following = node.child(answer)
@@ -328,7 +328,7 @@ class World:
         return following
 
     def _execute(self, node: Node, store: int) -> None:
-        """Bring a process to a node by the answers on the way, and let it run on by itself from there."""
+        """Bring a process to a node by the answers on its path, and let it run on alone from there."""
         self.ran += 1
         answers, at, now = node.answers(), self.roots[node.letter], store
         given = iter(answers)
@@ -353,15 +353,16 @@ class World:
 
 
 def alone(letter: str, program: Callable[[], Any], files: dict[str, bytes]) -> tuple[str, Any] | None:
-    """Run a program on a store from its start to its end, with nobody beside it."""
+    """Run a program on a store from start to end, without other processes."""
     return Process(letter, program, lambda request: request[0] == "dead" or change(files, request)).run()
 
 
 class Moment(NamedTuple):
-    """Where all are. sent: requests that are under way and may come at any time. last: who took the last step.
+    """The state of store and processes. sent: delayed requests, which may arrive at any time. last: the process that
+    took the last step.
 
-    faults, switches: how many more there may be; a switch is one away from a process that could go on. Without a bound
-    to them (-1) nobody asks for the last.
+    faults, switches: how many more are allowed. A switch leaves a process that could go on. -1 means no limit, and then
+    `last` does not matter.
     """
 
     store: int
@@ -374,21 +375,21 @@ class Moment(NamedTuple):
 
 
 class Check(Protocol):
-    """What has to hold; each raises AssertionError where it does not."""
+    """The invariants. Each method raises AssertionError if one is violated."""
 
     def changed(self, before: Store, after: Store, letter: str) -> None:
-        """A request changed the store; the letter is that of who sent it."""
+        """A request of the process `letter` changed the store."""
 
     def ended(self, store: Store, letter: str, ended: tuple[str, Any]) -> None:
         """A process ended."""
 
     def left(self, store: Store) -> None:
-        """All were killed now."""
+        """All processes were killed now."""
 
 
 @dataclass
 class Explored:
-    """moments: those visited. schedules: the paths through them, from the start to an end, each different."""
+    """moments: number of visited moments. schedules: number of different paths from the start to an end."""
 
     moments: int = 0
     schedules: int = 0
@@ -403,7 +404,7 @@ Link = tuple[Any, str] | None
 
 @dataclass
 class Explorer:
-    """Goes through the schedules of a world. every: of how many contents of the store one is checked by `left`."""
+    """Explores the schedules of a world. every: `left` checks one of so many contents of the store."""
 
     world: World
     check: Check
@@ -414,16 +415,16 @@ class Explorer:
     _left: set[int] = field(default_factory=set)
 
     def all(self, moment: Moment) -> Explored:
-        """Every schedule from a moment on."""
+        """Explore every schedule from a moment on."""
         found = Explored()
         level: dict[Moment, list[Any]] = {moment: [1, None]}
         while level:
             following: dict[Moment, list[Any]] = {}
             for at, (paths, link) in level.items():
-                ways = self.ways(at, link)
+                next_steps = self.steps(at, link)
                 found.moments += 1
-                found.schedules += 0 if ways else paths
-                for name, new in ways:
+                found.schedules += 0 if next_steps else paths
+                for name, new in next_steps:
                     if new in following:
                         following[new][0] += paths
                     else:
@@ -433,48 +434,48 @@ class Explorer:
         return found
 
     def one(self, moment: Moment, random: Random) -> None:
-        """One schedule, in which a process mostly goes on for a while, and few things go wrong."""
+        """Follow a random schedule with few switches and few faults."""
         link: Link = None
-        while ways := self.ways(moment, link):
-            plain = [way for way in ways if way[0] in LETTERS]
-            same = [way for way in plain if way[0] == link[1]] if link else []
-            wrong = [way for way in ways if way not in plain]
+        while next_steps := self.steps(moment, link):
+            plain = [step for step in next_steps if step[0] in LETTERS]
+            same = [step for step in plain if step[0] == link[1]] if link else []
+            wrong = [step for step in next_steps if step not in plain]
             some = same if same and random.random() < 0.9 else plain
             name, moment = random.choice(some if some and (not wrong or random.random() < 0.98) else wrong)
             link = (link, name)
 
     def replay(self, moment: Moment, schedule: str) -> Moment:
-        """Take the steps of a schedule, as the message of a violation tells it, and print them."""
+        """Take the steps of a schedule, from the message of a violation, and print them."""
         link: Link = None
         for name in unfolded(schedule):
-            ways = dict(self.ways(moment, link))
-            if name not in ways:
-                raise AssertionError(f"{name!r} is no step here; there are {sorted(ways)}")
+            next_steps = dict(self.steps(moment, link))
+            if name not in next_steps:
+                raise AssertionError(f"{name!r} is not a step here; expected one of {sorted(next_steps)}")
             node = moment.nodes[LETTERS.index(name[0])] if name[0].isupper() else None
             print(f"{name:8} {shortened(node.request) if node else ''}")
-            link, moment = (link, name), ways[name]
+            link, moment = (link, name), next_steps[name]
         return moment
 
-    def ways(self, at: Moment, link: Link = None) -> list[tuple[str, Moment]]:
-        """The steps that may be taken now: their names, and where they lead."""
+    def steps(self, at: Moment, link: Link = None) -> list[tuple[str, Moment]]:
+        """The possible steps: their names, and the moments after them."""
         able = [i for i, node in enumerate(at.nodes) if node.ended is None and i not in at.killed]
         steps = [self._step(at, i, link) for i in able]
         for i, step in zip(able, steps, strict=True):
             if step.settled:
                 return [(LETTERS[i], self._moment(at, i, step.store, step.node, at.last))]
-        ways = []
+        next_steps = []
         for i, step in zip(able, steps, strict=True):
             switched = at.last != i and at.last in able
             if switched and at.switches == 0:
                 continue
-            ways.append((LETTERS[i], self._moment(at, i, step.store, step.node, i, switched)))
+            next_steps.append((LETTERS[i], self._moment(at, i, step.store, step.node, i, switched)))
             if at.faults:
-                ways.extend(self._faults(at, i, link, switched))
+                next_steps.extend(self._faults(at, i, link, switched))
         if at.sent:
-            ways.extend(self._late(at, n, request, link) for n, request in enumerate(at.sent))
+            next_steps.extend(self._late(at, n, request, link) for n, request in enumerate(at.sent))
         if self.kills:
-            ways.extend((f"kill {LETTERS[i]}", at._replace(killed=at.killed | {i})) for i in able)
-        return ways
+            next_steps.extend((f"kill {LETTERS[i]}", at._replace(killed=at.killed | {i})) for i in able)
+        return next_steps
 
     def _step(self, at: Moment, i: int, link: Link) -> Step:
         node = at.nodes[i]
@@ -513,35 +514,35 @@ class Explorer:
         if request[0] not in CHANGES:
             return
         store, answer = self.world.effect(at.store, request)
-        # A put has a name of its own at every try. What is left: one that comes twice, the second time when the file
-        # was moved, with an owner who slept between his entry and his move, and moves it again when it is dead.
+        # A put has a new name at every attempt. Not covered: a put that arrives twice, the second time after the file
+        # was moved, with an owner that paused between its entry and its move, and moves the file when it is obsolete.
         for fault in FAULTS if request[0] != "put" else FAULTS[:-1]:
             name = f"{LETTERS[i]} {fault}"
-            told = answer if fault == "twice" else self.world.value(BROKEN if "for good" in fault else AGAIN)
+            received = answer if fault == "twice" else self.world.value(BROKEN if "for good" in fault else AGAIN)
             sent = at.sent if "lost" in fault else tuple(sorted([*at.sent, request]))
             after = at.store if "late" in fault else store
-            new = self._follow(node, at.store, after, told, (link, name))
+            new = self._follow(node, at.store, after, received, (link, name))
             yield name, self._moment(at, i, after, new, i, switched)._replace(sent=sent, faults=at.faults - 1)
 
     def _late(self, at: Moment, n: int, request: Request, link: Link) -> tuple[str, Moment]:
         store, _ = self.world.effect(at.store, request)
         name = f"late {n}"
-        self._look(at.store, store, "?", (link, name))
+        self._check_change(at.store, store, "?", (link, name))
         return name, at._replace(store=store, sent=at.sent[:n] + at.sent[n + 1 :])
 
     def _follow(self, node: Node, before: int, after: int, answer: int, link: Link) -> Node:
         assert node.request is not None
-        self._look(before, after, node.letter, link)
+        self._check_change(before, after, node.letter, link)
         new = self.world.step(node, answer, after)
         if new.ended is not None:
-            with self._telling(link):
+            with self._annotated(link):
                 self.check.ended(self.world.stores[after], node.letter, new.ended)
         return new
 
-    def _look(self, before: int, after: int, letter: str, link: Link) -> None:
+    def _check_change(self, before: int, after: int, letter: str, link: Link) -> None:
         if before == after or (before, after, letter) in self._changes:
             return
-        with self._telling(link):
+        with self._annotated(link):
             stores = self.world.stores
             self.check.changed(stores[before], stores[after], letter)
             self._changes.add((before, after, letter))
@@ -550,7 +551,7 @@ class Explorer:
                 self.check.left(stores[after])
 
     @contextmanager
-    def _telling(self, link: Link) -> Iterator[None]:
+    def _annotated(self, link: Link) -> Iterator[None]:
         try:
             yield
         except AssertionError as error:
@@ -558,7 +559,7 @@ class Explorer:
 
 
 def folded(link: Link) -> str:
-    """A schedule in words: each step with how often it was taken."""
+    """A schedule as text: each step with the number of times that it was taken."""
     names = []
     while link is not None:
         link, name = link

@@ -1,4 +1,4 @@
-"""What chunks are told of their engine, whose statistics grow while several of them are at work."""
+"""Prefill counts of chunks, which share the statistics of an engine."""
 
 from collections import Counter
 from typing import Any
@@ -13,7 +13,7 @@ SHARD = Shard("a.parquet", "a.parquet", 100, 1, "1")
 
 
 class Kept:
-    """A writer that keeps what is committed."""
+    """A writer that records commits."""
 
     def __init__(self) -> None:
         self.files: list[File] = []
@@ -24,24 +24,24 @@ class Kept:
 
 def result(first: int, actor: str, prefill: int, found: int, set_aside: str = "") -> dict[str, Any]:
     chunk = Chunk(SHARD, 0, first, 8)
-    told = Summary(0, first, 8, 0, 0, 0, [], [], 0, 0, {}, actor, {}, 0.0, 1.0, 1)
+    summary = Summary(0, first, 8, 0, 0, 0, [], [], 0, 0, {}, actor, {}, 0.0, 1.0, 1)
     engine = EngineStatistics(prefill_tokens=prefill, cached_tokens=found)
-    file = vars(File("", f"staged-{first}", 1, "", 1, [told])) | {"chunks": [vars(told)]}
+    file = vars(File("", f"staged-{first}", 1, "", 1, [summary])) | {"chunks": [vars(summary)]}
     return {"task": Task(chunk), "actor": actor, "engine": engine, "set_aside": set_aside, "file": file}
 
 
 def test_the_sums_over_chunks_are_what_the_engines_did() -> None:
-    """Of two actors, one of which has a chunk set aside, and a result that overtakes an earlier one."""
+    """With two actors, a chunk that is set aside, and a result that overtakes an earlier one."""
     writer = Kept()
     collector = Collector(writer, Counter())  # type: ignore[arg-type]
-    for come in (
+    for received in (
         result(0, "a", 100, 0),
         result(8, "b", 70, 30),
         result(24, "a", 180, 120, set_aside="why"),
         result(32, "a", 260, 240),
         result(16, "a", 200, 150),
     ):
-        collector.add(come)
+        collector.add(received)
     collector.flush()
-    told = {s.first: (s.prefill_tokens, s.found_tokens) for file in writer.files for s in file.chunks}
-    assert told == {0: (100, 0), 8: (70, 30), 32: (160, 240), 16: (0, 0)}
+    counts = {s.first: (s.prefill_tokens, s.found_tokens) for file in writer.files for s in file.chunks}
+    assert counts == {0: (100, 0), 8: (70, 30), 32: (160, 240), 16: (0, 0)}

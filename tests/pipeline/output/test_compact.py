@@ -1,10 +1,10 @@
-"""Compaction: the same rows in fewer files, at no moment a row twice, and a kill anywhere costs nothing."""
+"""Compaction: the same rows in fewer files. No row is ever there twice, and a kill at any point loses nothing."""
 
 import json
 import random
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 import s3fs
-from moto.server import ThreadedMotoServer
 from typer.testing import CliRunner
 
 from exspec.actors.generator import Origin
@@ -41,12 +40,10 @@ SCHEMA = 16_000  # bytes of a footer beside the summaries, at most
 
 @pytest.fixture(scope="module")
 def finished(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished job of nine parts, and its input; to be copied, not changed."""
+    """A finished job of nine parts, and its input. Tests copy it."""
     place = tmp_path_factory.mktemp("finished")
-    jobs.write_shards(place / "in", rows=ROWS)
-    job = jobs.job(pair, place / "in", place / "out")
     with in_process():
-        assert execute(prepare(job), load=jobs.RefusingLoader(jobs.prompt(REFUSED))) == 0
+        assert jobs.run(pair, place, ROWS, jobs.RefusingLoader(jobs.prompt(REFUSED))) == 0
     return place
 
 
@@ -56,8 +53,16 @@ def place(finished: Path, tmp_path: Path) -> Path:
 
 
 def visible(out: Path | str) -> pa.Table:
-    """What a reader of the folder sees."""
+    """The rows that a reader of the folder sees."""
     return pq.read_table(out)
+
+
+def visible_ids(out: Path) -> list[str]:
+    return list(visible(out)["id"].to_pylist()) if files(out) else []
+
+
+def assert_unique(ids: list[str]) -> None:
+    assert len(ids) == len(set(ids)), "a row occurs twice"
 
 
 def files(out: Path) -> list[str]:
@@ -68,13 +73,8 @@ SEEN = ["shard", "row", "id", "completion", "error", "accepted_by_position"]
 
 
 def by_contents(folder: Folder) -> list[dict[str, Any]]:
-    """What the job's own readers see, in the plan's order."""
+    """The rows that exspec's own readers see, in the plan's order."""
     return [row for table in tables(read_output(folder), SEEN) for row in table.to_pylist()]
-
-
-def run(pair: Pair, place: Path, **options: Any) -> int:
-    job = jobs.job(pair, place / "in", place / "out")
-    return execute(prepare(job), load=jobs.ArithmeticLoader(), **options)
 
 
 @pytest.mark.parametrize("target", [SMALL, LARGE])
@@ -96,7 +96,7 @@ def test_a_reader_finds_the_same_rows_in_the_same_order(place: Path, target: int
 
 
 def write_output(out: Path, chunks: int, text: int) -> None:
-    """A finished output with one part a chunk of eight rows, each with so many characters that do not compress."""
+    """A finished output of parts of eight rows. text: incompressible characters per row."""
     shard = Shard("s.parquet", "file:///in/s.parquet", 8 * chunks, 1, "")
     folder = Folder(str(out))
     with take(Output(folder), "run") as writer:
@@ -116,7 +116,7 @@ def write_output(out: Path, chunks: int, text: int) -> None:
 
 
 def test_files_come_close_to_the_target(tmp_path: Path) -> None:
-    """And so they do when the output was compacted to smaller files before; memory holds row groups, not files."""
+    """Also if the output was compacted to smaller files before. Memory holds row groups, not files."""
     out = tmp_path / "out"
     write_output(out, chunks=100, text=8000)
     before = visible(out)
@@ -133,7 +133,7 @@ def test_files_come_close_to_the_target(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_second_compaction_has_nothing_to_do(tmp_path: Path, seed: int) -> None:
-    """Whatever the sizes of parts and target, and after the input has grown."""
+    """For any sizes of parts and target."""
     draw = random.Random(seed)
     out = tmp_path / "out"
     write_output(out, chunks=draw.randrange(2, 40), text=draw.choice([10, 500, 3000]))
@@ -144,34 +144,34 @@ def test_a_second_compaction_has_nothing_to_do(tmp_path: Path, seed: int) -> Non
     assert visible(out).equals(before)
 
 
-def test_a_target_too_small_for_two_leaves_all_as_it_is(place: Path) -> None:
+def test_a_target_too_small_for_two_files_changes_nothing(place: Path) -> None:
     before = {p: p.stat().st_mtime_ns for p in (place / "out").glob("part-*")}
     assert compact(Folder(str(place / "out")), 1000) == Compacted(9, 9, 0)
     assert {p: p.stat().st_mtime_ns for p in (place / "out").glob("part-*")} == before
 
 
 def test_the_last_file_grows_with_the_output(pair: Pair, place: Path, capsys: Any) -> None:
-    """A grown input adds its own chunks and runs no other again; compacted again, the rows are in one file."""
+    """New shards add their chunks, and no other chunk runs again. After compaction the rows are in one file."""
     out = place / "out"
     compact(Folder(str(out)), LARGE)
-    assert run(pair, place) == 0
+    assert jobs.run(pair, place) == 0
     assert "nothing to do: all 60 rows" in capsys.readouterr().out
     (merged,) = out.glob("part-*")
     then = merged.stat().st_mtime_ns
     table = pq.read_table(place / "in" / "shard-0.parquet")
     pq.write_table(table.set_column(0, "key", pa.array(range(100, 120))), place / "in" / "shard-9.parquet")
-    assert run(pair, place) == 0
+    assert jobs.run(pair, place) == 0
     assert merged.stat().st_mtime_ns == then
     assert len(files(out)) == 1 + 3
     before = visible(out)
     assert compact(Folder(str(out)), LARGE) == Compacted(4, 1, 1)
     assert visible(out).equals(before)
     assert visible(out).num_rows == 80
-    assert run(pair, place) == 0
+    assert jobs.run(pair, place) == 0
     assert "nothing to do: all 80 rows" in capsys.readouterr().out
 
 
-def test_the_report_is_that_of_the_parts(place: Path) -> None:
+def test_the_report_stays_the_same(place: Path) -> None:
     folder = Folder(str(place / "out"))
     before = rebuild(read_output(folder)).figures()
     compact(folder, SMALL)
@@ -179,12 +179,12 @@ def test_the_report_is_that_of_the_parts(place: Path) -> None:
 
 
 def test_an_error_row_in_a_merged_file_is_decoded_again(pair: Pair, place: Path) -> None:
-    """Its neighbours stay as they are, and all stay in one file."""
+    """Other rows stay as they are, and all rows stay in one file."""
     out = place / "out"
     compact(Folder(str(out)), LARGE)
     before = visible(out).to_pylist()
     assert [r["id"] for r in before if r["error"]] == [str(REFUSED)]
-    assert run(pair, place, retry_errors=True) == 0
+    assert jobs.run(pair, place, retry_errors=True) == 0
     after = visible(out).to_pylist()
     assert len(files(out)) == 1
     assert [r for r in after if r["id"] != str(REFUSED)] == [r for r in before if r["id"] != str(REFUSED)]
@@ -201,7 +201,7 @@ class Killed(BaseException):
 
 
 class Reaper:
-    """Lets `left` operations on storage happen; then, and ever after, nothing happens any more."""
+    """Allows `left` storage operations. All later ones raise Killed."""
 
     def __init__(self, left: int) -> None:
         self.left, self.lock = left, threading.Lock()
@@ -221,7 +221,7 @@ class Reaper:
 
 
 def killed_after(operations: int, folder: Folder, action: Callable[[Folder], Any]) -> bool:
-    """Run the action on the folder until so many changes of storage were made; whether it was killed."""
+    """Run the action and kill it after this many changes of the store. Returns whether it was killed."""
     reaper = Reaper(operations)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lease.Lease, "_beat", lambda _: None)
@@ -241,30 +241,26 @@ def killed_after(operations: int, folder: Folder, action: Callable[[Folder], Any
 
 @pytest.fixture(autouse=True)
 def _the_killed_are_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is killed here is this very process, which lives on."""
+    """The killed process is this one, which is alive."""
     monkeypatch.setattr(lease, "dead", lambda *_: True)
 
 
-def assert_no_row_twice(ids: list[str]) -> None:
-    assert len(ids) == len(set(ids))
-
-
-def test_who_reads_half_of_it_leaves_no_threads(finished: Path, tmp_path: Path) -> None:
-    """Threads that wait for a generator to go on ended in a deadlock, where Python's collector closed it."""
+def test_a_reader_that_stops_leaves_no_threads(finished: Path, tmp_path: Path) -> None:
+    """A suspended generator with threads could deadlock when the garbage collector closes it."""
     here = Path(shutil.copytree(finished, tmp_path / "here"))
     before = set(threading.enumerate())
     half = tables(read_output(Folder(str(here / "out"))), SEEN)
     assert next(half).num_rows > 0
     assert set(threading.enumerate()) <= before
     with take(read_output(Folder(str(here / "out"))), "compact") as writer:
-        before = set(threading.enumerate())  # with the one that gives signs of life
+        before = set(threading.enumerate())  # including the heartbeat
         sources = _sources(writer, writer.state.names(), LARGE)
         assert next(sources).table is not None
         assert set(threading.enumerate()) <= before
 
 
 def test_killed_after_any_operation_nothing_is_lost(pair: Pair, finished: Path, tmp_path: Path) -> None:
-    """At every point: no row twice for a reader, all rows for the job's own; then compaction or a run puts it right."""
+    """At every point, no row is visible twice, and exspec reads all rows. Compaction or a run repairs the output."""
     before = visible(finished / "out")
     rows = by_contents(Folder(str(finished / "out")))
     seen = 0
@@ -274,13 +270,13 @@ def test_killed_after_any_operation_nothing_is_lost(pair: Pair, finished: Path, 
         if not killed_after(operations, folder, lambda f: compact(f, SMALL)):
             break
         found = visible(here / "out") if files(here / "out") else before.slice(0, 0)
-        assert_no_row_twice(found["id"].to_pylist())
+        assert_unique(found["id"].to_pylist())
         seen = max(seen, ROWS - found.num_rows)
         assert by_contents(folder) == rows
         assert rebuild(read_output(folder)).figures()["rows"] == ROWS
         if operations % 4 == 0:
             other = Path(shutil.copytree(here, tmp_path / f"{operations}-run"))
-            assert run(pair, other) == 0
+            assert jobs.run(pair, other) == 0
             assert visible(other / "out").equals(before)
             assert (other / "out" / "_SUCCESS").exists()
         compact(folder, SMALL)
@@ -288,13 +284,13 @@ def test_killed_after_any_operation_nothing_is_lost(pair: Pair, finished: Path, 
         assert (here / "out" / "_SUCCESS").exists()
         assert not list((here / "out" / "_staged").glob("*-*"))
     else:
-        pytest.fail("it never came to an end")
+        pytest.fail("it never ended")
     assert operations > 15
-    assert 0 < seen < ROWS, "of one file at a time"
+    assert 0 < seen < ROWS, "some rows are invisible while a file is moved"
 
 
 def test_killed_while_an_error_is_mended(finished: Path, tmp_path: Path) -> None:
-    """A retry of errors, killed at any point of its changes of files, and run again."""
+    """A retry of errors is killed after every operation, and run again."""
     merged = Path(shutil.copytree(finished, tmp_path / "merged"))
     compact(Folder(str(merged / "out")), LARGE)
     before = by_contents(Folder(str(merged / "out")))
@@ -315,7 +311,7 @@ def test_killed_while_an_error_is_mended(finished: Path, tmp_path: Path) -> None
         folder = Folder(str(here / "out"))
         if not killed_after(operations, folder, mended):
             break
-        assert_no_row_twice(visible_ids(here / "out"))
+        assert_unique(visible_ids(here / "out"))
         rows = by_contents(folder)
         assert [r["id"] for r in rows] == [r["id"] for r in before]
         if any(r["error"] for r in rows):
@@ -326,42 +322,36 @@ def test_killed_while_an_error_is_mended(finished: Path, tmp_path: Path) -> None
         assert len(visible_ids(here / "out")) == ROWS
         assert not list((here / "out" / "_staged").glob("*-*"))
     else:
-        pytest.fail("it never came to an end")
+        pytest.fail("it never ended")
     assert operations > 5
 
 
-def visible_ids(out: Path) -> list[str]:
-    if not files(out):
-        return []
-    return list(visible(out)["id"].to_pylist())
-
-
 def test_a_part_mended_after_the_kill_wins(pair: Pair, place: Path) -> None:
-    """What a killed compaction had staged is old once a retry has mended a part, and must not come back."""
+    """The staged file of a killed compaction must not replace a part that was mended since."""
     folder = Folder(str(place / "out"))
     killed_after(3, folder, lambda f: compact(f, LARGE))
-    assert run(pair, place, retry_errors=True) == 0
+    assert jobs.run(pair, place, retry_errors=True) == 0
     compact(folder, LARGE)
     assert not any(visible(place / "out")["error"].to_pylist())
 
 
 def test_a_file_that_was_replaced_and_comes_back_is_removed(pair: Pair, place: Path) -> None:
-    """As when somebody restores a folder from a copy: the log says that its rows are in another file."""
+    """As after restoring a folder from a backup: the log says that the rows are in another file."""
     out = place / "out"
     late = files(out)[4]
     content = (out / late).read_bytes()
     compact(Folder(str(out)), LARGE)
     (out / late).write_bytes(content)
     (out / "_SUCCESS").unlink()
-    assert run(pair, place) == 0
-    assert_no_row_twice(visible_ids(out))
+    assert jobs.run(pair, place) == 0
+    assert_unique(visible_ids(out))
     assert not (out / late).exists()
 
 
 def test_foreign_files_are_named_and_left_alone(pair: Pair, place: Path) -> None:
     (place / "out" / "mine.parquet").write_bytes(b"")
-    with pytest.raises(JobError, match=r"out: holds mine.parquet, which no run of this job wrote"):
-        run(pair, place)
+    with pytest.raises(JobError, match=r"out: has mine.parquet, which this job did not write"):
+        jobs.run(pair, place)
     assert (place / "out" / "mine.parquet").exists()
 
 
@@ -373,7 +363,7 @@ def test_an_unfinished_output_is_refused(place: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "text", "gone"])
 def test_a_damaged_file_is_decoded_again(pair: Pair, place: Path, capsys: Any, damage: str) -> None:
-    """Its size tells: a run puts it right, whatever else says that all is done."""
+    """A run notices the size and repairs it, even if the job is marked as done."""
     out = place / "out"
     compact(Folder(str(out)), LARGE)
     before = visible(out)
@@ -387,8 +377,8 @@ def test_a_damaged_file_is_decoded_again(pair: Pair, place: Path, capsys: Any, d
         with pytest.raises(JobError, match=rf"{merged.name}: .*run the job again") as error:
             list(tables(read_output(Folder(str(out))), None))
         assert "\n" not in str(error.value)
-    assert run(pair, place) == 0
-    assert f"{ROWS} rows were in files that are gone or damaged; they are decoded again" in capsys.readouterr().out
+    assert jobs.run(pair, place) == 0
+    assert f"{ROWS} rows were in files that are gone or damaged; decoding them again" in capsys.readouterr().out
     assert visible(out)["id"].equals(before["id"])
     assert not merged.exists()
 
@@ -427,25 +417,16 @@ def test_a_size_has_a_unit(place: Path, monkeypatch: pytest.MonkeyPatch, text: s
 
 
 @pytest.mark.parametrize("text", ["large", "-1", "0", "10 apples"])
-def test_a_size_that_is_none_is_refused(text: str) -> None:
+def test_an_invalid_size_is_refused(text: str) -> None:
     result = CliRunner().invoke(cli.app, ["compact", "out", "--target-size", text], env={"COLUMNS": "200"})
     assert result.exit_code == 2
     assert "is no size, expected bytes with a unit such as 256MiB" in result.stderr
 
 
-@pytest.fixture(scope="module")
-def store() -> Iterator[dict[str, Any]]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    endpoint = "http://{}:{}".format(*server.get_host_and_port())
-    yield {"endpoint_url": endpoint, "key": "testkey", "secret": "testsecret"}
-    server.stop()
-
-
 @pytest.mark.slow
-def test_killed_after_any_operation_on_object_storage(finished: Path, store: dict[str, Any]) -> None:
-    """There nothing can be renamed: a copy and a removal, and a kill between the two."""
-    fs = s3fs.S3FileSystem(**store, skip_instance_cache=True)
+def test_killed_after_any_operation_on_object_storage(finished: Path, moto: dict[str, Any]) -> None:
+    """Object storage has no rename, so a kill can come between copy and removal."""
+    fs = s3fs.S3FileSystem(**moto, skip_instance_cache=True)
     fs.mkdir("compact")
     before = visible(finished / "out")
 
@@ -456,17 +437,17 @@ def test_killed_after_any_operation_on_object_storage(finished: Path, store: dic
         return pa.concat_tables(tables).replace_schema_metadata() if tables else before.slice(0, 0)
 
     for operations in range(200):
-        folder = Folder(f"s3://compact/{operations}", store)
+        folder = Folder(f"s3://compact/{operations}", moto)
         for path in (p for p in (finished / "out").rglob("*") if p.is_file()):
             folder.write(path.relative_to(finished / "out").as_posix(), path.read_bytes())
         if not killed_after(operations, folder, lambda f: compact(f, SMALL)):
             break
-        assert_no_row_twice(read(folder)["id"].to_pylist())
+        assert_unique(read(folder)["id"].to_pylist())
         assert len(by_contents(folder)) == ROWS
         compact(folder, SMALL)
         assert read(folder).equals(before.replace_schema_metadata())
         assert folder.exists("_SUCCESS")
         assert not folder.names("_staged")
     else:
-        pytest.fail("it never came to an end")
+        pytest.fail("it never ended")
     assert operations > 15

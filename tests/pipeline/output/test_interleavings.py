@@ -1,5 +1,5 @@
-"""Whoever works on one output at the same time, in whatever order, is killed or wakes up again: a reader of the folder
-never sees a row twice, a marker beside missing rows or rows of two jobs, and the next run completes the job.
+"""Processes that work on one output at the same time, in any order, with kills and pauses. A reader of the folder never
+sees a row twice, rows of two jobs, or a marker while rows are missing. The next run completes the job.
 """
 
 import inspect
@@ -32,11 +32,11 @@ Rows = frozenset[tuple[int, int]]  # shard and row
 
 
 class RefusedError(JobError):
-    """The output is not one that this process may work on."""
+    """This process may not work on the output."""
 
 
 class NoLease:
-    """Signs of life that nobody looks for."""
+    """A heartbeat that is never checked."""
 
     def __init__(self, folder: Folder, nonce: str) -> None:
         pass
@@ -54,7 +54,7 @@ def dead(honest: bool) -> Callable[[Any, dict[str, Any]], bool]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where programs run. honest: they take no living process for a dead one."""
+    """Where programs run. honest: a live process is never considered dead."""
 
     local: bool = False
     backwards: bool = False
@@ -69,10 +69,10 @@ class Place:
 
 
 def encoded(job: str, settings: str, chunks: list[Chunk], errors: bool) -> tuple[bytes, list[Summary]]:
-    """A file of chunks as bytes, and what it tells of them. The first row of all may be one with an error."""
+    """The bytes of a file of chunks, and the summaries. errors: the very first row has an error."""
     rows = [(c.number, c.first + i) for c in chunks for i in range(c.rows)]
-    told = [[n, row, f"{settings}:{n}:{row}", errors and (n, row) == (0, 0)] for n, row in rows]
-    return json.dumps({"job": job, "rows": told}).encode(), [summary(c, errors) for c in chunks]
+    values = [[n, row, f"{settings}:{n}:{row}", errors and (n, row) == (0, 0)] for n, row in rows]
+    return json.dumps({"job": job, "rows": values}).encode(), [summary(c, errors) for c in chunks]
 
 
 def summary(chunk: Chunk, errors: bool) -> Summary:
@@ -89,13 +89,13 @@ def stage(writer: Writer, chunks: list[Chunk], errors: bool) -> File:
 def read_staged(folder: Folder, name: str) -> tuple[str, File] | None:
     try:
         content = folder.read(name)
-        told = json.loads(content)
-        rows = told["rows"]
+        loaded = json.loads(content)
+        rows = loaded["rows"]
     except (FileNotFoundError, KeyError):
         return None
     firsts = [(n, row, wrong) for n, row, _, wrong in rows if row % 2 == 0]
     chunks = [summary(Chunk(SHARDS[n], n, row, 2), wrong) for n, row, wrong in firsts]
-    return told["job"], File("", name, len(content), "", 1, chunks)
+    return loaded["job"], File("", name, len(content), "", 1, chunks)
 
 
 def run(
@@ -108,8 +108,8 @@ def run(
     broken: bool = False,
     hasty: bool = False,
 ) -> str:
-    """errors: a row cannot be decoded. broken: is killed when parts are staged, and one is committed. hasty: does not
-    look for what others staged.
+    """errors: a row cannot be decoded. broken: is killed after parts are staged and one is committed. hasty: does not
+    remove what others staged.
     """
     output = Output(place.folder).read()
     if not (restart or retry) and finished(output, plan):
@@ -138,7 +138,7 @@ def run(
             if broken:
                 simulation.halt()
             parts += [stage(writer, [chunk], errors) for chunk in missing[2:]]
-        finally:  # as the collector of what actors staged does
+        finally:  # like the collector
             flush(writer, parts, 3)
         if retry:
             mend(writer)
@@ -205,7 +205,7 @@ def compact(place: Place) -> str:
 
 
 def late_actor(place: Place) -> str:
-    """An actor whose owner died and who ends his part nevertheless. He read the identity of his job when he began."""
+    """An actor that stages a part after its owner has died. It read the job's id when it began."""
     output = Output(place.folder).read()
     if output.state.job is None or output.state.taken is None:
         return "left"
@@ -244,10 +244,10 @@ def started(start: str, place: Place) -> dict[str, bytes]:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a log tells, by an independent reading. shown: of every file its staged name and rows. plan: the rows to be.
+class LogState:
+    """The state after a log, implemented independently. shown: staged name and rows of every file. plan: all rows.
 
-    marked: job and rows as of the last entry that said done. clean: chunks that were decoded without an error.
+    marked: job and rows at the last entry `done`. clean: chunks that were decoded without an error.
     """
 
     job: str = ""
@@ -267,7 +267,7 @@ class Told:
     def complete(self) -> bool:
         return bool(self.job) and self.rows == self.plan
 
-    def then(self, entry: dict[str, Any]) -> "Told":
+    def then(self, entry: dict[str, Any]) -> "LogState":
         author, kind = entry["nonce"][0], entry["kind"]
         if kind == "take":
             return replace(self, owner=author)
@@ -276,7 +276,7 @@ class Told:
             return replace(self, owner="")
         if kind == "begin":
             plan = rows_of(entry["plan"]["shards"])
-            return Told(entry["job"], entry["description"]["settings"], plan, marked=self.marked, owner=author)
+            return LogState(entry["job"], entry["description"]["settings"], plan, marked=self.marked, owner=author)
         if kind == "extend":
             return replace(self, plan=self.plan | rows_of([s for _, s in entry["shards"]]), done="")
         if kind == "done":
@@ -285,7 +285,7 @@ class Told:
         assert kind == "swap"
         return self._swapped(entry)
 
-    def _swapped(self, entry: dict[str, Any]) -> "Told":
+    def _swapped(self, entry: dict[str, Any]) -> "LogState":
         shown, clean = dict(self.shown), set(self.clean)
         for name in entry["old"]:
             del shown[name]
@@ -295,7 +295,7 @@ class Told:
                 assert not (s["errors"] and place in clean), f"{place} has an error again"
                 clean |= set() if s["errors"] else {place}
             rows = frozenset((s["shard"], s["first"] + i) for s in new["chunks"] for i in range(s["rows"]))
-            assert not any(rows & other for _, other in shown.values()), f"rows of {new['name']} are told twice"
+            assert not any(rows & other for _, other in shown.values()), f"rows of {new['name']} are shown twice"
             shown[new["name"]] = (new["staged"], rows)
         return replace(self, shown=shown, clean=frozenset(clean), done="")
 
@@ -305,22 +305,19 @@ def rows_of(shards: list[dict[str, Any]]) -> Rows:
 
 
 class Invariants:
-    """What has to hold of the content of a store, of every change of it, and of those who end.
-
-    faulty: the store may fail, and so may its users.
-    """
+    """Invariants of the store, of every change, and of processes that end. faulty: the store may fail."""
 
     def __init__(self, place: Place, faulty: bool) -> None:
         self.place, self.faulty = place, faulty
         self.mended = 0
-        self._told: dict[tuple[bytes, ...], Told] = {(): Told()}
+        self._states: dict[tuple[bytes, ...], LogState] = {(): LogState()}
         self._files: dict[bytes, tuple[str, list[list[Any]]]] = {}
         self._asides: set[Store] = set()
 
-    def told(self, entries: tuple[bytes, ...]) -> Told:
-        if entries not in self._told:
-            self._told[entries] = self.told(entries[:-1]).then(json.loads(entries[-1]))
-        return self._told[entries]
+    def state(self, entries: tuple[bytes, ...]) -> LogState:
+        if entries not in self._states:
+            self._states[entries] = self.state(entries[:-1]).then(json.loads(entries[-1]))
+        return self._states[entries]
 
     def file(self, content: bytes) -> tuple[str, list[list[Any]]]:
         if content not in self._files:
@@ -329,24 +326,24 @@ class Invariants:
         return self._files[content]
 
     def changed(self, before: Store, after: Store, letter: str) -> None:
-        """No file comes that the log does not tell of, and none goes that it does; then what a reader sees."""
-        told = self.told(entries(after))
+        """Files appear only if the log shows them, and disappear only if it does not. Then check the readers."""
+        now = self.state(entries(after))
         there, here = dict(before), dict(after)
         for path in sorted(there.keys() ^ here.keys()):
             folder, _, name = path.partition("/")
             if folder != "out" or "/" in name:
                 continue
             if name == SUCCESS:
-                assert path in there or told.done, "the marker comes, and the log does not say done"
-                owner = letter == told.owner
-                assert path in here or not told.done or not owner, "the owner removes the marker of what is done"
+                assert path in there or now.done, "the marker appears, but the log has no done"
+                owner = letter == now.owner
+                assert path in here or not now.done or not owner, "the owner removes the marker of a finished job"
             elif name[0] == "_":
                 continue
             elif path in here:
-                assert name in told.shown, f"{name} comes, which the log does not tell of"
+                assert name in now.shown, f"{name} appears, but the log does not show it"
             else:
-                assert name not in told.shown, f"{name} goes, which the log tells of"
-        for name, (staged, _) in told.shown.items():
+                assert name not in now.shown, f"{name} disappears, but the log shows it"
+        for name, (staged, _) in now.shown.items():
             assert f"out/{name}" in here or f"out/{staged}" in here, f"{name} is nowhere"
         for folder in {path.partition("/")[0] for path in here}:
             self.read(after, folder)
@@ -361,22 +358,24 @@ class Invariants:
         jobs = {job for job, _ in found}
         assert len(jobs) < 2, f"{folder}: rows of jobs {jobs}"
         if SUCCESS in files:
-            marked = self.told(entries(store, folder)).marked
-            assert marked is not None, f"{folder}: a marker, and the log does not say done"
-            assert marked == (min(jobs, default=""), frozenset(places)), f"{folder}: a marker, and rows are missing"
+            marked = self.state(entries(store, folder)).marked
+            assert marked is not None, f"{folder}: a marker, but the log has no done"
+            assert marked == (min(jobs, default=""), frozenset(places)), f"{folder}: a marker, but rows are missing"
         return rows
 
     def ended(self, store: Store, letter: str, ended: tuple[str, Any]) -> None:
-        """Who says that the job is complete tells the truth, and nobody loses an output that nobody took."""
+        """A process returns complete only if it is, and loses the output only if another process took it."""
         log = entries(store)
         kinds = [(json.loads(e)["kind"], json.loads(e)["nonce"][0]) for e in log]
         took = kinds.index(("take", letter)) if ("take", letter) in kinds else len(log)
         lost = next((n for n in range(took + 1, len(log)) if kinds[n][0] == "take"), len(log))
         how, what = ended
         if how == "returned":
-            ends = [lost] if took < lost else range(len(log) + 1)  # who found it so never took it
-            then = [self.told(log[:end]) for end in ends]
-            assert what == "left" or any(t.done and t.complete for t in then), f"{letter} says complete, and it was not"
+            ends = [lost] if took < lost else range(len(log) + 1)  # it found the job complete and did not take it
+            then = [self.state(log[:end]) for end in ends]
+            assert what == "left" or any(t.done and t.complete for t in then), (
+                f"{letter}: complete, but rows were missing"
+            )
             if what == "complete" and "begin" in {kind for kind, _ in kinds[took:lost]}:
                 self.check_aside(store, f"-{took + 1}/")
         elif self.faulty:
@@ -384,13 +383,13 @@ class Invariants:
                 f"{how}: {what}"
             )
         elif how == "LostError":
-            assert lost < len(log), f"{letter} lost the output to nobody: {what}"
-            assert not self.place.honest, f"{letter} lives, and lost the output"
-        elif how not in ("RefusedError", "BusyError") and "holds no job" not in what:
+            assert lost < len(log), f"{letter} lost the output, but no process took it: {what}"
+            assert not self.place.honest, f"{letter} is alive, but lost the output"
+        elif how not in ("RefusedError", "BusyError") and "has no job" not in what:
             assert lost < len(log), f"{letter}, the owner, ended with {how}: {what}"
 
     def check_aside(self, store: Store, end: str) -> None:
-        """A job that was set aside is whole, and can be resumed there."""
+        """A job that was set aside is complete and can be resumed."""
         for folder in {path.partition("/")[0] for path, _ in store if end in path}:
             files = {f"out{p[len(folder) :]}": content for p, content in store if p.startswith(f"{folder}/")}
             aside = tuple(sorted(files.items()))
@@ -399,9 +398,9 @@ class Invariants:
                 self.left(aside)
 
     def left(self, store: Store) -> None:
-        """Whatever is left, one more run completes the job, and a compaction after it leaves nothing behind."""
+        """From any state, one more run completes the job, and a compaction leaves no staged files."""
         self.mended += 1
-        before, files = self.told(entries(store)), dict(store)
+        before, files = self.state(entries(store)), dict(store)
         ended = simulation.alone("X", partial(run, self.place, before.settings), files)
         assert ended == ("returned", "complete"), f"the next run: {ended}"
         self.check_whole(files, before)
@@ -411,12 +410,12 @@ class Invariants:
         staged = [path for path in files if path.startswith(f"out/{STAGED}/")]
         assert not staged, f"left behind: {staged}"
 
-    def check_whole(self, files: dict[str, bytes], before: Told) -> None:
+    def check_whole(self, files: dict[str, bytes], before: LogState) -> None:
         store = tuple(sorted(files.items()))
-        told, rows = self.told(entries(store)), self.read(store, "out")
+        now, rows = self.state(entries(store)), self.read(store, "out")
         assert f"out/{SUCCESS}" in files, "no marker after the next run"
-        assert told.job == before.job or not before.job, "the next run began another job"
-        assert {(shard, row) for shard, row, _, _ in rows} == told.plan >= before.plan
+        assert now.job == before.job or not before.job, "the next run began another job"
+        assert {(shard, row) for shard, row, _, _ in rows} == now.plan >= before.plan
         assert all(value == f"{before.settings}:{shard}:{row}" for shard, row, value, _ in rows), "wrong values"
         wrong = {(shard, row - row % 2) for shard, row, _, error in rows if error}
         assert not wrong & before.clean, f"an error came back over {wrong}"
@@ -429,7 +428,7 @@ def entries(store: Store, folder: str = "out") -> tuple[bytes, ...]:
 
 @dataclass(frozen=True)
 class Case:
-    """Programs that begin together on what others have left. every: see `Explorer`."""
+    """Programs that start together from what others have left. every: see `Explorer`."""
 
     start: str
     programs: tuple[str, ...]
@@ -446,21 +445,21 @@ class Case:
         return explorer, Moment(store, world.start(store), (), self.faults, self.switches)
 
     def explore(self) -> Explored:
-        """Every schedule. The message of a violation is what `replay` takes."""
-        with simulation.imitated(), self.told():
+        """Explore every schedule. `replay` takes the message of a violation."""
+        with simulation.imitated(), self.annotated():
             explorer, moment = self.began()
             return explorer.all(moment)
 
     def walk(self, seed: int, walks: int) -> Explored:
-        """Schedules at random."""
-        with simulation.imitated(), self.told():
+        """Follow random schedules."""
+        with simulation.imitated(), self.annotated():
             explorer, moment = self.began()
             for n in range(walks):
                 explorer.one(moment, Random(f"{seed}, {n}"))
             return Explored(0, walks, 0)
 
     @contextmanager
-    def told(self) -> Iterator[None]:
+    def annotated(self) -> Iterator[None]:
         try:
             yield
         except ViolationError as error:
@@ -468,7 +467,7 @@ class Case:
 
 
 def replay(case: Case, schedule: str) -> None:
-    """Print the steps of a schedule, as a violation tells it, up to the violation."""
+    """Print the steps of a violation's schedule."""
     with simulation.imitated():
         explorer, moment = replace(case, every=1).began()
         explorer.replay(moment, schedule)
@@ -483,7 +482,7 @@ PAIRS = list(combinations_with_replacement(NAMES, 2))
 @pytest.mark.parametrize("place", [DISK, OBJECTS], ids=["disk", "objects"])
 @pytest.mark.parametrize("start", STARTS)
 def test_two_at_once_with_two_switches(start: str, place: Place) -> None:
-    """One pauses or is killed anywhere, the other too, and the first goes on; and the next run after each of these."""
+    """Each process may pause or be killed once anywhere; then the next run."""
     found = sum((Case(start, pair, place, switches=2, every=20).explore() for pair in PAIRS), Explored())
     print(found)
     assert found.schedules > 9000
@@ -526,7 +525,7 @@ def test_three_at_once(case: Case) -> None:
 @pytest.mark.fast("half")
 @pytest.mark.parametrize("start", STARTS)
 def test_a_store_that_fails_once(start: str) -> None:
-    """An answer is lost, or a request comes late, or twice: anywhere, with another at work."""
+    """Anywhere, an answer is lost, or a request arrives late or twice, while another process works."""
     pairs = [("extended", "run"), ("retry", "compact")]
     found = sum((Case(start, pair, switches=1, faults=1, every=50).explore() for pair in pairs), Explored())
     print(found)
@@ -535,8 +534,8 @@ def test_a_store_that_fails_once(start: str) -> None:
 
 @pytest.mark.fast("complete")
 @pytest.mark.parametrize("start", STARTS)
-def test_nobody_who_lives_loses_an_output(start: str) -> None:
-    """Where no living process is taken for dead, though one is killed anywhere."""
+def test_a_live_process_never_loses_an_output(start: str) -> None:
+    """If a live process is never considered dead. Processes are killed anywhere."""
     pairs = [("run", "run"), ("extended", "compact"), ("retry", "restart")]
     place = Place(honest=True)
     found = sum((Case(start, pair, place, switches=1, kills=True, every=50).explore() for pair in pairs), Explored())
@@ -547,7 +546,7 @@ def test_nobody_who_lives_loses_an_output(start: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_many_at_random(seed: int) -> None:
-    """Three or four, with kills, those who wake up again, and a store that fails."""
+    """Three or four processes, with kills, pauses and a store that fails."""
     random = Random(seed)
     names = [*NAMES, "actor", "flaky", "again"]
     for n in range(10):
@@ -565,7 +564,7 @@ ADOPTED = Case("half", ("restart", "run"), DISK, switches=2, every=1)
 
 @dataclass(frozen=True)
 class Sabotage:
-    """A text in the source of a function, and what to write instead; and where it has to be seen."""
+    """A replacement in the source of a function, and the case in which it must cause a violation."""
 
     where: Any
     name: str
@@ -580,7 +579,7 @@ class Sabotage:
     def done(self) -> Iterator[None]:
         there, function = {}, getattr(self.where, self.name)
         source = textwrap.dedent(inspect.getsource(function))
-        assert source.count(self.before) == 1, f"{self.name} has changed; write the sabotage anew"
+        assert source.count(self.before) == 1, f"{self.name} has changed; rewrite the sabotage"
         exec("from __future__ import annotations\n" + source.replace(self.before, self.after), there)
         code, module = there[self.name].__code__, vars(inspect.getmodule(function))
         with mock.patch.object(self.where, self.name, FunctionType(code, module, self.name, function.__defaults__)):
@@ -641,8 +640,8 @@ SABOTAGES = [
 
 
 @pytest.mark.parametrize("sabotage", SABOTAGES, ids=str)
-def test_a_sabotage_is_seen(sabotage: Sabotage) -> None:
-    """What the protocol takes care of, left out: the check sees each, or it would show nothing."""
+def test_a_sabotage_is_detected(sabotage: Sabotage) -> None:
+    """Without each precaution of the protocol, the invariants are violated. So the invariants check something."""
     with sabotage.done(), pytest.raises(ViolationError) as seen:
         sabotage.case.explore()
     print(str(seen.value)[:400])

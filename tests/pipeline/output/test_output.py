@@ -1,4 +1,4 @@
-"""The output as a log: names that are unique, one owner at a time, and nothing that is not the job's."""
+"""The output: unique names, one owner at a time, and only files of the job."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Chunk, Plan, Shard
 from exspec.pipeline.output import lease
 from exspec.pipeline.output.compact import compact
-from exspec.pipeline.output.owner import BusyError, LostError, Output, read_output, take
+from exspec.pipeline.output.owner import BusyError, Output, take
 from exspec.pipeline.output.state import File, State, Summary
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
@@ -29,30 +29,24 @@ from tests.pipeline.test_faults import start_driver, wait_for_parts
 Pair = tuple[str, str]
 
 
-def run(pair: Pair, place: Path, restart: bool = False, retry_errors: bool = False, **settings: Any) -> int:
-    job = jobs.job(pair, place / "in", place / "out", **settings)
-    return execute(prepare(job, restart), retry_errors, load=jobs.ArithmeticLoader())
-
-
 def summary(chunk: Chunk, errors: int = 0) -> Summary:
     return Summary(chunk.number, chunk.first, chunk.rows, errors, 0, 0, [], [], 0, 0, {}, "a", {}, 0.0, 1.0, 1)
 
 
 def staged(writer: Any, *chunks: Chunk) -> File:
-    """A file with the rows of some chunks, staged; its content does not matter here."""
+    """A staged file of some chunks. Its content does not matter here."""
     name = writer.folder.stage(b"rows", writer.prefix)
     return File("", name, 4, "", 4, [summary(chunk) for chunk in chunks])
 
 
 def test_shards_of_one_base_name_in_many_folders(pair: Pair, tmp_path: Path) -> None:
-    """These two had the same part name, eight hex digits of their paths' digests being equal: half of the rows were
-    lost, and the job said that it was done."""
+    """Names of parts must not collide, even if digests of the folders' paths begin with the same eight hex digits."""
     jobs.write_shards(tmp_path / "all", rows=8, shards=2)
     for shard, customer in enumerate((47060, 52539)):
         folder = tmp_path / "in" / f"customer={customer}"
         folder.mkdir(parents=True)
         (tmp_path / "all" / f"shard-{shard}.parquet").rename(folder / "part-0.parquet")
-    assert run(pair, tmp_path) == 0
+    assert jobs.run(pair, tmp_path) == 0
     jobs.assert_complete(tmp_path / "out", 8)
     assert ds.dataset(tmp_path / "out", format="parquet").count_rows() == 8
 
@@ -61,12 +55,12 @@ def test_a_name_of_200_characters_and_one_with_a_colon(pair: Pair, tmp_path: Pat
     jobs.write_shards(tmp_path / "in", rows=20, shards=2)
     (tmp_path / "in" / "shard-0.parquet").rename(tmp_path / "in" / f"{'x' * 200}.parquet")
     (tmp_path / "in" / "shard-1.parquet").rename(tmp_path / "in" / "a: b.parquet")
-    assert run(pair, tmp_path) == 0
+    assert jobs.run(pair, tmp_path) == 0
     jobs.assert_complete(tmp_path / "out", 20)
 
 
 def test_two_drivers_with_other_settings_prepared_at_once(pair: Pair, tmp_path: Path) -> None:
-    """The second finds that the first has begun another job meanwhile."""
+    """The second finds that the first has begun another job."""
     jobs.write_shards(tmp_path / "in", rows=20)
     one, two = (prepare(jobs.job(pair, tmp_path / "in", tmp_path / "out", max_new_tokens=n)) for n in (50, 60))
     assert execute(one, load=jobs.ArithmeticLoader()) == 0
@@ -77,19 +71,19 @@ def test_two_drivers_with_other_settings_prepared_at_once(pair: Pair, tmp_path: 
 
 
 @pytest.mark.slow
-def test_what_comes_second_leaves_and_says_so(pair: Pair, tmp_path: Path) -> None:
-    """Run, retry, restart and compact, while a run of another process is at work; nothing of it is disturbed."""
+def test_a_second_run_prints_the_owner_and_exits(pair: Pair, tmp_path: Path) -> None:
+    """Run, retry, restart and compact while a run of another process owns the output, which is not disturbed."""
     jobs.write_shards(tmp_path / "in", rows=120)
     job = jobs.job(pair, tmp_path / "in", tmp_path / "out")
     driver = start_driver(job, tmp_path, 0.05)
     wait_for_parts(tmp_path / "out", 1, driver)
-    refusal = rf"output .*out: run is at work on it, on .* \(process {driver.pid}\) since .*; it was left alone"
+    refusal = rf"output .*out: in use by run on .* \(process {driver.pid}\) since .*; nothing was changed"
     for options in ({}, {"restart": True}, {"retry_errors": True}):
         with pytest.raises(BusyError, match=refusal):
-            run(pair, tmp_path, **options)
+            jobs.run(pair, tmp_path, **options)
     with pytest.raises(BusyError, match=refusal):
         compact(Folder(str(tmp_path / "out")), 1 << 20)
-    assert run(pair, tmp_path, wait=True) == 0
+    assert jobs.run(pair, tmp_path, wait=True) == 0
     assert driver.wait(timeout=60) == 0
     jobs.assert_complete(tmp_path / "out", 120)
     report = json.loads((tmp_path / "out" / "_report.json").read_text())
@@ -100,7 +94,7 @@ def test_what_comes_second_leaves_and_says_so(pair: Pair, tmp_path: Path) -> Non
 def test_a_driver_that_was_stopped_wakes_up_after_another_finished(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Taken for dead, it finds at its next commit that the output is not its own any more, and ends with 1."""
+    """At its next commit it finds that it lost the output, and exits with 1."""
     jobs.write_shards(tmp_path / "in", rows=120)
     job = jobs.job(pair, tmp_path / "in", tmp_path / "out")
     driver = start_driver(job, tmp_path, 0.05)
@@ -108,7 +102,7 @@ def test_a_driver_that_was_stopped_wakes_up_after_another_finished(
     os.kill(driver.pid, signal.SIGSTOP)
     try:
         monkeypatch.setattr(lease, "dead", lambda *_: True)
-        assert run(pair, tmp_path) == 0
+        assert jobs.run(pair, tmp_path) == 0
     finally:
         os.kill(driver.pid, signal.SIGCONT)
     jobs.assert_complete(tmp_path / "out", 120)
@@ -118,34 +112,24 @@ def test_a_driver_that_was_stopped_wakes_up_after_another_finished(
     assert (tmp_path / "out" / "_SUCCESS").exists()
 
 
-def test_a_part_cut_to_nothing_is_not_nothing_to_do(pair: Pair, tmp_path: Path) -> None:
-    jobs.write_shards(tmp_path / "in", rows=20)
-    assert run(pair, tmp_path) == 0
-    next((tmp_path / "out").glob("part-*")).write_bytes(b"")
-    assert run(pair, tmp_path) == 0
-    jobs.assert_complete(tmp_path / "out", 20)
-
-
 def test_a_refused_run_leaves_the_marker(pair: Pair, tmp_path: Path) -> None:
-    jobs.write_shards(tmp_path / "in", rows=20)
-    assert run(pair, tmp_path) == 0
+    assert jobs.run(pair, tmp_path, rows=20) == 0
     table = pq.read_table(tmp_path / "in" / "shard-0.parquet")
     pq.write_table(table, tmp_path / "in" / "shard-9.parquet")
     for settings in ({"max_new_tokens": 7}, {"device": "cuda"}):
         with pytest.raises(JobError):
-            run(pair, tmp_path, **settings)
+            jobs.run(pair, tmp_path, **settings)
         assert (tmp_path / "out" / "_SUCCESS").exists()
 
 
-@pytest.mark.slow
-def test_a_limit_may_grow(pair: Pair, tmp_path: Path) -> None:
-    """Though it cuts a chunk in two; rows that are done stay."""
-    jobs.write_shards(tmp_path / "in", rows=60)
-    assert run(pair, tmp_path, limit=13) == 0
-    assert set(jobs.read_output(tmp_path / "out")) == {str(n) for n in range(13)}
-    assert run(pair, tmp_path, limit=31) == 0
-    assert set(jobs.read_output(tmp_path / "out")) == {str(n) for n in range(31)}
-    assert run(pair, tmp_path) == 0
+def test_a_limit_may_grow_and_not_shrink(pair: Pair, tmp_path: Path) -> None:
+    """Even if it cuts a chunk in two. Finished rows stay."""
+    assert jobs.run(pair, tmp_path, rows=60, limit=13) == 0
+    with pytest.raises(JobError, match=r"limit: is 10, but 13 rows are done in .*; raise it"):
+        jobs.run(pair, tmp_path, limit=10)
+    for limit in (31, None):
+        assert jobs.run(pair, tmp_path, limit=limit) == 0
+        assert set(jobs.read_output(tmp_path / "out")) == {str(n) for n in range(limit or 60)}
     jobs.assert_complete(tmp_path / "out", 60)
 
 
@@ -153,22 +137,20 @@ def test_binary_ids_are_hexadecimal(pair: Pair, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     table = pa.table({"uid": [b"\x01\xff", None], "prompt": ["w1", "w2"], "budget": [2, 2]})
     pq.write_table(table, tmp_path / "in" / "s.parquet")
-    assert run(pair, tmp_path, id_column="uid") == 0
+    assert jobs.run(pair, tmp_path, id_column="uid") == 0
     assert set(jobs.read_output(tmp_path / "out")) == {"01ff", "s.parquet:1"}
 
 
 @pytest.mark.slow
 def test_what_an_actor_staged_for_a_driver_that_died_is_kept(pair: Pair, tmp_path: Path) -> None:
-    """A part that nobody committed is committed by the next run, not decoded again; half of one is thrown away."""
-    jobs.write_shards(tmp_path / "in", rows=20)
-    job = jobs.job(pair, tmp_path / "in", tmp_path / "out", limit=5)
-    assert execute(prepare(job), load=jobs.ArithmeticLoader()) == 0
+    """The next run commits a complete staged part and does not decode it again; it removes half a part."""
+    assert jobs.run(pair, tmp_path, rows=20, limit=5) == 0
     (whole,) = (tmp_path / "out").glob("part-*")
     content = whole.read_bytes()
     whole.unlink()
     (tmp_path / "out" / "_staged" / "0000000001-late").write_bytes(content)
     (tmp_path / "out" / "_staged" / "0000000001-torn").write_bytes(content[:-100])
-    assert run(pair, tmp_path) == 0
+    assert jobs.run(pair, tmp_path) == 0
     jobs.assert_complete(tmp_path / "out", 20)
     kept = [p for p in (tmp_path / "out").glob("part-*") if p.read_bytes() == content]
     assert len(kept) == 1
@@ -179,24 +161,7 @@ def plan(rows: int = 20) -> Plan:
     return Plan([Shard("s.parquet", "file:///in/s.parquet", rows, 1, "")], 8)
 
 
-def test_a_writer_that_lost_the_output_cannot_commit(tmp_path: Path) -> None:
-    folder = Folder(str(tmp_path / "out"))
-    with take(Output(folder), "run") as late:
-        late.begin({}, plan())
-        chunks = list(late.state.missing())
-        part = staged(late, chunks[0])
-        with take(Output(folder), "run", dead=lambda *_: True) as writer:
-            writer.commit([staged(writer, chunk) for chunk in chunks])
-            writer.finish()
-        shown = folder.names()
-        with pytest.raises(LostError, match=r"out: was taken over by run on .*; what it had committed is kept"):
-            late.commit([part])
-    assert folder.names() == shown
-    assert read_output(folder).state.complete
-    assert read_output(folder).state.taken is None
-
-
-def test_the_next_owner_removes_the_signs_of_life_of_one_that_was_killed(tmp_path: Path) -> None:
+def test_the_next_owner_removes_the_heartbeat_of_a_killed_one(tmp_path: Path) -> None:
     folder = Folder(str(tmp_path / "out"))
 
     def signs() -> list[str]:
@@ -219,14 +184,14 @@ def test_rows_are_never_committed_twice(tmp_path: Path) -> None:
         overlapping = Chunk(first.shard, 0, 7, 2)
         across = Chunk(first.shard, 0, 15, 2)
         for new in ([first], [second, first], [overlapping], [second, second], [across, second], [second, across]):
-            with pytest.raises(JobError, match="holds rows of _staged/"):
+            with pytest.raises(JobError, match="already has rows of _staged/"):
                 writer.commit([staged(writer, chunk) for chunk in new])
         assert len(writer.folder.names()) == 1
         assert list(writer.state.missing()) == [second, third]
 
 
 def test_staged_parts_that_share_rows_are_not_adopted_both(tmp_path: Path) -> None:
-    """Owners before may have cut the rows otherwise: one had a limit, or had lost a file."""
+    """Earlier owners may have cut the rows differently, after a limit or a lost file."""
     with take(Output(Folder(str(tmp_path / "out"))), "run") as writer:
         writer.begin({}, plan())
         _, second, third = writer.state.missing()
@@ -240,8 +205,8 @@ def test_staged_parts_that_share_rows_are_not_adopted_both(tmp_path: Path) -> No
         assert not writer.folder.names("_staged")
 
 
-def test_an_owner_elsewhere_is_dead_when_it_gives_no_sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on another node, whose processes cannot be looked at: what counts is that its sign changes."""
+def test_an_owner_elsewhere_is_dead_without_a_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another node, only the heartbeat counts."""
     monkeypatch.setattr(lease, "PATIENCE", 1.5)
     monkeypatch.setattr(lease, "BEAT", 0.2)
     folder = Folder(str(tmp_path / "out"))
@@ -255,19 +220,11 @@ def test_an_owner_elsewhere_is_dead_when_it_gives_no_sign(tmp_path: Path, monkey
             assert time.monotonic() - start < 3
     (tmp_path / "out" / "_log" / "alive-old").write_bytes(b"7")
     os.utime(tmp_path / "out" / "_log" / "alive-old", (0, 0))
-    assert lease.dead(folder, {"machine": "another", "lease": "old"}), "long silent: nobody has to wait"
-
-
-def test_a_store_where_two_can_create_one_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = Folder(str(tmp_path / "out"))
-    folder.check_create()
-    monkeypatch.setattr(Folder, "create", lambda self, name, content: self.write(name, content) or True)
-    with pytest.raises(JobError, match="the store lets a second writer replace a file"):
-        folder.check_create()
+    assert lease.dead(folder, {"machine": "another", "lease": "old"}), "an old heartbeat needs no waiting"
 
 
 def test_a_million_chunks_fit_a_small_memory() -> None:
-    """The table of what is done lies on disk; what is missing comes one by one."""
+    """Finished chunks are in a table on disk, and missing chunks are generated one by one."""
     state = State()
     made = Plan([Shard(f"{n}", f"file:///{n}", 64 * 1000, 1, "") for n in range(1000)], 64)
     state.plan, state.job = made, "j"
@@ -275,6 +232,6 @@ def test_a_million_chunks_fit_a_small_memory() -> None:
     for shard in range(0, 1000, 100):
         chunks = [Chunk(made.shards[shard], shard, first, 64) for first in range(0, 64_000, 128)]
         new = [vars(File(f"part-{shard}-{c.first}", "", 1, "", 1, [])) | {"chunks": [vars(summary(c))]} for c in chunks]
-        state.fold({"kind": "swap", "new": new, "old": []})
+        state.apply({"kind": "swap", "new": new, "old": []})
     assert sum(1 for _ in state.missing()) == 1_000_000 - 5000
     assert psutil.Process().memory_info().rss - before < 64 << 20

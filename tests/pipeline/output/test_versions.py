@@ -1,4 +1,4 @@
-"""Outputs of other versions: begun before a column or a figure existed, or by one that is newer."""
+"""Outputs of other versions: older ones without some columns and figures, and newer ones."""
 
 import csv
 import json
@@ -19,8 +19,6 @@ from exspec.pipeline.output.compact import compact
 from exspec.pipeline.output.owner import read_output, take
 from exspec.pipeline.output.report import rewrite
 from exspec.pipeline.output.state import FORMAT, State, Summary
-from exspec.pipeline.prepare import prepare
-from exspec.pipeline.run import execute
 from exspec.pipeline.storage import Folder
 from tests.pipeline import jobs
 from tests.pipeline.in_process import in_process
@@ -31,16 +29,14 @@ NEW = ["prompt_tokens_cut", "forced", "seconds_decode"]  # columns that the olde
 FIGURES = ("produced", "prefill_tokens", "found_tokens", "forced", "reasons")  # of a summary, likewise
 
 
-def run(pair: Pair, place: Path, limit: int | None = None, **options: Any) -> int:
-    job = jobs.job(pair, place / "in", place / "out", limit=limit)
-    return execute(prepare(job), load=jobs.RefusingLoader(jobs.prompt(REFUSED)), **options)
+def run(pair: Pair, place: Path, **options: Any) -> int:
+    return jobs.run(pair, place, load=jobs.RefusingLoader(jobs.prompt(REFUSED)), **options)
 
 
 @pytest.fixture(scope="module")
 def begun(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Half a job, as a version wrote it that had fewer columns and figures, and one figure that is gone."""
+    """Half a job, written by a version with fewer columns and figures, and one figure that was removed since."""
     place = tmp_path_factory.mktemp("begun")
-    jobs.write_shards(place / "in", rows=ROWS)
     encode, stage = parts.encode, parts.PartSink.stage
 
     def older(summary: dict[str, Any]) -> dict[str, Any]:
@@ -53,7 +49,7 @@ def begun(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch, in_process():
         patch.setattr(parts, "encode", lambda table, *rest: encode(table.drop_columns(NEW), *rest))
         patch.setattr(parts.PartSink, "stage", staged)
-        assert run(pair, place, limit=30) == 0
+        assert run(pair, place, rows=ROWS, limit=30) == 0
     for path in (place / "out").glob("part-*"):
         assert not set(NEW) & set(pq.read_schema(path).names)
     return place
@@ -64,7 +60,7 @@ def place(begun: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(begun, tmp_path / "job"))
 
 
-def test_it_is_resumed_compacted_and_read_by_everything(pair: Pair, place: Path) -> None:
+def test_an_older_output_is_resumed_compacted_and_read(pair: Pair, place: Path) -> None:
     out = place / "out"
     before = jobs.read_output(out)
     assert run(pair, place) == 0
@@ -97,15 +93,14 @@ def test_it_is_resumed_compacted_and_read_by_everything(pair: Pair, place: Path)
 
 
 @pytest.mark.parametrize("merged", [False, True])
-def test_a_row_of_it_is_tried_again_and_its_neighbours_stay(pair: Pair, place: Path, merged: bool) -> None:
-    """In a part, and in a file that holds older and newer parts. That the error lasts, it did not tell."""
+def test_a_retry_changes_only_the_error_row(pair: Pair, place: Path, merged: bool) -> None:
+    """In a part, and in a file merged from older and newer parts."""
     out = place / "out"
     assert run(pair, place) == 0
     before = jobs.read_output(out)
     if merged:
         compact(Folder(str(out)), 1 << 20)
-    job = jobs.job(pair, place / "in", out)
-    assert execute(prepare(job), retry_errors=True, load=jobs.ArithmeticLoader()) == 0
+    assert jobs.run(pair, place, retry_errors=True) == 0
     jobs.assert_complete(out, ROWS)
     after = jobs.read_output(out)
     assert {n: row["rounds"] for n, row in after.items() if n != str(REFUSED)} == {
@@ -114,14 +109,14 @@ def test_a_row_of_it_is_tried_again_and_its_neighbours_stay(pair: Pair, place: P
     assert after[str(REFUSED)]["forced"] == 0, "it was written by this version"
 
 
-def test_a_summary_with_what_is_not_known_is_read_without_it() -> None:
+def test_unknown_figures_of_a_summary_are_ignored() -> None:
     told = {"shard": 0, "first": 0, "rows": 3, "errors": 1, "beams": 4}
     assert Summary.from_json(told) == Summary(0, 0, 3, 1)
     with pytest.raises(TypeError):
         Summary.from_json({"shard": 0})
 
 
-def test_columns_come_where_this_version_has_them() -> None:
+def test_missing_columns_are_inserted_in_order() -> None:
     names = ["key", *GENERATED.names, "mine"]
     schema = pa.schema([GENERATED.field(n) if n in GENERATED.names else pa.field(n, pa.int64()) for n in names])
     for missing in ([], ["forced"], ["prompt_tokens_cut", "rounds", "drafted"], [GENERATED.names[-1]]):
@@ -129,7 +124,7 @@ def test_columns_come_where_this_version_has_them() -> None:
         assert completed(older).names == names
         table = conform(older.empty_table(), schema, "place")
         assert table.schema.equals(schema)
-    with pytest.raises(JobError, match=r"^place: parts have different columns \(mine\); expected one schema"):
+    with pytest.raises(JobError, match=r"^place: parts differ in column 'mine'; expected one schema"):
         conform(schema.empty_table(), pa.schema(list(schema)[:-1]), "place")
 
 
@@ -153,7 +148,7 @@ def test_a_newer_output_is_refused_by_name(pair: Pair, place: Path, description:
     with pytest.raises(JobError, match=message):
         run(pair, place)
     if "format" in description:
-        with pytest.MonkeyPatch.context() as patch:  # nor is an entry that cannot be read a damaged one
+        with pytest.MonkeyPatch.context() as patch:  # also if an entry cannot be applied
             patch.setattr(
                 State, "_describe", lambda state, entry: [state.description.update(entry["description"]), {}[0]]
             )

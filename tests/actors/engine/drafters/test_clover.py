@@ -22,7 +22,7 @@ from exspec.actors.exactness import ModelError
 from exspec.actors.models import load_head, load_pair
 from exspec.jobs.demo import TARGET
 from exspec.jobs.demo.messages import examples
-from exspec.jobs.training.clover import LastHidden, new_head, train
+from exspec.jobs.training.clover import new_head, train
 from exspec.jobs.training.demo import prompt_text
 from tests import tiny
 from tests.actors.engine.drafters.slow import ENGINES, PROMPTS, Slow, check_drafts
@@ -47,7 +47,7 @@ class SlowClover(Slow, Clover):
     @torch.inference_mode()
     def slow(self, tokens: list[int], count: int) -> list[int]:
         """The head's layer over the output of the target's last one; then one step per token, first the pending one."""
-        ids, X
+        ids, last = torch.tensor([tokens[:-1]]), LastHidden(self.whole)
         self.whole(input_ids=ids)
         last.remove()
         positions = torch.arange(ids.shape[1])[None]
@@ -108,9 +108,12 @@ def test_a_head_for_another_target_or_method_is_refused() -> None:
         refusal(None, config) == refusal(tiny.head(target).config, config) == ("it needs a head of Clover as its draft")
     )
     assert refusal(CloverConfig(vocab_size=61, hidden_size=64), config) == (
-        "the head is for a vocabulary of 61 and hidden states of 64, and the target has 61 and 32"
+        "the head is for a vocabulary of 61 and hidden states of 64, but the target has 61 and 32"
     )
-    assert refusal(head, replace(config, method="eqspec")) == "method eqspec moves the KV beside which its features lie"
+    assert (
+        refusal(head, replace(config, method="eqspec"))
+        == "method eqspec moves the KV, but not the features of the head"
+    )
     assert available(target.config, head, config) == ["clover", "suffix", "early_exit"]
 
 

@@ -195,7 +195,7 @@ def test_a_head_for_another_target_is_refused() -> None:
     refusal = lambda head: str(Eagle3.refusal(target.config, head, config))  # noqa: E731
     needed = "it needs a head of EAGLE-3 as its draft"
     assert refusal(None) == refusal(tiny.model().config) == needed
-    assert "is for a vocabulary of 99 and hidden states of 32, and the target has 61 and 32" in refusal(
+    assert "is for a vocabulary of 99 and hidden states of 32, but the target has 61 and 32" in refusal(
         Eagle3Config(vocab_size=99, hidden_size=32)
     )
     assert refusal(Eagle3Config(vocab_size=61, hidden_size=64, target_hidden_size=32)) == (

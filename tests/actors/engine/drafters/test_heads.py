@@ -46,14 +46,14 @@ def test_drafts_are_right_after_cached_tokens(slow: type[Slow], drafter: str) ->
     [
         ("clover", "v_proj.weight", None, r"head: no tensor v_proj.weight; expected one of \[32, 32\]"),
         ("clover", "mlps.0.weight", torch.ones(8, 32),
-         r"head: mlps.0.weight is \[8, 32\], and its config.json asks for \[32, 32\]"),
+         r"head: mlps.0.weight is \[8, 32\], but its config.json asks for \[32, 32\]"),
         ("clover", "o_proj.weight", torch.zeros(2), "head: a head of Clover has no tensor o_proj.weight"),
         ("eagle3", "midlayer.hidden_norm.weight", None,
          r"no tensor layers.0.hidden_norm.weight; expected one of \[32\]"),
         ("eagle3", "fc.weight", torch.ones(32, 32),
-         r"fc.weight is \[32, 32\], and its config.json asks for \[32, 96\]"),
+         r"fc.weight is \[32, 32\], but its config.json asks for \[32, 96\]"),
         ("eagle3", "fc_norm.0.weight", torch.ones(32), "a head of EAGLE-3 has no tensor fc_norm.0.weight"),
-        ("eagle3", "d2t", torch.full((41,), tiny.VOCABULARY), "d2t leads out of the vocabulary of 61 tokens"),
+        ("eagle3", "d2t", torch.full((41,), tiny.VOCABULARY), "d2t has tokens outside the vocabulary of 61 tokens"),
     ],
 )  # fmt: skip
 def test_a_wrong_tensor_is_refused_by_name(

@@ -1,0 +1,85 @@
+"""Sums over the summaries of a job's chunks."""
+
+import bisect
+import heapq
+from collections import Counter
+from itertools import zip_longest
+
+from exspec.pipeline.output.reasons import Reasons
+from exspec.pipeline.output.state import Summary
+
+SUMMED = ("rows", "errors", "prompt_tokens", "prefill_tokens", "found_tokens", "completion_tokens", "rounds", "forced")
+MOST_BINS = 400  # of the plot of tokens by time
+SLOWEST = 5  # chunks
+
+
+class Totals:
+    """Sums that take little memory, whatever the number of chunks.
+
+    spans: times during which any chunk was decoded, as (start, end) in seconds. bins: tokens by time, of `width`
+    seconds.
+    """
+
+    def __init__(self) -> None:
+        self.sums: Counter[str] = Counter()
+        self.lengths: Counter[int] = Counter()
+        self.actors: Counter[str] = Counter()
+        self.hardware: Counter[tuple[str, ...]] = Counter()
+        self.drafted: list[int] = []
+        self.accepted: list[int] = []
+        self.slowest: list[tuple[float, str, int]] = []
+        self.spans: list[tuple[float, float]] = []
+        self.bins: Counter[int] = Counter()
+        self.width = 1 / 16
+        self.reasons = Reasons()
+
+    def add(self, s: Summary, shard: str) -> None:
+        """Add a chunk of the shard of this name."""
+        self.sums.update({name: getattr(s, name) for name in SUMMED})
+        self.sums["repeated"] += s.attempt > 1
+        self.reasons.merge(s.reasons)
+        self.lengths.update({int(n): count for n, count in s.lengths.items()})
+        self.actors[s.actor] += s.rows
+        self.hardware[tuple(sorted(s.hardware.values()))] += s.rows
+        self.drafted = _added(self.drafted, s.drafted_by_position)
+        self.accepted = _added(self.accepted, s.accepted_by_position)
+        chunk = f"{shard}, rows {s.first} to {s.first + s.rows - 1}"
+        self.slowest = heapq.nlargest(SLOWEST, [*self.slowest, (s.ended - s.started, chunk, s.completion_tokens)])
+        _cover(self.spans, s.started, s.ended)
+        self._spread(s)
+
+    def length_figures(self) -> dict[str, int] | None:
+        """Lower median and maximum of the completion lengths."""
+        passed, half = 0, sum(self.lengths.values()) / 2
+        for length in sorted(self.lengths):
+            passed += self.lengths[length]
+            if passed >= half:
+                return {"median": length, "longest": max(self.lengths)}
+        return None
+
+    def _spread(self, s: Summary) -> None:
+        """Add a chunk's tokens to the bins of its time."""
+        pieces = s.produced or [s.completion_tokens]
+        each = (s.ended - s.started) / len(pieces)
+        for n, tokens in enumerate(pieces):
+            first, last = (int((s.started + (n + k) * each) / self.width) for k in (0, 1))
+            for i in range(first, last + 1):
+                self.bins[i] += tokens / (last - first + 1)  # type: ignore[assignment]
+        while len(self.bins) > MOST_BINS:
+            wider: Counter[int] = Counter()
+            for i, tokens in self.bins.items():
+                wider[i // 2] += tokens
+            self.bins, self.width = wider, 2 * self.width
+
+
+def _added(one: list[int], other: list[int]) -> list[int]:
+    return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
+
+
+def _cover(spans: list[tuple[float, float]], start: float, end: float) -> None:
+    """Add a span to a sorted list of disjoint spans. Pauses between runs do not count as decoding time."""
+    low = bisect.bisect_left(spans, start, key=lambda span: span[1])
+    high = bisect.bisect_right(spans, end, key=lambda span: span[0])
+    if low < high:
+        start, end = min(start, spans[low][0]), max(end, spans[high - 1][1])
+    spans[low:high] = [(start, end)]
