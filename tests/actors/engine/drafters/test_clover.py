@@ -22,7 +22,7 @@ from exspec.actors.exactness import ModelError
 from exspec.actors.models import load_head, load_pair
 from exspec.jobs.demo import TARGET
 from exspec.jobs.demo.messages import examples
-from exspec.jobs.training.clover import new_head, train
+from exspec.jobs.training.clover import LastHidden, new_head, train
 from exspec.jobs.training.demo import prompt_text
 from tests import tiny
 from tests.actors.engine.drafters.slow import ENGINES, PROMPTS, Slow, check_drafts
