@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from exspec.actors.engine.config import EngineConfig
-from exspec.actors.engine.drafters import drafter_class, head_of
+from exspec.actors.engine.drafters.lookup import drafter_class, head_of
 from exspec.actors.engine.engine import model_end_ids
 from exspec.actors.exactness import ModelError, check_config, check_forward, fix_rotary_factors
 

@@ -11,7 +11,8 @@ from transformers import PretrainedConfig
 
 from exspec.actors.engine import EngineConfig, Request
 from exspec.actors.engine.config import DRAFTING, Method
-from exspec.actors.engine.drafters import DRAFTERS, NONE, available, drafter_class, kind, label
+from exspec.actors.engine.drafters.lookup import available, drafter_class, kind, label
+from exspec.actors.engine.drafters.registry import DRAFTERS, NONE
 from exspec.actors.engine.kv.cached_model import context_length
 from exspec.actors.engine.kv.memory import MEBIBYTE, MemoryPlan
 from exspec.actors.engine.shape.calibration import calibrate

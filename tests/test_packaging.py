@@ -39,7 +39,8 @@ def test_the_engine_imports_nothing_for_ray_files_or_text() -> None:
     code = (
         "import sys, exspec.actors.engine.shape.calibration\n"
         "from exspec.actors.engine import Engine, EngineThread\n"
-        "from exspec.actors.engine.drafters import DRAFTERS, drafter_class\n"
+        "from exspec.actors.engine.drafters.lookup import drafter_class\n"
+        "from exspec.actors.engine.drafters.registry import DRAFTERS\n"
         "assert all(map(drafter_class, DRAFTERS)) and 'torch' in sys.modules\n"
         "found = {m.split('.')[0] for m in sys.modules} & {'ray', 'pyarrow', 'fsspec', 's3fs'}\n"
         "ours = {m for m in sys.modules if m.startswith('exspec.') and not m.startswith('exspec.actors')}\n"

@@ -34,10 +34,10 @@ from transformers.generation.logits_process import (
 from transformers.models.auto import AutoModelForCausalLM
 
 from exspec.actors.engine import Completion, Engine, EngineConfig, Request, Sampling, SequenceStatistics
-from exspec.actors.engine.drafters import drafter_class
 from exspec.actors.engine.drafters.clover_head import CloverConfig, CloverHead
 from exspec.actors.engine.drafters.drafter import Draft, Drafter, MakeDrafter
 from exspec.actors.engine.drafters.eagle3_head import Eagle3Config, Eagle3Head
+from exspec.actors.engine.drafters.lookup import drafter_class
 from exspec.actors.engine.graphs import Recorder
 from exspec.actors.engine.kv.attention import trial
 from exspec.actors.engine.layers.fused import compiler_trial

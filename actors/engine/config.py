@@ -3,8 +3,8 @@
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from exspec.actors.engine.drafters import DRAFTERS, NONE, check_name
 from exspec.actors.engine.drafters.early_exit_settings import EarlyExitSettings
+from exspec.actors.engine.drafters.registry import DRAFTERS, NONE, check_name
 from exspec.actors.engine.settings import setting, settings_of
 
 Method = Literal["plain", "eqspec", "exspec"]

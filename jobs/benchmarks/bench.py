@@ -18,7 +18,8 @@ from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBa
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from exspec.actors.engine import Engine, EngineConfig, Request
-from exspec.actors.engine.drafters import NONE, available, kind, label
+from exspec.actors.engine.drafters.lookup import available, kind, label
+from exspec.actors.engine.drafters.registry import NONE
 from exspec.actors.engine.engine import model_end_ids
 from exspec.actors.engine.kv.cached_model import context_length
 from exspec.actors.engine.layers import fused

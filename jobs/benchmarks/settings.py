@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from exspec.actors.engine.config import KERNELS, METHODS, SETTINGS, KernelsName
-from exspec.actors.engine.drafters import DRAFTERS, NONE
+from exspec.actors.engine.drafters.registry import DRAFTERS, NONE
 from exspec.actors.engine.settings import setting, settings_of
 from exspec.jobs.benchmarks.shapes import pair_names
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from exspec.actors.engine import Completion, Engine, Request, SequenceStatistics
-from exspec.actors.engine.drafters import kind
+from exspec.actors.engine.drafters.lookup import kind
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.output.page import duration
 from exspec.pipeline.prepare import Prepared

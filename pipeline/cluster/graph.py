@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from exspec.actors.engine import Engine, EngineConfig, Room
-from exspec.actors.engine.drafters import kind
+from exspec.actors.engine.drafters.lookup import kind
 from exspec.actors.generator import Generator, Loader
 from exspec.actors.models import load_part
 from exspec.actors.work import WORK

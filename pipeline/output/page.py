@@ -117,7 +117,7 @@ def render(
 
 
 def _subtitle(written: dict[str, Any], figures: dict[str, Any], url: str) -> str:
-    from exspec.actors.engine.drafters import drafter_class
+    from exspec.actors.engine.drafters.lookup import drafter_class
 
     job, shape = written["job"], written["shape"]
     models, method = job["target"], shape["method"]

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from exspec.actors.engine.drafters import DRAFTERS
+from exspec.actors.engine.drafters.registry import DRAFTERS
 from exspec.actors.models import load_pair
 from exspec.jobs import cli
 from exspec.jobs.benchmarks.bench import read_column

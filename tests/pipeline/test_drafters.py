@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from exspec.actors.engine.drafters import label
+from exspec.actors.engine.drafters.lookup import label
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from exspec.actors.engine.drafters import DRAFTERS
+from exspec.actors.engine.drafters.registry import DRAFTERS
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job.settings import Job
 from exspec.pipeline.prepare import prepare

@@ -21,7 +21,8 @@ import torch
 from transformers import PreTrainedModel
 
 from exspec.actors.engine.config import EngineConfig
-from exspec.actors.engine.drafters import NONE, kind, label
+from exspec.actors.engine.drafters.lookup import kind, label
+from exspec.actors.engine.drafters.registry import NONE
 from exspec.actors.engine.engine import Engine
 from exspec.actors.engine.layers import fused
 from exspec.actors.engine.methods import resolve

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from exspec.actors.engine.config import EngineConfig, KernelsName, Method
-from exspec.actors.engine.drafters import NONE, available, drafter_class, label
+from exspec.actors.engine.drafters.lookup import available, drafter_class, label
+from exspec.actors.engine.drafters.registry import NONE
 from exspec.actors.engine.shape.plan import Models
 
 FREE = ("method", "drafter", "batch_size", "window", "draft_tokens", "bucket", "kernels", "prefill")

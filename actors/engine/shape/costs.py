@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from exspec.actors.engine.config import KERNELS, EngineConfig, KernelsName
-from exspec.actors.engine.drafters import kind, label
 from exspec.actors.engine.drafters.drafter import Drafter
+from exspec.actors.engine.drafters.lookup import kind, label
 from exspec.actors.engine.engine import Engine
 from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.kv.cached_model import PagedModel

@@ -7,7 +7,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from exspec.actors.engine.config import EngineConfig
-from exspec.actors.engine.drafters import kind
+from exspec.actors.engine.drafters.lookup import kind
 from exspec.actors.engine.kv.cached_model import context_length
 from exspec.actors.engine.kv.memory import MEBIBYTE, MemoryPlan, model_memory
 

@@ -5,7 +5,7 @@ from itertools import cycle
 from statistics import mean
 
 from exspec.actors.engine.config import EngineConfig
-from exspec.actors.engine.drafters import label
+from exspec.actors.engine.drafters.lookup import label
 from exspec.actors.engine.kv.pages import Boundless
 from exspec.actors.engine.request import Request
 from exspec.actors.engine.scheduling.grouping import grouping_of

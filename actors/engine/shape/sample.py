@@ -11,7 +11,7 @@ from statistics import mean
 from transformers import PreTrainedModel
 
 from exspec.actors.engine.config import EngineConfig
-from exspec.actors.engine.drafters import kind, label
+from exspec.actors.engine.drafters.lookup import kind, label
 from exspec.actors.engine.engine import Engine
 from exspec.actors.engine.request import Request, RequestError
 from exspec.actors.engine.statistics import SequenceStatistics

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from exspec.actors.engine import Request, Sampling
-from exspec.actors.engine.drafters import DRAFTERS, NONE
+from exspec.actors.engine.drafters.registry import DRAFTERS, NONE
 from tests import tiny
 
 COUNT, FIRST = int(os.environ.get("EXSPEC_FUZZ", "12")), int(os.environ.get("EXSPEC_FUZZ_FROM", "0"))

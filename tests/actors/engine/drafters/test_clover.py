@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from exspec.actors.engine import Engine, EngineConfig, Sampling
-from exspec.actors.engine.drafters import available
 from exspec.actors.engine.drafters.clover import Clover
 from exspec.actors.engine.drafters.clover_head import CloverConfig, CloverHead
+from exspec.actors.engine.drafters.lookup import available
 from exspec.actors.engine.layers.spans import layers_of
 from exspec.actors.engine.shape.calibration import calibrate
 from exspec.actors.engine.shape.candidates import candidates

@@ -10,9 +10,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from exspec.actors.engine import Engine, EngineConfig
-from exspec.actors.engine.drafters import available, eagle3_head
+from exspec.actors.engine.drafters import eagle3_head
 from exspec.actors.engine.drafters.eagle3 import Eagle3
 from exspec.actors.engine.drafters.eagle3_head import Eagle3Config, Eagle3Head, is_head
+from exspec.actors.engine.drafters.lookup import available
 from exspec.actors.exactness import ModelError
 from exspec.actors.models import load_head
 from tests import tiny

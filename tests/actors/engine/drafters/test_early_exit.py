@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from exspec.actors.engine import Engine, EngineConfig
-from exspec.actors.engine.drafters import drafter_class
 from exspec.actors.engine.drafters.drafter import Draft
 from exspec.actors.engine.drafters.early_exit import EarlyExit
+from exspec.actors.engine.drafters.lookup import drafter_class
 from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.kv.forward import Forward
 from exspec.actors.engine.layers.spans import layers_of

@@ -9,8 +9,9 @@ import torch
 from transformers import PreTrainedModel
 
 from exspec.actors.engine import Engine, EngineConfig, Sampling
-from exspec.actors.engine.drafters import DRAFTERS, NONE, available
 from exspec.actors.engine.drafters.drafter import Draft, Drafter
+from exspec.actors.engine.drafters.lookup import available
+from exspec.actors.engine.drafters.registry import DRAFTERS, NONE
 from exspec.actors.engine.graphs import Eager
 from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.methods import drafter_of
