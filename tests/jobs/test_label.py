@@ -64,7 +64,7 @@ def test_labels_with_gold_review_report_and_audit(messages: Path, tmp_path: Path
     )
     assert report["forced_share"] > 0.5
     page = (out / "_report.html").read_text()
-    assert "category, as known" in page
+    assert "category, known" in page
     assert f"category: accuracy {round(right / 24, 4)}" in printed
 
     review = review_of(out)

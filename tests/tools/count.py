@@ -421,7 +421,7 @@ def _waits_of(step: Callable[[], None]) -> int:
     reads = HostReads()
     with reads, Waits() as operations, patch.object(HostCopy, "wait", lambda copy: reads.wait(copy)):
         step()
-    return reads.count + len(operations.found)
+    return reads.count + len(operations.names)
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,7 @@ def test_a_constrained_completion_ends_at_its_budget_or_its_end_token() -> None:
     for budget, completion in tiny.run(engine, rows).items():
         assert len(completion.tokens) <= int(budget)  # type: ignore[call-overload]
         assert (completion.finish_reason == "length") == (completion.tokens[-1] != END)
-    with pytest.raises(RequestError, match="constraint excludes stop"):
+    with pytest.raises(RequestError, match="stop and constraint exclude"):
         engine.submit(Request("x", [1], 5, constraint=labels, stop=lambda: lambda _: None))
 
 

@@ -139,7 +139,7 @@ def test_an_id_is_refused_while_it_is_in_use() -> None:
         ({"attention": "paged"}, "attention: expected one of auto, in_place, gathered, not 'paged'"),
         ({"kernels": "fast"}, "kernels: expected one of eager, packed, compiled, not 'fast'"),
         ({"page": 6}, "prefill_columns: expected a multiple of page (6), not 8"),
-        ({"pages": 11}, "pages: expected at least 12, which hold one sequence of 96 tokens, not 11"),
+        ({"pages": 11}, "pages: expected at least 12, enough for one sequence of 96 tokens, not 11"),
     ],
 )
 def test_wrong_settings_are_named(settings: dict[str, object], message: str) -> None:

@@ -144,7 +144,7 @@ def _swaying(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_swaying")
 def test_if_neighbours_change_bits_the_next_implementation_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts, "ways", lambda _: ("swaying", "batched_mm"))
+    monkeypatch.setattr(experts, "implementations", lambda _: ("swaying", "batched_mm"))
     model = mixture(torch.bfloat16)
     assert choose_experts(model)
     assert model.config._experts_implementation == "batched_mm"
@@ -152,7 +152,7 @@ def test_if_neighbours_change_bits_the_next_implementation_is_chosen(monkeypatch
 
 @pytest.mark.usefixtures("_swaying")
 def test_half_precision_is_refused_if_every_implementation_changes_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts, "ways", lambda _: ("swaying",))
+    monkeypatch.setattr(experts, "implementations", lambda _: ("swaying",))
     for dtype in HALF:
         name = str(dtype).removeprefix("torch.")
         message = f"^folder: in {name} the logits of a row of mixtral depend on the other rows of the batch; "

@@ -420,7 +420,7 @@ def test_a_size_has_a_unit(place: Path, monkeypatch: pytest.MonkeyPatch, text: s
 def test_an_invalid_size_is_refused(text: str) -> None:
     result = CliRunner().invoke(cli.app, ["compact", "out", "--target-size", text], env={"COLUMNS": "200"})
     assert result.exit_code == 2
-    assert "is no size, expected bytes with a unit such as 256MiB" in result.stderr
+    assert "expected bytes with a unit, such as 256MiB" in result.stderr
 
 
 @pytest.mark.slow

@@ -200,7 +200,7 @@ def test_a_head_for_another_target_is_refused() -> None:
         Eagle3Config(vocab_size=99, hidden_size=32)
     )
     assert refusal(Eagle3Config(vocab_size=61, hidden_size=64, target_hidden_size=32)) == (
-        "the head has no embedding, and its width of 64 is not the target's"
+        "the head has no embedding, and its width of 64 differs from the target's"
     )
     assert refusal(Eagle3Config(aux_layers=[1, 2, 5], vocab_size=61, hidden_size=32)) == (
         "the head asks for the input of layer 5; the target has 5 layers"
