@@ -281,7 +281,7 @@ def convert(
     output: OutputFolder,
     file: Annotated[
         str,
-        typer.Argument(help="File to write: NAME.jsonl or NAME.csv, optionally with .gz. Or a new folder."),
+        typer.Argument(help="File to write, such as NAME.jsonl or NAME.csv.gz. Or a new folder."),
     ],
     columns: Annotated[list[str] | None, typer.Option(help="Columns to write. Default: all.")] = None,
     partition_by: Annotated[
@@ -289,7 +289,7 @@ def convert(
     ] = None,
     storage_options: StorageOptions = None,
 ) -> None:
-    """Write the rows of a finished job, in order, to one JSON Lines or CSV file, or to folders of Parquet.
+    """Write the rows of a finished job, in order, to one file, or to folders of Parquet.
 
     If the input was a file of the batch API, JSON Lines holds its answers, unless columns are named.
 

@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class Models:
+class CheckedModels:
     """What is known of a job's models without their weights. own: from the target's generation config."""
 
     tokenizer: Any
@@ -67,7 +67,7 @@ class Prepared:
     plan: Plan
     shape: Shape
     prompts: Prompts
-    models: Models
+    models: CheckedModels
 
     @property
     def folder(self) -> Folder:
@@ -193,7 +193,7 @@ def _probe(folder: Folder) -> None:
     folder.check_create()
 
 
-def _check_models(job: Job) -> Models:
+def _check_models(job: Job) -> CheckedModels:
     tokenizers, contexts, digests = [], [], {}
     configs: list[PretrainedConfig] = []
     own = OwnSettings({}, {})
@@ -226,16 +226,16 @@ def _check_models(job: Job) -> Models:
             "set capacity, or take a draft with a longer context"
         )
     constrained = job.kind != Job.kind
-    return Models(tokenizers[0], contexts[0], digests, configs, own.without_limits() if constrained else own)
+    return CheckedModels(tokenizers[0], contexts[0], digests, configs, own.without_limits() if constrained else own)
 
 
-def _check_tokens(job: Job, models: Models) -> None:
+def _check_tokens(job: Job, models: CheckedModels) -> None:
     size = models.configs[0].get_text_config().vocab_size
     if unknown := sorted({token for word in job.bad_words_ids for token in word if token >= size}):
         raise JobError(f"bad_words_ids: token {unknown[0]} is not in the target's vocabulary of {size}")
 
 
-def _check_memory(job: Job, models: Models) -> None:
+def _check_memory(job: Job, models: CheckedModels) -> None:
     """Check the settings of the shape, and that one sequence fits into memory_gib if that is set."""
     config = shape_of(job, models.configs, 0, None).config
     if job.memory_gib is not None:

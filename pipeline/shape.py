@@ -10,7 +10,7 @@ import torch
 from transformers import PretrainedConfig
 
 from exspec.actors.engine import EngineConfig, Request
-from exspec.actors.engine.config import DRAFTING, Method
+from exspec.actors.engine.config import DRAFTING, SETTINGS, Method
 from exspec.actors.engine.drafters.lookup import available, drafter_class, kind, label
 from exspec.actors.engine.drafters.registry import DRAFTERS, NONE
 from exspec.actors.engine.kv.cached_model import context_length
@@ -57,8 +57,8 @@ def shape_of(job: Job, models: Sequence[PretrainedConfig], rows: int, stored: di
     bucket                               job, calibration, default      stored
     exit_depth, check_depth, exit_tokens job, calibration, default      job, stored
     threshold                            job, calibration, default      job, stored
-    draft_length                         job                            job
     capacity, exact                      job                            stored (the fingerprint keeps them equal)
+    draft_length                         job                            job
     kernels, prefill_*, page, overlap    calibration, default           stored
     columns                              default                        stored, or as many as the drafts had
     pages, attention                     this machine                   this machine
@@ -74,7 +74,7 @@ def shape_of(job: Job, models: Sequence[PretrainedConfig], rows: int, stored: di
     free = tuple(name for name in AUTO if getattr(job, name) == "auto")
     try:
         if stored is None:
-            config = _new_config(job, draft, drafters, EngineConfig(capacity=capacity, exact=job.exact, **own))
+            config = _new_config(job, draft, drafters, capacity)
         else:
             config = _resumed_config(job, known_shape(stored), own, drafters)
     except ValueError as error:
@@ -92,9 +92,9 @@ def shape_of(job: Job, models: Sequence[PretrainedConfig], rows: int, stored: di
     return Shape(config, free + ALWAYS if free else ())
 
 
-def _new_config(job: Job, draft: PretrainedConfig | None, drafters: list[str], base: EngineConfig) -> EngineConfig:
-    """The config of a new job. drafters: those that are available. base: with what does not depend on them."""
-    values = {name: getattr(job, name) for name in AUTO if getattr(job, name) != "auto"}
+def _new_config(job: Job, draft: PretrainedConfig | None, drafters: list[str], capacity: int) -> EngineConfig:
+    """The config of a new job. drafters: those that are available."""
+    values = {name: value for name in SETTINGS if (value := getattr(job, name)) not in (None, "auto")}
     method, drafter = job.method, job.drafter
     if method == "auto" and (drafter == NONE or (drafter == "auto" and not drafters)):
         method = "plain"
@@ -115,8 +115,7 @@ def _new_config(job: Job, draft: PretrainedConfig | None, drafters: list[str], b
         values.setdefault("window", max(values["batch_size"], EngineConfig.window))
     elif "window" in values:
         values["batch_size"] = min(values["window"], EngineConfig.batch_size)
-    threshold = job.threshold or EngineConfig.threshold
-    return replace(base, **values, draft_length=job.draft_length, threshold=threshold)
+    return EngineConfig(**values | {"capacity": capacity})
 
 
 def _resumed_config(job: Job, stored: dict[str, Any], own: dict[str, Any], drafters: list[str]) -> EngineConfig:

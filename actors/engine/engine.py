@@ -22,7 +22,7 @@ from exspec.actors.engine.methods import build, drafter_of, recorder_for, resolv
 from exspec.actors.engine.request import Completion, FinishReason, Request, RequestError, Room, Sampling, Scores
 from exspec.actors.engine.scheduling.group import Group
 from exspec.actors.engine.scheduling.pool import Pool, Sequence
-from exspec.actors.engine.scheduling.prefill import Chunk
+from exspec.actors.engine.scheduling.prefill import PrefillChunk
 from exspec.actors.engine.statistics import EngineCounters, EngineStatistics
 from exspec.actors.engine.tokens.constraint import Barred, Constraint, forced
 from exspec.actors.engine.tokens.constraint_walker import Candidates, ConstraintWalker, Masks, candidate_ids
@@ -250,13 +250,13 @@ class Engine:
         """Cache again the tokens that rounds had cached before their sequences were preempted. They are fed in the
         shape of a round: in another shape their KV might differ in its last bits."""
         width, rows = self.config.width, self.config.batch_size
-        parts: dict[int, list[Chunk]] = defaultdict(list)
+        parts: dict[int, list[PrefillChunk]] = defaultdict(list)
         for s in sequences:
             start = s.prefilled
             while start < s.length:
                 _, kv_columns = self.config.round_shape(rows, start + 1)
                 end = min(start + width, kv_columns, s.length)
-                parts[kv_columns].append(Chunk(s, start, end, width, kv_columns))
+                parts[kv_columns].append(PrefillChunk(s, start, end, width, kv_columns))
                 start = end
         for _, chunks in sorted(parts.items()):
             for i in range(0, len(chunks), rows):
@@ -265,7 +265,7 @@ class Engine:
                 self.choose(batch, greedy)
                 self.drafter.prefill(batch)
 
-    def _batch(self, chunks: list[Chunk], rows: int) -> Batch:
+    def _batch(self, chunks: list[PrefillChunk], rows: int) -> Batch:
         """Chunks of one shape as one forward. Tokens are padded on the right, with columns that later tokens overwrite;
         where shapes are fixed, dead rows fill the batch up to `rows`."""
         width = chunks[0].width

@@ -31,7 +31,7 @@ from exspec.actors.engine.shape.plan import Models
 from exspec.actors.exactness import transformers_generate
 from exspec.actors.hardware import describe_hardware
 from exspec.actors.models import Pair, forget_sampling, load_draft, load_model, load_pair
-from exspec.jobs.benchmarks.decoding import Outcome, check_device, decode, timed
+from exspec.jobs.benchmarks.decoding import Run, check_device, decode, timed
 from exspec.jobs.benchmarks.settings import RIVALS, SHAPE, VARIANT, BenchSettings
 from exspec.jobs.demo import DRAFT, TARGET
 from exspec.jobs.demo.messages import examples
@@ -125,15 +125,15 @@ class Bench:
         self.calibration = calibrate(self.pair.target, draft, self.requests(), config, free, seconds)
         return self.calibration
 
-    def run(self, method: str, count: int | None = None) -> Outcome:
+    def run(self, method: str, count: int | None = None) -> Run:
         """Decode the prompts, or the first `count`, against the clock."""
         prompts = self.prompts[:count]
         if method not in RIVALS:
             return self.decode(self.config(method), prompts)
         generate = self.generate if method == "generate" else self.assisted
-        return Outcome(*timed(lambda: generate(prompts), self.device))
+        return Run(*timed(lambda: generate(prompts), self.device))
 
-    def decode(self, config: EngineConfig, prompts: list[list[int]]) -> Outcome:
+    def decode(self, config: EngineConfig, prompts: list[list[int]]) -> Run:
         if config not in self.engines:
             self.engines[config] = Engine(self.pair.target, self.draft_for(config), config)
         engine = self.engines[config]
@@ -243,7 +243,7 @@ def time_and_compare(bench: Bench, console: Any) -> list[dict[str, Any]]:
         for method in names:
             bench.run(method, count=bench.base.batch_size)
             progress.advance(task)
-        turns: list[dict[str, Outcome]] = [{} for _ in range(repeats)]
+        turns: list[dict[str, Run]] = [{} for _ in range(repeats)]
         for number, turn in enumerate(turns, 1):
             for method in names:
                 progress.update(task, description=f"{method}, run {number}")
@@ -262,7 +262,7 @@ def _title(bench: Bench) -> str:
     )
 
 
-def compare(bench: Bench, turns: list[dict[str, Outcome]]) -> list[dict[str, Any]]:
+def compare(bench: Bench, turns: list[dict[str, Run]]) -> list[dict[str, Any]]:
     """A row of figures for each method. The tokens are those of the last turn."""
     same_dtype = bench.oracle(bench.pair.target.dtype)
     float32 = same_dtype if bench.pair.target.dtype == torch.float32 else bench.oracle(torch.float32)
@@ -301,7 +301,7 @@ def compare(bench: Bench, turns: list[dict[str, Outcome]]) -> list[dict[str, Any
     return rows
 
 
-def _ratio(turns: list[dict[str, Outcome]], method: str, base: str) -> float | None:
+def _ratio(turns: list[dict[str, Run]], method: str, base: str) -> float | None:
     if base not in turns[0]:
         return None
     ratios = [turn[method].tokens_per_second / turn[base].tokens_per_second for turn in turns]

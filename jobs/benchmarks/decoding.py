@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Run:
     """One timed run: completions in the order of the prompts, seconds, and what an engine counted."""
 
     tokens: list[list[int]]
@@ -29,7 +29,7 @@ class Outcome:
         return sum(map(len, self.tokens)) / self.seconds
 
 
-def decode(engine: Engine, requests: Iterable[Request], deadline: float = math.inf) -> Outcome:
+def decode(engine: Engine, requests: Iterable[Request], deadline: float = math.inf) -> Run:
     """Decode requests, whose ids are numbers. Raises OutOfTimeError at `deadline`, a value of time.monotonic."""
 
     def run() -> list[Completion]:
@@ -44,7 +44,7 @@ def decode(engine: Engine, requests: Iterable[Request], deadline: float = math.i
     completions, seconds = timed(run, engine.device)
     completions.sort(key=lambda c: int(str(c.id)))
     total = sum((c.statistics for c in completions), start=SequenceStatistics())
-    return Outcome([c.tokens for c in completions], seconds, total, engine.statistics)
+    return Run([c.tokens for c in completions], seconds, total, engine.statistics)
 
 
 def timed(run: Callable[[], T], device: torch.device) -> tuple[T, float]:

@@ -22,7 +22,7 @@ from exspec.actors.engine.shape.costs import Costs
 from exspec.actors.engine.shape.plan import Models
 from exspec.actors.exactness import transformers_generate
 from exspec.actors.hardware import describe_hardware
-from exspec.jobs.benchmarks.decoding import Outcome, check_time, decode, synchronize, timed
+from exspec.jobs.benchmarks.decoding import Run, check_time, decode, synchronize, timed
 from exspec.jobs.benchmarks.independence import RowIndependence
 from exspec.jobs.benchmarks.models import build, copy_bandwidth, kv_bytes, model_bytes
 from exspec.jobs.benchmarks.replay import ReplayDrafter
@@ -82,7 +82,7 @@ class Measurement:
         order: int = 0,
         sampled: bool = False,
         deadline: float = math.inf,
-    ) -> Outcome:
+    ) -> Run:
         """Decode the first `count` prompts, or all, in a random order."""
         self.warm(engine, sampled)
         requests = self.requests(count, sampled)

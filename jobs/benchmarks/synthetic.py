@@ -78,7 +78,7 @@ def run_child(settings: SyntheticSettings, names: Sequence[str], end: float, to:
     work(settings, names, end, to.send)
 
 
-class Report:
+class StagedReport:
     """The report. It is written after every message; a stage is printed when it ends."""
 
     def __init__(self, settings: SyntheticSettings, output: Path) -> None:
@@ -106,7 +106,7 @@ def measure(settings: SyntheticSettings, output: Path, child: Child = run_child)
     """Run all stages and return the report. Raises ValueError if the device is missing."""
     check_device(settings.device)
     end = time.monotonic() + settings.seconds
-    report, names = Report(settings, output), list(STAGES)
+    report, names = StagedReport(settings, output), list(STAGES)
     while names and time.monotonic() < end:
         failed = _follow(settings, names, end, report, child)
         if failed == SETUP:  # it would fail again
@@ -117,7 +117,9 @@ def measure(settings: SyntheticSettings, output: Path, child: Child = run_child)
     return report.content
 
 
-def _follow(settings: SyntheticSettings, names: Sequence[str], end: float, report: Report, child: Child) -> str | None:
+def _follow(
+    settings: SyntheticSettings, names: Sequence[str], end: float, report: StagedReport, child: Child
+) -> str | None:
     """Run a child process and record its messages. Returns the stage that failed, if one did."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)

@@ -23,7 +23,7 @@ KINDS = "Parquet, JSONL, CSV or Arrow"
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Location:
     """A file that may be a shard. version, values: as in Shard. table: the table that it belongs to."""
 
     name: str
@@ -47,14 +47,14 @@ class Since:
     def planned(self) -> dict[str, Shard]:
         return {shard.name: shard for shard in self.before.shards} if self.before else {}
 
-    def wants(self, place: Candidate) -> bool:
-        if place.name in self.settled:
+    def wants(self, location: Location) -> bool:
+        if location.name in self.settled:
             # Its footer is not read again, but a change since then must be noticed.
-            shard = self.planned[place.name]
-            return probe(place.fs, place.path, shard)[:2] != (shard.size, shard.etag)
-        if place.name in self.planned or self.newer_than is None:
+            shard = self.planned[location.name]
+            return probe(location.fs, location.path, shard)[:2] != (shard.size, shard.etag)
+        if location.name in self.planned or self.newer_than is None:
             return True
-        return bool(attempt(lambda: place.fs.modified(place.path)) > self.newer_than)
+        return bool(attempt(lambda: location.fs.modified(location.path)) > self.newer_than)
 
 
 def find_shards(
@@ -69,17 +69,17 @@ def find_shards(
     """
     planned = before.shards if before else []
     listing = Listing(options, [] if since else planned)
-    places = _distinct([place for url in urls for place in listing.places(url)])
+    locations = _distinct([location for url in urls for location in listing.locations(url)])
     if since:
-        _refuse_rewritten(planned, places)
+        _refuse_rewritten(planned, locations)
     known = nullable(decode_schema(before.schema)) if before and before.schema else None
-    if not places and not (since and known):
+    if not locations and not (since and known):
         raise JobError(f"input: no {KINDS} files in {', '.join(urls)}")
     by_name = {shard.name: shard for shard in planned}
     if since:
-        wanted = at_once(since.wants, places)
-        places = [place for place, new in zip(places, wanted, strict=True) if new]
-    footers = at_once(lambda place: _footer(place, by_name.get(place.name), known), places)
+        wanted = at_once(since.wants, locations)
+        locations = [location for location, new in zip(locations, wanted, strict=True) if new]
+    footers = at_once(lambda location: _footer(location, by_name.get(location.name), known), locations)
     if not footers and not known:
         raise JobError(f"input: no {KINDS} files in {', '.join(urls)} are newer than since")
     # A file without footer and rows has no known columns.
@@ -102,27 +102,29 @@ def _schema(footers: Sequence[tuple[Shard, pa.Schema]], known: pa.Schema | None)
     return reduce(join, footers, known or footers[0][1])
 
 
-def _distinct(places: Iterable[Candidate]) -> list[Candidate]:
-    """The candidates, each once. Raises JobError if two have the same name, or one has two names."""
-    names: dict[str, Candidate] = {}
-    for place in places:
-        other = names.setdefault(place.name, place)
-        if other.url != place.url:
+def _distinct(locations: Iterable[Location]) -> list[Location]:
+    """The locations, each once. Raises JobError if two have the same name, or one has two names."""
+    names: dict[str, Location] = {}
+    for location in locations:
+        other = names.setdefault(location.name, location)
+        if other.url != location.url:
             raise JobError(
-                f"input: {other.url} and {place.url} would both be the shard {place.name!r}; give a folder above both"
+                f"input: {other.url} and {location.url} would both be the shard {location.name!r}; "
+                "give a folder above both"
             )
-    by_url = {place.url: place.name for place in names.values()}
-    for name, place in names.items():
-        if by_url[place.url] != name:
+    by_url = {location.url: location.name for location in names.values()}
+    for name, location in names.items():
+        if by_url[location.url] != name:
             raise JobError(
-                f"input: {place.url} is given twice, as {name!r} and {by_url[place.url]!r}; give one folder above both"
+                f"input: {location.url} is given twice, as {name!r} and {by_url[location.url]!r}; "
+                "give one folder above both"
             )
     return list(names.values())
 
 
-def _refuse_rewritten(planned: Iterable[Shard], places: Iterable[Candidate]) -> None:
+def _refuse_rewritten(planned: Iterable[Shard], locations: Iterable[Location]) -> None:
     """Raises JobError if a table was rewritten: its old rows would be generated again as new ones."""
-    names = {place.name for place in places}
+    names = {location.name for location in locations}
     if gone := [shard for shard in planned if shard.version and shard.name not in names]:
         raise JobError(
             f"{gone[0].url}: is no longer a file of its table, whose new files may contain its rows; "
@@ -140,7 +142,7 @@ class Listing:
             if shard.version:
                 self.kept.setdefault(shard.version.rpartition("@")[0], []).append(shard)
 
-    def places(self, url: str) -> list[Candidate]:
+    def locations(self, url: str) -> list[Location]:
         """The files of a folder, glob or path. Raises JobError."""
         try:
             fs, path = _open(url, self.options)
@@ -152,7 +154,7 @@ class Listing:
             except PermissionError as error:
                 raise JobError(f"input {url}: permission denied ({error})") from error
 
-    def _found(self, url: str, fs: Any, path: str) -> list[Candidate]:
+    def _found(self, url: str, fs: Any, path: str) -> list[Location]:
         magic = [path.index(c) for c in "*?[" if c in path]
         if magic and not attempt(lambda: fs.exists(path)):  # these characters may be part of a name
             _refuse_inside(fs, path, url)
@@ -167,9 +169,9 @@ class Listing:
         if path.endswith(".metadata.json"):
             root = path.rpartition("/metadata/")[0]
             return self._planned(fs, root) or _of_table(fs, root, root, read_iceberg(fs, path))
-        return [Candidate(path.rsplit("/", 1)[-1], fs.unstrip_protocol(path), fs, path)]
+        return [Location(path.rsplit("/", 1)[-1], fs.unstrip_protocol(path), fs, path)]
 
-    def _below(self, fs: Any, base: str) -> list[Candidate]:
+    def _below(self, fs: Any, base: str) -> list[Location]:
         files = attempt(lambda: fs.find(base))
         tables = find_tables(files)
         found = _plain(fs, base, [f for f in files if not any(f.startswith(f"{root}/") for root in tables)])
@@ -178,10 +180,10 @@ class Listing:
                 found += self._planned(fs, root) or _of_table(fs, base, root, read_table(fs, root, kind, files))
         return found
 
-    def _planned(self, fs: Any, root: str) -> list[Candidate]:
+    def _planned(self, fs: Any, root: str) -> list[Location]:
         """The planned files of a table, at the planned version."""
         kept = self.kept.get(fs.unstrip_protocol(root), [])
-        return [Candidate(s.name, s.url, *locate(s.url, self.options), s.version, s.values) for s in kept]
+        return [Location(s.name, s.url, *locate(s.url, self.options), s.version, s.values) for s in kept]
 
 
 def _open(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
@@ -192,7 +194,7 @@ def _open(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     return fs, path
 
 
-def _plain(fs: Any, base: str, files: Iterable[str]) -> list[Candidate]:
+def _plain(fs: Any, base: str, files: Iterable[str]) -> list[Location]:
     """The data files: Parquet, or without Parquet files those of one other format."""
     below = {f: f[len(base) :].lstrip("/") for f in files}
     # Names that begin with _ or . are not data, by the convention of Spark and others: markers, staging, checkpoints.
@@ -205,22 +207,24 @@ def _plain(fs: Any, base: str, files: Iterable[str]) -> list[Candidate]:
     kinds = {f: ".parquet" if f.endswith(".parquet") else suffix_of(f) for f in shown}
     found = sorted({kind for kind in kinds.values() if kind})
     if len(found) > 1 and ".parquet" not in found:
-        place = fs.unstrip_protocol(base)
-        raise JobError(f"input {place}: has {' and '.join(found)} files; give a pattern, such as {place}/*{found[0]}")
+        location = fs.unstrip_protocol(base)
+        raise JobError(
+            f"input {location}: has {' and '.join(found)} files; give a pattern, such as {location}/*{found[0]}"
+        )
     wanted = ".parquet" if ".parquet" in found else next(iter(found), None)
     shown = {f: name for f, name in shown.items() if wanted and kinds[f] == wanted}
-    return [Candidate(name, fs.unstrip_protocol(f), fs, f) for f, name in sorted(shown.items())]
+    return [Location(name, fs.unstrip_protocol(f), fs, f) for f, name in sorted(shown.items())]
 
 
-def _of_table(fs: Any, base: str, root: str, table: TableVersion) -> list[Candidate]:
+def _of_table(fs: Any, base: str, root: str, table: TableVersion) -> list[Location]:
     """The files of a table in the folder `root`. A file elsewhere has its whole path as name."""
-    places = []
+    locations = []
     for file in sorted(table.files, key=lambda file: file.path):
         inside = file.path.startswith(f"{root}/")
         name = file.path[len(base) :] if inside else file.path
         url = fs.unstrip_protocol(file.path)
-        places.append(Candidate(name.lstrip("/"), url, fs, file.path, table.version, file.values, table))
-    return places
+        locations.append(Location(name.lstrip("/"), url, fs, file.path, table.version, file.values, table))
+    return locations
 
 
 def _refuse_inside(fs: Any, pattern: str, url: str) -> None:
@@ -235,35 +239,42 @@ def _refuse_inside(fs: Any, pattern: str, url: str) -> None:
             return
 
 
-def _footer(place: Candidate, known: Shard | None, schema: pa.Schema | None) -> tuple[Shard, pa.Schema]:
-    file = Bytes(place.fs, place.path)
+def _footer(location: Location, known: Shard | None, schema: pa.Schema | None) -> tuple[Shard, pa.Schema]:
+    file = Bytes(location.fs, location.path)
     try:
-        file.size, content, stamp = probe(place.fs, place.path, known)
-        if suffix_of(place.name):
-            return _counted(place, file, content, stamp, known, schema)
+        file.size, content, stamp = probe(location.fs, location.path, known)
+        if suffix_of(location.name):
+            return _counted(location, file, content, stamp, known, schema)
         opened = read_footer(file)
     except FORMAT as error:
         if isinstance(error, FormatError):
-            raise JobError(f"{place.url}: {error}") from error
-        whole = file.refused or not file.fetches or suffix_of(place.name)
+            raise JobError(f"{location.url}: {error}") from error
+        whole = file.refused or not file.fetches or suffix_of(location.name)
         what = "cannot be read" if whole else "not a Parquet file"
-        raise JobError(f"{place.url}: {what} ({first_line(file.refused or error)})") from error
-    refuse_duplicates(place.url, opened.schema_arrow)
-    if place.table:
-        place.table.check(place.url, opened.schema_arrow)
-    fields = [*nullable(opened.schema_arrow), *(decode_row(place.values).schema if place.values else ())]
+        raise JobError(f"{location.url}: {what} ({first_line(file.refused or error)})") from error
+    refuse_duplicates(location.url, opened.schema_arrow)
+    if location.table:
+        location.table.check(location.url, opened.schema_arrow)
+    fields = [*nullable(opened.schema_arrow), *(decode_row(location.values).schema if location.values else ())]
     shard = Shard(
-        place.name, place.url, opened.metadata.num_rows, file.size, content, stamp, place.version, place.values
+        location.name,
+        location.url,
+        opened.metadata.num_rows,
+        file.size,
+        content,
+        stamp,
+        location.version,
+        location.values,
     )
     return shard, pa.schema(fields)
 
 
 def _counted(
-    place: Candidate, file: Bytes, content: str, stamp: str, known: Shard | None, planned: pa.Schema | None
+    location: Location, file: Bytes, content: str, stamp: str, known: Shard | None, planned: pa.Schema | None
 ) -> tuple[Shard, pa.Schema]:
     """A file without a footer, which is scanned unless it is unchanged since it was planned."""
     if known and planned and (known.size, known.etag) == (file.size, content):
-        return replace(known, url=place.url, stamp=stamp), planned
-    rows, schema = scan(place.name, lambda: RangeFile(file))
-    refuse_duplicates(place.url, schema)
-    return Shard(place.name, place.url, rows, file.size, content, stamp), nullable(schema)
+        return replace(known, url=location.url, stamp=stamp), planned
+    rows, schema = scan(location.name, lambda: RangeFile(file))
+    refuse_duplicates(location.url, schema)
+    return Shard(location.name, location.url, rows, file.size, content, stamp), nullable(schema)

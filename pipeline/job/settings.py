@@ -106,7 +106,7 @@ class Job(Decoding):
         "Parquet, JSONL, CSV or Arrow files, as paths, folders or globs; fsspec URLs such as s3://bucket/folder work.",
         "any",
     )
-    output: str = _files(..., "Output folder, or a file NAME.jsonl or NAME.csv. A path or fsspec URL.", "any")
+    output: str = _files(..., "Output folder, or a file such as NAME.jsonl. A path or fsspec URL.", "any")
     storage_options: dict[str, Any] = _files({}, "Options of the file systems, as fsspec takes them.", "any")
 
     prompt_column: str | None = _prompts(

@@ -249,7 +249,7 @@ def load_kernel() -> None:
     """
     if torch.__version__ < "2.10":
         raise RuntimeError(f"torch {torch.__version__} lacks the interface for kernels; expected 2.10 or later")
-    path = cache_folder() / f"attention-{_digest()}.so"
+    path = kernel_folder() / f"attention-{_digest()}.so"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         # Several processes may do this at once; each renames a complete file into place.
@@ -279,7 +279,7 @@ def _digest() -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def cache_folder() -> Path:
+def kernel_folder() -> Path:
     """EXSPEC_CACHE, or exspec in the user's cache folder."""
     user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("EXSPEC_CACHE") or Path(user) / "exspec") / "kernels"

@@ -9,7 +9,7 @@ from exspec.actors.engine.scheduling.pool import Sequence
 
 
 @dataclass(frozen=True)
-class Chunk:
+class PrefillChunk:
     """A sequence's tokens from `start` to `end`, in a forward of `width` columns with `kv_columns` KV columns."""
 
     sequence: Sequence
@@ -26,7 +26,7 @@ class Chunk:
 class Prefill(Protocol):
     """Cuts prompts into forwards."""
 
-    def plan(self, sequences: list[Sequence]) -> Iterator[list[Chunk]]:
+    def plan(self, sequences: list[Sequence]) -> Iterator[list[PrefillChunk]]:
         """The forwards that prefill the sequences, in order; the chunks of one forward have the same shape.
 
         They skip a prompt's cached tokens and its last token: that is the pending token, which the first round feeds.
@@ -47,7 +47,7 @@ class ChunkedPrefill:
     def __init__(self, rows: int, columns: int, capacity: int, bucket: int = 1) -> None:
         self.rows, self.columns, self.capacity, self.bucket = rows, columns, capacity, bucket
 
-    def plan(self, sequences: list[Sequence]) -> Iterator[list[Chunk]]:
+    def plan(self, sequences: list[Sequence]) -> Iterator[list[PrefillChunk]]:
         chunks = [self._chunk(s, start) for s in sequences for start in range(s.cached, s.prefilled, self.columns)]
         chunks.sort(key=_kv_columns)  # which also orders the chunks of each prompt
         for _, group in groupby(chunks, key=_kv_columns):
@@ -55,20 +55,20 @@ class ChunkedPrefill:
             for i in range(0, len(alike), self.rows):
                 yield alike[i : i + self.rows]
 
-    def _chunk(self, sequence: Sequence, start: int) -> Chunk:
+    def _chunk(self, sequence: Sequence, start: int) -> PrefillChunk:
         kv_columns = -(-(start + self.columns) // self.bucket) * self.bucket
         end = min(start + self.columns, sequence.prefilled)
-        return Chunk(sequence, start, end, self.columns, min(kv_columns, self.capacity))
+        return PrefillChunk(sequence, start, end, self.columns, min(kv_columns, self.capacity))
 
 
 class WholePrefill:
     """All prompts in one forward, padded to the longest, as a fixed batch starts."""
 
-    def plan(self, sequences: list[Sequence]) -> Iterator[list[Chunk]]:
+    def plan(self, sequences: list[Sequence]) -> Iterator[list[PrefillChunk]]:
         width = max((s.prefilled for s in sequences), default=0)
         if width:
-            yield [Chunk(s, 0, s.prefilled, width, width) for s in sequences]
+            yield [PrefillChunk(s, 0, s.prefilled, width, width) for s in sequences]
 
 
-def _kv_columns(chunk: Chunk) -> int:
+def _kv_columns(chunk: PrefillChunk) -> int:
     return chunk.kv_columns
