@@ -112,13 +112,11 @@ def check_forward(model: PreTrainedModel, name: str, bits: bool = True) -> None:
         reason = f"{type(error).__name__}: {_first_line(error)}"
     kind = model.config.model_type
     if reason:
-        raise ModelError(
-            f"{name}: {kind} does not decode the same by slots as on its own ({reason}); expected {WHAT_WORKS}"
-        )
+        raise ModelError(f"{name}: {kind} decodes differently in slots than alone ({reason}); expected {WHAT_WORKS}")
     if inexact:
         raise ModelError(
-            f"{name}: in {str(model.dtype).removeprefix('torch.')} the logits of a row of {kind} depend on the other "
-            "rows of the batch; expected float32, where the difference is as small as any rounding error"
+            f"{name}: in {str(model.dtype).removeprefix('torch.')}, a row's logits in {kind} depend on the other rows "
+            "of its batch; expected float32, where the difference is no larger than rounding errors"
         )
 
 

@@ -14,7 +14,7 @@ class StopStrings:
     For `Request.stop`: a call makes a check, which takes the completion's tokens one by one and returns the string that
     the text now contains, or None. `cut` returns the text before the string.
 
-    min_new_tokens: a string does not count if it is complete before this many tokens.
+    min_new_tokens: strings that are complete before this many tokens are ignored.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str], min_new_tokens: int = 0) -> None:
@@ -36,7 +36,7 @@ class StopStrings:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def first(self, tokens: Sequence[int]) -> tuple[int, str] | None:
-        """Position and text of the stop string that begins first, or of the longest where several begin together."""
+        """Position and text of the stop string that begins first, or of the longest of several that begin there."""
         text, before = self.text(tokens), len(self.text(tokens[: max(self.min_new_tokens - 1, 0)]))
         matches = [(text.find(s, max(before - len(s) + 1, 0)), -len(s), s) for s in self.strings]
         first = min((match for match in matches if match[0] >= 0), default=None)

@@ -22,7 +22,8 @@ DRAFT_LENGTHS: tuple[DraftLengthName, ...] = get_args(DraftLengthName)
 class EngineConfig(EarlyExitSettings):
     """How an engine decodes. Some of these settings are for users (`setting`), the others are internal.
 
-    With `exact`, the shapes of the forwards depend only on the config, without method and drafter.
+    With `exact`, the shape of the forward that computes a token depends only on the token's position and on these
+    settings, except method and drafter.
 
     method: plain decodes without drafts; eqspec speculates on a fixed batch that is realigned every round; exspec
         speculates in groups of similar length, taken from a window that is refilled at once.

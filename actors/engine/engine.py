@@ -37,7 +37,7 @@ class Outcome(NamedTuple):
     """The result of a row's round.
 
     tokens: the accepted drafts and the target's own token after them. drafted: how many tokens were proposed. columns:
-    of the row's forward. scores: of the candidates, by position in `tokens`; none where there was no choice.
+    width of the row's forward. scores: of the candidates, by position in `tokens`; none where there was no choice.
     by_drafter: the drafter's own counts, by field of SequenceStatistics.
     """
 
@@ -348,7 +348,7 @@ class Engine:
             # The masks are made while the device computes.
             masks, candidates = group.walker.write_masks(width), group.walker.candidates(width)
             asked = candidate_ids(candidates, len(group.sequences), width, self.device) if candidates else None
-            choices, scores = self._pick(logits, batch, group.sampler, masks, asked)
+            choices, scores = self._pick(logits, batch.tokens, batch.starts, group.sampler, masks, asked)
         if self.drafter.follows:
             self.drafter.prefill(batch._replace(tokens=choices).shifted(1))
         copies = HostCopy(choices, draft.lengths, draft.tokens, *draft.counts.values())
@@ -356,7 +356,7 @@ class Engine:
 
     def _choices(self, batch: Batch, sampler: Sampler) -> Tensor:
         """The tokens [R, Q] that the target chooses after each token of the batch."""
-        return picked(self.target.forward(batch), batch, sampler)[0]
+        return picked(self.target.forward(batch), batch.tokens, batch.starts, sampler)[0]
 
     @phase
     def wait(self, started: Round) -> list[Outcome]:
@@ -468,11 +468,18 @@ class Engine:
 
 
 def picked(
-    logits: Tensor, batch: Batch, sampler: Sampler, masks: Tensor | None = None, asked: Tensor | None = None
+    logits: Tensor,
+    tokens: Tensor,
+    starts: Tensor,
+    sampler: Sampler,
+    masks: Tensor | None = None,
+    asked: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The tokens [R, Q] chosen from logits [R, Q, V] of the batch; and the logits of the tokens `asked` [R, Q, M]."""
-    tokens = batch.tokens
-    positions = batch.starts[:, None] + 1 + torch.arange(tokens.shape[1], device=tokens.device)
+    """The tokens [R, Q] chosen from logits [R, Q, V] of a batch; and the logits of the tokens `asked` [R, Q, M].
+
+    tokens, starts: as in `Batch`. Its KV columns are left out, so that one recording serves every number of them.
+    """
+    positions = starts[:, None] + 1 + torch.arange(tokens.shape[1], device=tokens.device)
     choices = sampler.choose(logits, positions, tokens[:, 1:], masks)
     return choices, None if asked is None else logits.float().gather(2, asked.clamp(min=0))
 

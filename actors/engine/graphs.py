@@ -99,7 +99,7 @@ class HostCopy:
     def __init__(self, *tensors: Tensor) -> None:
         self.tensors, self.event = tensors, None
         if tensors[0].device.type == "cuda":
-            self.tensors = tuple(_sent(tensor) for tensor in tensors)
+            self.tensors = tuple(_to_host(tensor) for tensor in tensors)
             self.event = torch.cuda.Event()
             self.event.record(torch.cuda.current_stream(tensors[0].device))
 
@@ -110,7 +110,7 @@ class HostCopy:
         return [tensor.cpu() for tensor in self.tensors]
 
 
-def _sent(tensor: Tensor) -> Tensor:
+def _to_host(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 

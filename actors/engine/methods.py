@@ -121,12 +121,12 @@ def build(
     verifier = cached(target)
     step = config.bucket if few_shapes else config.page_size
     context = DrafterContext(target, verifier, draft, config, cached, recorder, step)
-    drafter_built = drafter(context) if config.drafts else NoDraft()
-    return Parts(verifier, drafter_built, context, draft_length(config), grouping_of(config), prefill, store)
+    proposer = drafter(context) if config.drafts else NoDraft()
+    return Parts(verifier, proposer, context, draft_length(config), grouping_of(config), prefill, store)
 
 
 def _stores(target: PreTrainedModel, config: EngineConfig) -> tuple[Store, Callable[[PreTrainedModel], CachedModel]]:
-    """The store of the slots' KV, and a function that gives a model KV in them. All models share one page table."""
+    """The store of the slots' KV, and a function that wraps a model with such KV. All models share one page table."""
     if config.method == "eqspec":
         return Boundless(), lambda model: RealignedModel(model, config.batch_size, config.kernels == "packed")
     widest = max(config.width, config.prefill_columns)  # dead columns may reach past the capacity

@@ -20,7 +20,7 @@ from exspec.actors.engine.scheduling.group import Group
 class Clover(HeadDrafter):
     """The head's layer runs once for each token that the target has chosen; drafts do not enter its KV.
 
-    embedding: of the tokens, the rows of the target's head. score: hidden states to the target's logits.
+    embedding: the rows of the target's output head, by token. score: maps hidden states to the target's logits.
     """
 
     asks: ClassVar[str] = "a head of Clover"

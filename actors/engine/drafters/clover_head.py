@@ -48,8 +48,8 @@ def read_config(values: dict[str, Any]) -> CloverConfig:
 
 
 class CloverHead(PreTrainedModel):
-    """A causal language model whose forward also takes features [R, Q, D] and returns h_0 [R, Q, D] as its logits. The
-    target's output head is not part of the model."""
+    """A causal language model whose forward also takes features [R, Q, D] and returns h_0 [R, Q, D] in place of logits.
+    The target's output head is not part of the model."""
 
     config: CloverConfig
     config_class = CloverConfig

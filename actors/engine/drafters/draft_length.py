@@ -16,7 +16,9 @@ from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.scheduling.group import Group
 from exspec.actors.engine.scheduling.pool import Sequence
 
-PROBE = 16  # a sequence that drafts nothing tries one token every so many rounds, or its estimate would never change
+PROBE = (
+    16  # a sequence that drafts nothing tries one token every PROBE rounds; otherwise its estimate would never change
+)
 WEIGHT = 8.0  # the acceptance of all sequences weighs as much as this many drafts of the sequence itself
 
 

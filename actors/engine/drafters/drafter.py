@@ -25,7 +25,8 @@ from exspec.actors.engine.tokens.sampling import Sampler
 
 
 class Draft(NamedTuple):
-    """tokens: [R, N]. lengths: [R], how many of a row's tokens are proposed; the tokens after them mean nothing.
+    """tokens: [R, N]. lengths: [R], how many of a row's tokens are proposed; the tokens after them mean nothing. Both
+    are new tensors every round, because the host reads them later.
 
     on_host: the tokens by row, from a drafter that drafts on the host. counts: the drafter's own counts, [R] each,
     by field of SequenceStatistics.
@@ -81,8 +82,8 @@ class DrafterContext:
     """What a drafter is built from.
 
     target: the model that verifies. verifier: the target with its KV. draft: a draft model or head, if there is one.
-    config: resolved. cached: gives a model KV in the engine's slots. recorder: records functions of fixed shapes. step:
-    a draft's KV columns are rounded up to a multiple of it, so that shapes are few.
+    config: resolved. cached: wraps a model with KV for the engine's slots. recorder: records functions of fixed shapes.
+    step: a draft's KV columns are rounded up to a multiple of it, so that shapes are few.
     """
 
     target: PreTrainedModel
@@ -107,8 +108,8 @@ class Drafter(ABC):
     A drafter keeps its state of a sequence by slot; `admit` puts a new sequence into a slot. Rows without a sequence
     are dead, and their slot is never admitted to.
 
-    needs_draft: whether it needs a draft model or head. follows: whether it takes in the target's choices after all
-    columns of a round immediately, including rejected columns. lengths: the values of K that are worth a trial.
+    needs_draft: whether it needs a draft model or head. follows: whether it is fed the target's choice at every
+    column right after verification, rejected columns included. lengths: the values of K that are worth a trial.
     probed_with: the K that calibration measures first and extrapolates from. learns: whether it uses finished
     completions. caches: its KV, which the engine checks and counts.
     """

@@ -16,7 +16,7 @@ from exspec.actors.engine.kv.batch import Batch
 
 
 class Eagle3(HeadDrafter):
-    """Where the target has no feature yet, the head's own hidden state at the position before replaces it.
+    """Where the target has no feature yet, the head's own hidden state at the previous position takes its place.
 
     The head's KV at the last position of a shared prefix depends on the token after it: the last prompt fed decides.
     """

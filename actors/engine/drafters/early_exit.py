@@ -28,8 +28,8 @@ class EarlyExit(Drafter):
     """Drafts `ahead` tokens at depth d and checks them at depth i. It keeps the tokens that agree and depth i's own
     next token, and repeats this until there are enough. The kept tokens are proposed.
 
-    The hidden states after depth d are remembered: the check continues there, and no layer computes a token twice. The
-    target verifies with all its layers, in its own shape.
+    The hidden states after depth d are remembered, and the check continues there: within a draft, no layer computes a
+    token twice. Verification runs all layers again, in the target's own shape.
 
     depths: d and i, in layers.
     """

@@ -31,8 +31,8 @@ class HeadDrafter(DraftModel):
 
     Features lie in pages, as KV does. The tokens that a round chooses are fed as soon as their features are known.
 
-    asks: the kind of draft that it needs, in words. configures: the class of the head's config. remembers: layers of
-    the head whose hidden states the next step needs. aux_layers: layers of the target whose output the features are.
+    asks: what draft it needs, for messages. configures: the class of the head's config. remembers: layers of the head
+    whose hidden states the next step needs. aux_layers: layers of the target whose outputs are the features.
     """
 
     follows: ClassVar[bool] = True

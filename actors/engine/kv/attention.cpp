@@ -146,7 +146,7 @@ inline Floats capped(Floats x, float cap) {
 
 struct Call {
   int64_t rows, heads, kv_heads, columns, size, page, kv_columns;
-  int64_t query_row, query_head, query_column, place_row;  // strides
+  int64_t query_row, query_head, query_column, table_row;  // strides
   const int32_t* page_table;
   float scale, cap;
   int window;
@@ -317,7 +317,7 @@ struct Attention {
   void run(const Task& task, const T* query, const T* keys, const T* values, T* output) const {
     static thread_local Scratch scratch;
     const int group = call.heads / call.kv_heads, width = task.last - task.first, count = group * width;
-    const int32_t* place = call.page_table + task.row * call.place_row;
+    const int32_t* place = call.page_table + task.row * call.table_row;
     const int position = place[0] + task.first;
     const int held = (count + PAIR - 1) / PAIR * PAIR;
     float* queries = scratch.take(held * (2 * padded + BLOCK + LANES + 2) + 3 * BLOCK * padded);
@@ -394,7 +394,7 @@ std::vector<Task> plan(const Call& call, T* output, int64_t& products) {
   const int group = call.heads / call.kv_heads, run = std::max(1, TILE / group);
   const int64_t column = call.heads * call.size;
   for (int64_t r = 0; r < call.rows; r++) {
-    const int64_t start = call.page_table[r * call.place_row], end = call.page_table[r * call.place_row + 1];
+    const int64_t start = call.page_table[r * call.table_row], end = call.page_table[r * call.table_row + 1];
     STD_TORCH_CHECK(end <= call.kv_columns, "row ", r, " ends at ", end, ", past the pages of its table");
     const int64_t first = std::clamp<int64_t>(-start, 0, call.columns);
     const int64_t last = std::clamp<int64_t>(end - start, first, call.columns);
@@ -462,7 +462,7 @@ Tensor attend_in_place(const Tensor& query, const Tensor& keys, const Tensor& va
   call.rows = query.size(0), call.heads = query.size(1), call.columns = query.size(2), call.size = query.size(3);
   call.page = keys.size(1), call.kv_heads = keys.size(2), call.kv_columns = (page_table.size(3) - 2) * call.page;
   call.query_row = query.stride(0), call.query_head = query.stride(1), call.query_column = query.stride(2);
-  call.page_table = static_cast<const int32_t*>(page_table.const_data_ptr()), call.place_row = page_table.stride(0);
+  call.page_table = static_cast<const int32_t*>(page_table.const_data_ptr()), call.table_row = page_table.stride(0);
   call.scale = float(scale), call.cap = float(softcap);
   call.window = int(std::clamp<int64_t>(window, 0, std::numeric_limits<int>::max()));
   Tensor output = torch::stable::new_empty(query, {call.rows, call.columns, call.heads, call.size});

@@ -58,7 +58,7 @@ def context_length(config: PretrainedConfig) -> int:
 
 
 class PagedModel:
-    """KV in pages: `pages` says where token i of a sequence lies, and it never moves.
+    """KV in pages: `pages` gives the location of token i of a sequence; tokens never move.
 
     Per layer, K and V are [pages + 1, P, H, D], allocated once. Dead rows and columns write to the first page, the
     bin, so that a forward has no branch for them.
@@ -90,8 +90,8 @@ class PagedModel:
         return sum(t.nbytes for t in (*self.keys, *self.values, *self.states.values()))
 
     def remember(self, layers: Iterable[int]) -> None:
-        """From now on keep the hidden states after each of these layers, counted from 1, at the same positions as keys
-        and values. A forward may then end after any layer, and begin after one of these."""
+        """From now on keep the hidden states after each of these layers, counted from 1, in pages like keys and
+        values. A forward may then end after any layer, and begin after one of these."""
         if not self.gated:
             gate(self.model)
             self.gated = True
@@ -106,7 +106,7 @@ class PagedModel:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, keep: int = 0, first: int = 0, last: int | None = None, **inputs: Tensor) -> Tensor:
-        """first, last: the layers that run, without `last`; None: to the end. inputs: other inputs of the model beside
+        """first, last: layers first .. last - 1 run; None: to the end. inputs: other inputs of the model beside
         tokens."""
         logits: Tensor = self._run(batch, first, last, fills=False, logits_to_keep=keep, **inputs).logits
         return logits

@@ -16,11 +16,11 @@ class Forward:
 
     keys, values: by layer, [N, P, H, D]. states: remembered hidden states, [N, P, D], by the number of layers that they
     have passed. write: [R * Q], indices of the tokens in the stores that the forward writes. shape: (R, Q). first,
-    last: the layers that run, without `last`. fills: the forward only computes keys and values, and ends once it has
+    last: layers first .. last - 1 run. fills: the forward only computes keys and values, and ends once it has
     written them.
     """
 
-    is_initialized = False  # True would make transformers ask for more of its own cache
+    is_initialized = False  # some families read it
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Forward:
 
     def fills_last(self, layer: int) -> bool:
         """Whether this is the last layer that the forward fills. That layer always runs uncompiled, so that its keys
-        and values are the same bit for bit whether the forward ends there or in the middle of the layer."""
+        and values are bit for bit the same whether the forward stops inside the layer or runs to its end."""
         return self.fills and layer + 1 == self.last
 
     def enter(self, layer: int) -> Tensor:
@@ -81,7 +81,7 @@ class Traced:
 
 
 def forward_of(arguments: Iterable[Any]) -> Forward | None:
-    """The forward among the arguments of a layer's call, where it is the cache."""
+    """The `Forward` that a layer receives as its cache; None if it receives none."""
     return next((x for x in arguments if isinstance(x, Forward)), None)
 
 

@@ -15,8 +15,8 @@ RESULTS: WeakKeyDictionary[PreTrainedModel, dict[tuple[int, ...], str | None]] =
 
 
 def spans_trial(model: PreTrainedModel, depths: tuple[int, ...] = (1,)) -> str | None:
-    """The reason why a forward cannot end after these numbers of layers and another resume there; None if it can. Each
-    model is tested once."""
+    """The reason why a forward cannot end after these numbers of layers and another resume there; None if it can. A
+    model is tested once with the same numbers."""
     results = RESULTS.setdefault(model, {})
     if depths not in results:
         results[depths] = _try(model, depths)

@@ -43,8 +43,10 @@ _LIBRARY.impl("windowed_linear", _shaped, "Meta")
 
 
 def windowed_experts(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """The output [T, H] of a module of experts for hidden states [T, H], routed to experts index [T, k] with weights
-    [T, k]."""
+    """Run a module's experts on hidden states [T, H]. Returns [T, H].
+
+    index, weights: [T, k], the experts of each token and their weights.
+    """
     tokens, chosen = index.shape
     mean = -(-tokens * chosen // self.num_experts)
     rows = min(tokens, max(FEWEST, 1 << (mean - 1).bit_length()))

@@ -1,4 +1,4 @@
-"""Compiled layers: the layers of a model with equal traces share one piece of code of a few kernels.
+"""Compiled layers: layers with equal traces share one compiled function of a few kernels.
 
 A layer is traced as a function of tensors only: its weights, its inputs and its pages of KV. Matrix products with the
 same input become one product. The code compiled for a trace serves every layer with the same trace, of any model.
@@ -117,7 +117,7 @@ def compiled(function: Callable[..., Sequence[Tensor]]) -> Run:
 
 def trace(function: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> fx.GraphModule:
     """The function as a graph for inputs of these shapes. Raises ValueError if it uses tensors that are not inputs:
-    their values would be taken for all layers."""
+    the values of one layer would be used for all."""
     mode = detect_fake_mode(inputs) or FakeTensorMode(allow_non_fake_inputs=False)
     fake = [mode.from_tensor(t, static_shapes=True) for t in inputs]
     with mode:

@@ -42,7 +42,7 @@ from exspec.actors.engine.shape.plan import Models
 from exspec.actors.engine.shape.prediction import best_threshold, predict
 from exspec.actors.engine.shape.sample import Feed, MakeEngine, Sample, probe
 
-TURNS, FIRST_TURNS = 5, 2  # turns of the final, and how many of them all finalists take part in
+TURNS, FIRST_TURNS = 5, 2  # turns of the final; in the first FIRST_TURNS all finalists run
 COMPILE_FROM = 10.0  # seconds of measuring: with less, a job does not wait for a compiler
 MARGIN = 1.02  # speculation must be this much faster than plain decoding to be taken
 
@@ -58,8 +58,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Calibration:
-    """config: the choice. candidates: all predicted shapes, the best first. seconds: the duration. compiled: the code
-    compiled for it and the seconds of compilation; None if nothing was compiled."""
+    """config: the choice. candidates: the predicted shapes, the best first, and finalists with compiled layers.
+    seconds: the duration. compiled: the code compiled for it and the seconds of compilation; None if nothing was
+    compiled."""
 
     config: EngineConfig
     candidates: list[Candidate]
@@ -116,6 +117,7 @@ class Calibrator:
         self.models, self.free, self.seconds, self.make = models, free, seconds, make
         self.clock = Clock()
         self.start = self.clock.now()
+        self.began, self.compiling = time.monotonic(), fused.CODE.seconds
         self.choices = drafter_choices(models, config, free)
         if self.choices:
             config = config.drafting(self.choices[0])
@@ -127,7 +129,6 @@ class Calibrator:
 
     def run(self, requests: Sequence[Request]) -> Calibration:
         """Probe, predict and run the finalists."""
-        began, compiling = time.monotonic(), fused.CODE.seconds
         sample = self.probe(requests)
         longest = max(prompt + new for prompt, new in sample.lengths)
         self.choose_kernels_and_prefill(sample, longest)
@@ -141,8 +142,8 @@ class Calibrator:
             chosen = self.final(sample, finalists)
         costs.deadline = math.inf
         best = replace(chosen.config, threshold=best_threshold(chosen.config, costs, sample))
-        compiled = str(fused.CODE) if fused.CODE.seconds > compiling else None
-        return Calibration(best, predicted, sample, time.monotonic() - began, compiled)
+        compiled = str(fused.CODE) if fused.CODE.seconds > self.compiling else None
+        return Calibration(best, predicted, sample, time.monotonic() - self.began, compiled)
 
     def probe(self, requests: Sequence[Request]) -> Sample:
         """Probe each drafter that fits. Drafters that do not fit are no longer choices."""

@@ -51,8 +51,8 @@ class OutOfTimeError(Exception):
 class Costs:
     """Seconds of forwards on the device, timed at the first request and interpolated between numbers of KV columns.
 
-    requests: their sampling settings choose the tokens. longest: tokens of the longest expected sequence. config: the
-    settings that all shapes share. deadline: by the clock; after it, a forward that was not timed yet raises
+    requests: tokens are chosen with their sampling settings. longest: tokens of the longest expected sequence. config:
+    the settings that all shapes share. deadline: by the clock; after it, a forward that was not timed yet raises
     OutOfTimeError.
     """
 
@@ -124,8 +124,9 @@ class Costs:
         name = label(config)
         if name not in self.drafters:
             self.drafters.clear()  # one at a time, like engines
+            # Recordings continue to write to remembered states, so states are only dropped if nothing is recorded.
             if isinstance(engine.target, PagedModel) and not engine.drafter_context.recorder.records:
-                engine.target.forget()  # a recording would continue to write to them
+                engine.target.forget()
             # Drafts are timed for the KV columns that their rows need, whatever the candidate's bucket.
             shape = replace(
                 config,

@@ -21,7 +21,7 @@ def predict(config: EngineConfig, costs: Costs, sample: Sample) -> float:
     rng = random.Random(0)
     pool, grouping = Pool(config.slots, Boundless(), config.width), grouping_of(config)
     source = cycle(sample.lengths)
-    # Plain decoding is only probed without drafters: otherwise the bookkeeping of another probe is used.
+    # Plain decoding is probed only if nothing else is: otherwise the overhead of another probe stands in.
     name = label(config) if label(config) in sample.overhead else next(iter(sample.overhead))
     survival = sample.survival[name]
     seconds, tokens = 0.0, 0

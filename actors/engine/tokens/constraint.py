@@ -216,7 +216,7 @@ def forced(constraint: Constraint, most: int) -> list[int]:
 
 
 def only(constraint: Constraint) -> int | None:
-    """The forced next token; None if several tokens are allowed."""
+    """The next token if it is known to be the only one allowed; else None."""
     return kept.only if isinstance(kept := constraint.kept(), Few) else None
 
 

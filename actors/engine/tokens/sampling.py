@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from exspec.actors.engine.request import Sampling
 from exspec.actors.engine.tokens.constraint import unpacked
 
-TINY = 1e-30  # lower bound of top_p: much below, it would be 0 in float32 and keep no token
+TINY = 1e-30  # lower bound of top_p: a much smaller value would be 0 in float32 and keep no token
 FEW = 256  # top_k up to this takes the largest logits; for a larger top_k the threshold is searched
 SHORT = 4  # chunks of fewer tokens than this save nothing
 STEPS = 8  # of a search that need not be exact
@@ -61,8 +61,8 @@ def _mix(x: Tensor, key: Tensor | None = None) -> Tensor:
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
     """g(s, t, v) as float32 [R, Q, V], from 64-bit seeds [R] and positions [R, Q].
 
-    -log(-log(1 - u)) for u = (n + 1/2) / 2^32 with a hash n of 32 bits. The largest noise decides, and
-    comes from the smallest u, where float32 distinguishes every value of n.
+    -log(-log(1 - u)) for u = (n + 1/2) / 2^32 with a hash n of 32 bits. The largest noise decides, and it comes from
+    the smallest u, where float32 distinguishes every value of n.
     """
     low, high = _int32(seeds)[:, None], _int32(seeds >> 32)[:, None]
     # Two keys of 32 bits each: rows share noise only if both keys are equal.
@@ -157,8 +157,8 @@ class Sampler:
     def choose(self, logits: Tensor, positions: Tensor, drafts: Tensor, masks: Tensor | None = None) -> Tensor:
         """The token [R, Q] that follows each column of logits [R, Q, V].
 
-        positions: [R, Q], of the chosen tokens in their sequences. drafts: [R, N], the tokens of this round before the
-        last column's token; penalties count them as seen. masks: int32 [R, Q, words], the tokens that may be chosen;
+        positions: [R, Q], of the chosen tokens in their sequences. drafts: [R, N], this round's tokens up to the one
+        fed to the last column; penalties count them as seen. masks: int32 [R, Q, words], the tokens that may be chosen;
         None: all.
         """
         return self._chosen(logits, positions, drafts, masks, exact=True)

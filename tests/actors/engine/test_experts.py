@@ -155,7 +155,7 @@ def test_half_precision_is_refused_if_every_implementation_changes_bits(monkeypa
     monkeypatch.setattr(experts, "implementations", lambda _: ("swaying",))
     for dtype in HALF:
         name = str(dtype).removeprefix("torch.")
-        message = f"^folder: in {name} the logits of a row of mixtral depend on the other rows of the batch; "
+        message = f"^folder: in {name}, a row's logits in mixtral depend on the other rows of its batch; "
         with pytest.raises(ModelError, match=message):
             check_forward(mixture(dtype), "folder")
     check_forward(mixture(torch.float32), "folder")

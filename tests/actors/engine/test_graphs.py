@@ -5,6 +5,8 @@ make a CUDA graph wrong makes this one wrong: a decision in Python at recording 
 change, a wait for the device.
 """
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -102,6 +104,28 @@ def test_few_shapes_are_recorded(bucket: int, draft_length: str) -> None:
     buckets = -(-tiny.CONTEXT // bucket)
     drafts = buckets * (1 + made.config.draft_tokens)
     assert recorder.recorded <= 2 * buckets + buckets + drafts
+
+
+def test_tokens_are_chosen_by_one_recording_in_all_buckets() -> None:
+    """Choosing reads logits, not KV, and a recording holds buffers as large as the logits."""
+    recorded: Counter[str] = Counter()
+
+    class Named:
+        records = True
+
+        def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+            def record(run: Play) -> Play:
+                recorded[function.__name__] += 1
+                return run
+
+            return Recordings(record).wrap(function)
+
+    free = Node()
+    free.children = dict.fromkeys(range(tiny.VOCABULARY), free)
+    requests = [replace(r, constraint=lambda: Automaton(free)) for r in tiny.requests(tiny.prompts(3), 40)]
+    tiny.decode(engine(Named(), bucket=8, attention="gathered", method="plain"), requests)
+    assert recorded["forward"] > 2, "several buckets"
+    assert recorded["picked"] == 1
 
 
 def test_the_stand_in_finds_a_recording_that_reads_a_value() -> None:
