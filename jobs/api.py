@@ -4,7 +4,7 @@ import json
 import tempfile
 from typing import Any
 
-REASONS = 5  # for a failed job, that its error lists
+REASONS = 5  # that the error of a failed job lists
 WRITTEN = "_INPUT.json"  # marks an input whose rows are all written; holds their number and columns
 
 

@@ -63,7 +63,7 @@ def execute(prepared: Prepared, retry_errors: bool = False, load: Any = None, pr
         raise StoppedError(f"stopped; {kept}; run the job again to resume") from None
     except OSError as error:
         raise BrokenOffError(
-            f"output {prepared.folder.url}: {type(error).__name__}: {error}; committed rows are kept; run it again"
+            f"output {prepared.folder.url}: {type(error).__name__}: {error}; committed rows are kept; run the job again"
         ) from error
 
 

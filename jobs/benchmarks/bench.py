@@ -226,10 +226,10 @@ def load(settings: BenchSettings) -> Bench:
     prompts = [pair.tokenizer(text)["input_ids"] for text in islice(_texts(settings, pair.tokenizer), settings.limit)]
     room = context_length(pair.target.config) - settings.max_new_tokens
     fitting = [p for p in prompts if 0 < len(p) <= room]
-    if not fitting:
-        raise ValueError(f"no prompt is left that fits the model's context with {settings.max_new_tokens} new tokens")
     if left := len(prompts) - len(fitting):
         print(f"{left} of {len(prompts)} prompts left out: empty, or longer than {room} tokens")
+    if not fitting:
+        raise ValueError(f"no prompt is left that fits the model's context with {settings.max_new_tokens} new tokens")
     return Bench(pair, fitting, settings, others)
 
 

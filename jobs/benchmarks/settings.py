@@ -77,7 +77,8 @@ class BenchSettings:
 
 @dataclass(frozen=True)
 class SyntheticSettings:
-    """Runs come in the order of batch_sizes, draft_tokens and acceptances. Put what matters most first: time may end.
+    """Runs come in the order of batch_sizes, draft_tokens and acceptances. Put what matters most first: the time
+    may run out.
 
     shapes: (B, K) of the stages before `speed`. rivals: methods of transformers; the first is timed after the first K,
     the others at the end. rival_batch_sizes: B of the rivals. prefills: (rows, columns) of the prefill forwards that

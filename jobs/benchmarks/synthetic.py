@@ -60,7 +60,6 @@ def work(settings: SyntheticSettings, names: Sequence[str], end: float, send: Ca
             measurement = measurement or Measurement(settings)
             for result in stage(measurement, start + budget):
                 send(Message(name, result))
-            measurement.forget()
         except OutOfTimeError:
             ending["cut_short"] = True
         except Exception as error:
@@ -69,8 +68,9 @@ def work(settings: SyntheticSettings, names: Sequence[str], end: float, send: Ca
             ending["error"] = f"{type(error).__name__}: {error}"[:2000] + f" ({where})"
         seconds = round(time.monotonic() - start, 1)
         send(Message(name, ending={"budget_seconds": round(budget, 1), "seconds": seconds, **ending}))
-        if ending["error"]:
+        if measurement is None or ending["error"]:
             return
+        measurement.forget()
 
 
 def run_child(settings: SyntheticSettings, names: Sequence[str], end: float, to: Connection) -> None:

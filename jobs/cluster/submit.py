@@ -89,7 +89,7 @@ def check(command: Any, values: dict[str, Any], arguments: list[str]) -> Call:
         flags = {n: _plain(v) for n, v in values.items() if n in model.model_fields and v not in (None, (), [])}
         job = load_job(model, file, flags, DEMO_PAIR)
         if job.ray_address is not None:
-            raise JobError("ray_address: expected none, a submitted job runs on the cluster that it is sent to")
+            raise JobError("ray_address: leave it out; a submitted job runs on the cluster that it is sent to")
         for setting, value in job.inlined.items():
             arguments += [f"--{setting.replace('_', '-')}", value]
         values = read_job_file(file) | flags

@@ -13,8 +13,8 @@ CRASHED = 70  # exit code. Python itself would exit with 1, which has a meaning 
 
 
 def main() -> None:
-    sys.argv = ["exspec", *json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))]
     try:
+        sys.argv = ["exspec", *json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))]
         from exspec.jobs import cli  # imported here because the cluster's image may lack its dependencies
 
         cli.main()

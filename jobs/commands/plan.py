@@ -62,7 +62,7 @@ class Preview:
             yield "none of these rows can be decoded"
 
 
-def plan(job: Job, estimated: bool = False, price: float | None = None) -> int:
+def plan(job: Job, estimated: bool, price: float | None) -> int:
     """Print what a job would do. Returns 2 if none of the first rows can be decoded, else 0.
 
     estimated: decode some rows, and estimate the whole job. price: of one GPU for an hour, to estimate the cost.

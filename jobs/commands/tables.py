@@ -4,6 +4,8 @@ from typing import Any
 
 from rich.table import Table
 
+SHOWN = 8  # candidates of a calibration
+
 
 def bench_tables(rows: list[dict[str, Any]], title: str) -> tuple[Table, Table]:
     """Two tables of what `bench.compare` returns, by method: speed and exactness, and statistics of rounds."""
@@ -44,12 +46,12 @@ def _cell(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def candidates_table(candidates: list[dict[str, Any]], seconds: float, shown: int = 8) -> Table:
-    """The first candidates of a calibration, with their predicted and measured speed."""
+def candidates_table(candidates: list[dict[str, Any]], seconds: float) -> Table:
+    """The best candidates of a calibration, with their predicted and measured speed."""
     grid = Table(title=f"calibration in {seconds:.0f} s: tokens/s by shape")
     for heading in ("method", "drafter", "B", "W", "K", "bucket", "kernels", "predicted", "measured", ""):
         grid.add_column(heading, justify="left" if heading in ("method", "drafter", "kernels", "") else "right")
-    for row in candidates[:shown]:
+    for row in candidates[:SHOWN]:
         names = ("method", "drafter", "batch_size", "window", "draft_tokens", "bucket", "kernels")
         measured = _cell(row["measured"], ".0f")
         grid.add_row(*(str(row[n]) for n in names), f"{row['predicted']:.0f}", measured, "chosen" * row["chosen"])

@@ -137,11 +137,11 @@ def endless_batches(examples: Sequence[Example]) -> Iterator[Batch]:
 def train(target: PreTrainedModel, examples: Sequence[Example], heads: int, minutes: float, steps: int) -> CloverHead:
     """Train a head for the target, for so many minutes or steps, whichever ends first.
 
-    Only examples whose prompt and completion together have `heads` + 2 tokens are used, so that every head learns from
-    each. Raises JobError if there are none.
+    Only examples whose prompt and completion together have at least `heads` + 2 tokens are used, so that every head
+    learns from each. Raises JobError if there are none.
     """
     if not (long := [(p, r) for p, r in examples if min(len(r), len(p) + len(r) - 1 - heads) > 0]):
-        raise JobError(f"--heads {heads}: no row has so many tokens and two more")
+        raise JobError(f"--heads {heads}: no row has at least {heads + 2} tokens")
     torch.manual_seed(0)
     target.requires_grad_(False)
     last, head = LastHidden(target), new_head(target, heads)

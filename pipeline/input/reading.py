@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from exspec.pipeline.errors import JobError, first_line
+from exspec.pipeline.errors import first_line
 from exspec.pipeline.input.formats import bare, read, suffix_of
-from exspec.pipeline.input.plan import Chunk, Shard, decode_row
+from exspec.pipeline.input.plan import Shard, decode_row
 from exspec.pipeline.input.schemas import nullable
 from exspec.pipeline.input.snapshot import difference, locate
 from exspec.pipeline.storage import attempt
@@ -124,16 +124,6 @@ def read_ranges(
             given += 1
     except ChangedError as error:
         yield from [Unreadable(str(error))] * (len(ranges) - given)
-
-
-def read_chunk(
-    chunk: Chunk, options: dict[str, Any], columns: Sequence[str] | None = None, schema: pa.Schema | None = None
-) -> pa.Table:
-    """The rows of a chunk. Raises JobError if they cannot be read."""
-    for item in read_ranges(chunk.shard, [(chunk.first, chunk.rows)], columns, options, schema):
-        if isinstance(item, Unreadable):
-            raise JobError(f"{chunk}: {item.reason}")
-    return item
 
 
 def read_footer(content: Bytes) -> pq.ParquetFile:

@@ -82,7 +82,7 @@ def unified(schema: pa.Schema, first: str, url: str, other: pa.Schema, fixed: bo
     """
     for name in schema.names:
         if name not in other.names:
-            raise JobError(f"{url}: has no column {name!r}, but {first} has")
+            raise JobError(f"{url}: has no column {name!r}, which {first} has")
     if extra := [name for name in other.names if name not in schema.names]:
         raise JobError(f"{url}: column {extra[0]!r} is not in {first}; expected one schema for all shards")
     fields = []

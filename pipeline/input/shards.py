@@ -81,7 +81,7 @@ def find_shards(
         locations = [location for location, new in zip(locations, wanted, strict=True) if new]
     footers = at_once(lambda location: _footer(location, by_name.get(location.name), known), locations)
     if not footers and not known:
-        raise JobError(f"input: no {KINDS} files in {', '.join(urls)} are newer than since")
+        raise JobError(f"input: no {KINDS} files in {', '.join(urls)} are newer than the date in since")
     # A file without footer and rows has no known columns.
     footers = [found for found in footers if found[0].rows or not suffix_of(found[0].name)]
     if not footers and not known:

@@ -16,14 +16,23 @@ from exspec.pipeline.secrets import anonymous
 J = TypeVar("J", bound=Job)
 # The defaults of transformers' `generate` for a config that samples.
 SAMPLED = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
-# Keys of published configs that change tokens and that the engine does not support, with the values that do nothing.
-UNKNOWN: dict[str, tuple[Any, ...]] = {
-    "min_length": (None, 0),
-    "no_repeat_ngram_size": (None, 0),
-    "num_beams": (None, 1),
-    "stop_strings": (None, []),
+# Keys that change tokens and that the engine does not support. Each has the value, beside None, that changes nothing.
+UNKNOWN: dict[str, Any] = {
+    "begin_suppress_tokens": [],
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1,
+    "exponential_decay_length_penalty": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "guidance_scale": 1,
+    "min_length": 0,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "sequence_bias": {},
+    "stop_strings": [],
+    "watermarking_config": None,
 }
-UNKNOWN_SAMPLED: dict[str, tuple[Any, ...]] = {"typical_p": (None, 1)}
+UNKNOWN_SAMPLED: dict[str, Any] = {"epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": None, "typical_p": 1}
 LIMITS = ("min_new_tokens", "bad_words_ids")  # settings that a labeling job does not take
 
 
@@ -70,7 +79,7 @@ def own_settings(config: GenerationConfig) -> OwnSettings:
     found = {name: getattr(config, name, None) for name in unknown}
     return OwnSettings(
         {name: value for name, value in asked.items() if value not in (None, Job.model_fields[name].default)},
-        {name: value for name, value in found.items() if value not in unknown[name]},
+        {name: value for name, value in found.items() if value not in (None, unknown[name])},
     )
 
 

@@ -174,7 +174,7 @@ class _FileWriter:
             self.write(table, max(0, source.file.weight - listed) * table.num_rows // rows)
         self.least = max(self.least, source.file.weight)
         if self.rows - before != rows:
-            raise JobError(f"{folder.url}/{name}: has {self.rows - before} rows, but {rows} by the log")
+            raise JobError(f"{folder.url}/{name}: has {self.rows - before} rows, but the log says {rows}")
 
     def write(self, table: pa.Table, weight: int) -> None:
         if self.writer is None:

@@ -203,7 +203,7 @@ def test_a_refused_request_is_one_line(
         (["run", "--job", "nowhere.yaml"], "--job nowhere.yaml: No such file or directory"),
         (["audit", "out"], "output out: a cluster cannot resolve a relative path"),
         (["tune", "--input", "s3://b/in"], "submit tune: expected one of run"),
-        ([*RUN, "--ray-address", "auto"], "ray_address: expected none, a submitted job runs on the cluster"),
+        ([*RUN, "--ray-address", "auto"], "ray_address: leave it out; a submitted job runs on the cluster"),
     ],
 )
 def test_a_command_is_checked_before_it_is_sent(arguments: list[str], message: str, tmp_path: Path) -> None:

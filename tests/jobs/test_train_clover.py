@@ -118,7 +118,7 @@ def test_every_head_learns_every_token_that_it_will_have_to_say() -> None:
     assert losses(head, target, LastHidden(target), ids, labels) == [], "nothing is behind"
 
 
-@pytest.mark.parametrize(("rows", "heads", "told"), [([([1], [2, 3])], 2, "--heads 2: no row has so many tokens")])
+@pytest.mark.parametrize(("rows", "heads", "told"), [([([1], [2, 3])], 2, "--heads 2: no row has at least 4 tokens")])
 def test_heads_that_no_row_can_teach_are_refused(rows: Any, heads: int, told: str) -> None:
     with pytest.raises(JobError, match=told):
         train(tiny.deep(4), rows, heads, minutes=100, steps=2)

@@ -119,8 +119,9 @@ def test_forbidden_words_are_those_of_transformers() -> None:
 
 
 def test_keys_that_the_engine_does_not_support_are_named() -> None:
-    own = own_settings(GenerationConfig(no_repeat_ngram_size=3, num_beams=4, repetition_penalty=1.2))
-    unknown = "exspec does not support these keys of the model's generation config: no_repeat_ngram_size 3, num_beams 4"
+    own = own_settings(GenerationConfig(begin_suppress_tokens=[220], num_beams=4, repetition_penalty=1.2))
+    keys = "begin_suppress_tokens [220], num_beams 4"
+    unknown = f"exspec does not support these keys of the model's generation config: {keys}"
     ignored = "exspec ignores the model's generation config: repetition_penalty 1.2; --model-sampling uses it"
     assert note(Job(**BASE), own) == f"{ignored}; {unknown}"
     assert note(with_own(Job(**BASE, model_sampling=True), own), own) == unknown

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Chunk, Plan, Shard, encode_schema
-from exspec.pipeline.input.reading import read_chunk
 from exspec.pipeline.input.shards import find_shards
 from exspec.pipeline.input.snapshot import changed, vanished
 from exspec.pipeline.output.state import Summary, file_name
+from tests.pipeline.input.chunks import read_chunk
 
 
 @settings(deadline=None, derandomize=True)

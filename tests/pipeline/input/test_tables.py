@@ -12,8 +12,8 @@ import pytest
 
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Chunk, Plan, encode_schema
-from exspec.pipeline.input.reading import read_chunk
 from exspec.pipeline.input.shards import Since, find_shards
+from tests.pipeline.input.chunks import read_chunk
 
 
 def planned(*urls: Any, before: Plan | None = None, since: Since | None = None) -> Plan:
