@@ -121,8 +121,8 @@ def run(
     """Generate completions for all rows of the input. To resume, run the same command again: only missing rows run.
 
     Exit codes: 0 all rows are done, including rows with an error; 1 rows are missing, because chunks were set aside
-    or the job broke off (run it again); 2 the job was refused before it started; 3 a bug in exspec;
-    130 interrupted.
+    or the job broke off (run it again), or too many rows have an error; 2 the job was refused before it started;
+    3 a bug in exspec; 130 interrupted.
     """
     _run(job, restart, retry_errors, quiet)
 
@@ -174,7 +174,7 @@ def tune(job: Job) -> None:
 
 
 @command(
-    "exspec label --input messages/ --output labels/ --fields urgency=high,low",
+    "exspec label --input messages/ --output labels/ --fields urgency=high,low,normal --no-json-spaces",
     "exspec label --job nightly.yaml --since last --review-share 0.02",
     "exspec label --job job.yaml --labels yes --labels no --gold-column answer",
 )
@@ -188,11 +188,9 @@ def label(
 ) -> None:
     """Label the rows of the input: one label from a list, one for each of several fields, or JSON of a schema.
 
-    Run it every night on a folder that grows: each row is labeled once.
-
     Exit codes: 0 all rows are done, including rows with an error; 1 rows are missing, because chunks were set aside
-    or the job broke off (run it again); 2 the job was refused before it started; 3 a bug in exspec;
-    130 interrupted.
+    or the job broke off (run it again), or too many rows have an error; 2 the job was refused before it started;
+    3 a bug in exspec; 130 interrupted.
     """
     if plan:
         _plan(job)
@@ -219,8 +217,6 @@ def audit(
 ) -> None:
     """Decode a sample of a finished job again by plain decoding, and compare the completions.
 
-    Writes _audit.json and a section of the report.
-
     Exit codes: 0 all rows are equal in the job's own shape; 1 some rows differ; 2 refused.
     """
     from exspec.jobs.commands import audit as job
@@ -240,7 +236,7 @@ def report(
 ) -> None:
     """Rebuild the report of a job from its parts, or compare several jobs side by side.
 
-    The last line is JSON: a list with an object for each output.
+    The last printed line is JSON: a list with an object for each output.
     """
     from exspec.jobs.commands import report as job
 
@@ -263,7 +259,7 @@ def compact(
 
     Rows and their order do not change, and run, report and audit work as before. If compaction is killed, nothing is
     lost: run it, or the job, again. Readers of the folder never see a row twice. While _SUCCESS is absent, the rows of
-    one file at a time may be missing for a moment. If a job is working on the output, compact exits.
+    one file at a time may be missing for a moment.
 
     Exit codes: 0 done; 2 refused.
     """
@@ -329,7 +325,7 @@ def messages(
 )
 @with_flags(BenchSettings, SHAPE)
 def bench(settings: BenchSettings) -> None:
-    """Time the methods against each other and compare their tokens. The last line is one JSON object."""
+    """Time the methods against each other and compare their tokens. The last printed line is a JSON object."""
     from exspec.jobs.benchmarks import bench as job
 
     job.run(settings)
@@ -345,10 +341,7 @@ def synthetic(
     pair: Annotated[str, typer.Argument(metavar="TARGET:DRAFT", help="Shapes of known models.")],
     output: Annotated[Path, typer.Argument(metavar="OUT.json", help="File for the report.")],
 ) -> None:
-    """Measure a device with random weights in the shapes of known models. Nothing is downloaded.
-
-    Checks that tokens are exact and times plain decoding, speculation and transformers, within a number of seconds.
-    """
+    """Measure a device with random weights in the shapes of known models, without downloading anything."""
     from exspec.jobs.benchmarks import synthetic as job
 
     job.measure(replace(settings, pair=pair), output)
@@ -437,7 +430,7 @@ def logs(
     "exspec cancel exspec-run-20260101-120000-ab12",
 )
 def cancel(job: JobId, address: Address = None, token: Token = None) -> None:
-    """Stop a submitted job and wait until it has stopped. Finished rows are kept. The same command resumes the job."""
+    """Stop a submitted job and wait until it has stopped. Finished rows are kept. To resume, submit it again."""
     from exspec.jobs.cluster.client import Cluster
 
     print(Cluster(address, token).cancel(job))

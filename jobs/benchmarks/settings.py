@@ -24,8 +24,8 @@ class BenchSettings:
     target: str | None = setting(None, "Hub id or folder. Default: the demo pair.")
     draft: tuple[str, ...] = setting(
         (),
-        "Hub id or folder of the draft: a model, or a head for the target. Repeatable: each drafter takes the first "
-        "draft that it can use. auto tries the drafters that one draft allows: that of --drafter, or the first.",
+        "Hub id or folder of a draft model or head. Each drafter takes the first draft that it can use. auto uses one "
+        "of the drafts: that of --drafter, or the first.",
     )
     prompts: Path | None = setting(None, "Parquet or JSONL file. Default: demo messages.")
     prompt_column: str = setting("prompt", "Column of the prompts; `turns[0]` takes the first item of a list.")
@@ -33,8 +33,7 @@ class BenchSettings:
     max_new_tokens: int = setting(64, "Tokens of a completion, at most.", ge=1)
     methods: str = setting(
         "plain,eqspec,exspec,auto,generate,assisted",
-        f"Comma-separated: {', '.join(METHODS)}, auto, generate, assisted; exspec@suffix+both:3 names the drafter, the "
-        "draft length and K.",
+        "Comma-separated. exspec@suffix+both:3 names the drafter, the draft length and K.",
     )
     drafter: str = setting("auto", f"Drafter of methods that name none: {', '.join(DRAFTERS)} or auto.")
     kernels: str = setting("auto", f"What runs the layers: {', '.join(KERNELS)}, or auto: the fastest here.")

@@ -70,17 +70,21 @@ def settings(command: Any) -> dict[str, Any]:
 
 
 def reference(name: str, command: Any) -> str:
-    """The generated part of a command's page: everything but the settings of its job."""
+    """The generated part of a command's page: everything but the settings of its job, and the help's first sentence,
+    which the index has."""
     known = settings(command)
     shown = [p for p in command.params if not getattr(p, "hidden", False) and p.name not in known]
     arguments = [p for p in shown if p.param_type_name == "argument"]
     options = [p for p in shown if p.param_type_name == "option"]
     names = [f"{_argument(p)}{'...' if p.nargs == -1 else ''}" for p in arguments]
-    text = command.help
+    text = command.help.removeprefix(_first_sentence(command.help)).removeprefix(".").strip()
     if name != "run":
         codes = commands()["run"].help.rpartition("\n\n")[2]
         text = text.replace(codes, "Exit codes: those of [run](run.md#reference).")
-    lines = ["## Reference", "", f"    exspec {' '.join([name, *names, '[OPTIONS]'])}", "", text]
+    lines = ["## Reference", "", f"    exspec {' '.join([name, *names, '[OPTIONS]'])}"]
+    if text:
+        lines += ["", text]
+
     if arguments:
         lines += ["", *(f"- `{_argument(p)}`: {_line(p.help)}" for p in arguments)]
     if known:
