@@ -42,7 +42,7 @@ class Clover(HeadDrafter):
         return filled(CloverHead(config), read_tensors(folder, allow_pickle), folder, cls.asks, dtype, device)
 
     @classmethod
-    def aux_layers_of(cls, target: PretrainedConfig, draft: PretrainedConfig) -> tuple[int, ...]:  # noqa: ARG003
+    def aux_layers_of(cls, target: PretrainedConfig, draft: PretrainedConfig) -> tuple[int, ...]:
         return (target.get_text_config().num_hidden_layers,)
 
     @classmethod

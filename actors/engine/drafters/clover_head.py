@@ -71,7 +71,7 @@ class CloverHead(PreTrainedModel):
 
     def forward(
         self,
-        input_ids: Tensor,  # noqa: ARG002
+        input_ids: Tensor,
         features: Tensor,
         position_ids: Tensor,
         attention_mask: Tensor | None = None,

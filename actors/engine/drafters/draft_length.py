@@ -95,10 +95,10 @@ class Confidence(Protocol):
 class Unasked:
     """Keeps every token."""
 
-    def survives(self, chance: Tensor, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+    def survives(self, chance: Tensor, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         return chance, torch.ones_like(chance, dtype=torch.bool)
 
-    def pays(self, chance: Tensor, goes_on: Tensor, live: Tensor) -> Tensor:  # noqa: ARG002
+    def pays(self, chance: Tensor, goes_on: Tensor, live: Tensor) -> Tensor:
         return goes_on.any()
 
 

@@ -122,49 +122,40 @@ class Drafter(ABC):
     caches: Sequence[CachedModel] = ()
 
     @classmethod
-    def reads(cls, values: dict[str, Any]) -> bool:  # noqa: ARG003
+    def reads(cls, values: dict[str, Any]) -> bool:
         """Whether the values of a config.json describe a head for this drafter."""
         return False
 
     @classmethod
-    def refusal(
-        cls,
-        target: PretrainedConfig,  # noqa: ARG003
-        draft: PretrainedConfig | None,
-        config: EngineConfig,  # noqa: ARG003
-    ) -> str | None:
+    def refusal(cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig) -> str | None:
         """The reason why it cannot draft for this target with this draft; None if it can."""
         return "it needs a draft model" if cls.needs_draft and draft is None else None
 
     @classmethod
-    def trial(cls, target: PreTrainedModel, config: EngineConfig) -> str | None:  # noqa: ARG003
+    def trial(cls, target: PreTrainedModel, config: EngineConfig) -> str | None:
         """As `refusal`, but found by running the target."""
         return None
 
     @classmethod
-    def models(cls, draft: PretrainedConfig | None) -> list[PretrainedConfig]:  # noqa: ARG003
+    def models(cls, draft: PretrainedConfig | None) -> list[PretrainedConfig]:
         """The models, beside the target, whose KV it keeps in the engine's slots."""
         return []
 
     @classmethod
     def memory(
-        cls,
-        target: PretrainedConfig,  # noqa: ARG003
-        draft: PretrainedConfig | None,
-        config: EngineConfig,
-        dtype: torch.dtype,
+        cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig, dtype: torch.dtype
     ) -> MemoryPlan:
         """The memory that it takes in addition to the target's."""
         # Two columns: no step of a draft computes logits of more, unless a drafter overrides this.
         return sum((model_memory(m, config, dtype, columns=2) for m in cls.models(draft)), start=MemoryPlan())
 
     @classmethod
-    def lengths_with(cls, draft: PretrainedConfig | None) -> tuple[int, ...]:  # noqa: ARG003
+    def lengths_with(cls, draft: PretrainedConfig | None) -> tuple[int, ...]:
         """The values of K that are worth a trial with this draft."""
         return cls.lengths
 
     @classmethod
-    def variants(cls, target: PretrainedConfig, config: EngineConfig) -> list[dict[str, Any]]:  # noqa: ARG003
+    def variants(cls, target: PretrainedConfig, config: EngineConfig) -> list[dict[str, Any]]:
         """Values of its own settings, by name, that are worth a trial."""
         return [{}]
 
@@ -174,7 +165,7 @@ class Drafter(ABC):
         return config.drafter
 
     @classmethod
-    def build(cls, context: DrafterContext) -> Self:  # noqa: ARG003
+    def build(cls, context: DrafterContext) -> Self:
         """A drafter for an engine."""
         return cls()
 

@@ -66,7 +66,7 @@ class Eagle3(HeadDrafter):
         batch = rows.batch(rows.pending[:, None], -1)
         return self.head.forward(batch, features=self._features(batch)), None
 
-    def _next(self, batch: Batch, state: None) -> Step:  # noqa: ARG002
+    def _next(self, batch: Batch, state: None) -> Step:
         batch = batch.shifted(-1)
         return self.head.forward(batch, features=self.head.recall(self.remembers, batch.shifted(-1))), None
 

@@ -73,7 +73,7 @@ class HeadDrafter(DraftModel):
         )
 
     @classmethod
-    def trial(cls, target: PreTrainedModel, config: EngineConfig) -> str | None:  # noqa: ARG003
+    def trial(cls, target: PreTrainedModel, config: EngineConfig) -> str | None:
         return spans_trial(target)
 
     @classmethod

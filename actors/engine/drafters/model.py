@@ -100,6 +100,6 @@ class DraftModel(Drafter):
         # The position before the pending token of a one-token prompt is negative, and dead.
         return self._next(rows.batch(torch.stack([rows.previous, rows.pending], dim=1), -1), None)
 
-    def _next(self, batch: Batch, state: Any) -> Step:  # noqa: ARG002
+    def _next(self, batch: Batch, state: Any) -> Step:
         """The step after the batch's last tokens."""
         return self.cached.forward(self._known(batch), keep=1)[..., : self.shared], None

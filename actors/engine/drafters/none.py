@@ -9,5 +9,5 @@ from exspec.actors.engine.scheduling.group import Group
 class NoDraft(Drafter):
     """Proposes no tokens."""
 
-    def propose(self, group: Group, limits: list[int]) -> Draft:  # noqa: ARG002
+    def propose(self, group: Group, limits: list[int]) -> Draft:
         return Draft(group.pending.new_zeros(len(group.pending), 0), torch.zeros_like(group.pending))

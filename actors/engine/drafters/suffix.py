@@ -40,17 +40,13 @@ class Suffix(Drafter):
     learns: ClassVar[bool] = True
 
     @classmethod
-    def refusal(cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig) -> str | None:  # noqa: ARG003
+    def refusal(cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig) -> str | None:
         size = target.get_text_config().vocab_size
         return f"it looks up tokens below {1 << BITS}, and the target has {size} tokens" if size > 1 << BITS else None
 
     @classmethod
     def memory(
-        cls,
-        target: PretrainedConfig,  # noqa: ARG003
-        draft: PretrainedConfig | None,  # noqa: ARG003
-        config: EngineConfig,
-        dtype: torch.dtype,  # noqa: ARG003
+        cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig, dtype: torch.dtype
     ) -> MemoryPlan:
         return MemoryPlan(host=STORE + config.slots * config.capacity * TOKEN)
 
