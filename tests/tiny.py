@@ -40,6 +40,7 @@ from exspec.actors.engine.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from exspec.actors.engine.drafters.lookup import drafter_class
 from exspec.actors.engine.graphs import Recorder
 from exspec.actors.engine.kv.attention import trial
+from exspec.actors.engine.kv.cached_model import PagedModel
 from exspec.actors.engine.layers.fused import compiler_trial
 from exspec.actors.engine.layers.spans import layers_of
 from exspec.actors.engine.methods import drafter_of
@@ -280,6 +281,17 @@ def engine(
         return Engine(target, None, config(**changes), None, recorder, lambda _: drafter)
     draft = draft or (target if drafter == "model" else None)
     return Engine(target, draft, config(drafter=drafter, **changes), None, recorder, make)
+
+
+def kv_bytes(engine: Engine) -> int:
+    """Bytes that the KV of target and drafter takes now."""
+    held: list[Tensor] = []
+    for cached in (engine.target, *engine.drafter.caches):
+        if isinstance(cached, PagedModel):
+            held += [*cached.keys, *cached.values, *cached.states.values()]
+        else:
+            held += [kv for layer in cached.cache.layers for kv in (layer.keys, layer.values)]
+    return sum(tensor.nbytes for tensor in held)
 
 
 class Weightless:

@@ -1,7 +1,8 @@
 """Forms of answers: their common interface, and free text."""
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,42 +16,35 @@ class AnswerError(ValueError):
     """A form of answers that is not possible, or a completion that does not have the form; the message says why."""
 
 
-class Answers(Protocol):
+class Answers(ABC):
     """What requests ask for, and how completions are read.
 
     constraint, scored, end_ids: fields of the requests. limits: other fields of the requests, by name. longest: tokens
     of the longest answer, or None if there is no limit.
     """
 
-    @property
-    def constraint(self) -> MakeConstraint | None: ...
-    @property
-    def scored(self) -> int: ...
-    @property
-    def end_ids(self) -> frozenset[int]: ...
-    @property
-    def longest(self) -> int | None: ...
-    @property
-    def limits(self) -> dict[str, Any]: ...
+    constraint: MakeConstraint | None = None
+    scored: int = 0
+    end_ids: frozenset[int] = frozenset()
+    longest: int | None = None
+    limits: Mapping[str, Any] = {}
 
+    @abstractmethod
     def read(self, completion: Completion, text: str) -> dict[str, Any]:
         """The values of a completion, by column. Raises AnswerError if the completion is not an answer."""
-        ...
 
 
 def asked(answers: Answers) -> dict[str, Any]:
     """The fields of a request for an answer, by name."""
     shared = {"constraint": answers.constraint, "scored": answers.scored, "end_ids": answers.end_ids}
-    return shared | answers.limits
+    return {**shared, **answers.limits}
 
 
-class FreeText:
+class FreeText(Answers):
     """Any text, optionally with a least number of tokens, without ending at end tokens, or without bad words.
 
     A bad word is barred in two forms: as the tokenizer writes it at the start of a text, and after a space.
     """
-
-    constraint, scored, longest, end_ids = None, 0, None, frozenset[int]()
 
     def __init__(
         self, tokenizer: Any = None, min_new_tokens: int = 0, ignore_end: bool = False, bad_words: Sequence[str] = ()
@@ -59,7 +53,11 @@ class FreeText:
         tokens = dict.fromkeys(tuple(ids["input_ids"]) for ids in written)
         if () in tokens:
             raise AnswerError(f"bad_words: one of {', '.join(map(repr, bad_words))} has no tokens")
-        self.limits = {"min_new_tokens": min_new_tokens, "ignore_end": ignore_end, "bad_words": tuple(tokens)}
+        self.limits: dict[str, Any] = {
+            "min_new_tokens": min_new_tokens,
+            "ignore_end": ignore_end,
+            "bad_words": tuple(tokens),
+        }
 
     def read(self, completion: Completion, text: str) -> dict[str, Any]:  # noqa: ARG002
         return {}

@@ -5,16 +5,16 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from exspec.actors.answers.answers import SEPARATORS, SUFFIXES, AnswerError, end_token
+from exspec.actors.answers.answers import SEPARATORS, SUFFIXES, AnswerError, Answers, end_token
 from exspec.actors.engine.request import Completion, Scores
 from exspec.actors.engine.tokens.constraint import Automaton, Node, chain, choice
 
 
-class Choices:
+class Choices(Answers):
     """One label for each field. The answer is a JSON object, or the label alone if there is one field without a name.
 
     fields: labels by field. columns: output column by field; each field has four columns: `COLUMN`,
@@ -31,7 +31,6 @@ class Choices:
     """
 
     scored = sys.maxsize
-    limits: ClassVar[dict[str, Any]] = {}
 
     def __init__(
         self,

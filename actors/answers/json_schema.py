@@ -5,7 +5,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import jsonschema
 import pyarrow as pa
@@ -13,14 +13,14 @@ from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from exspec.actors.answers.answers import SEPARATORS, SUFFIXES, AnswerError, end_token
+from exspec.actors.answers.answers import SEPARATORS, SUFFIXES, AnswerError, Answers, end_token
 from exspec.actors.answers.grammar import Grammar
 from exspec.actors.engine.request import Completion, Scores
 
 FEW = 256  # where a label is chosen at most this many tokens are allowed; inside a free text it is thousands
 
 
-class Json:
+class Json(Answers):
     """JSON that follows a schema: llguidance constrains the completion, and `read` validates it again.
 
     columns: name and type of the output column, by top-level property. A column holds the property's value, or its JSON
@@ -28,9 +28,6 @@ class Json:
     texts; such a property has four columns, as in `Choices`. Raises AnswerError if the grammar cannot express the
     schema.
     """
-
-    longest = None
-    limits: ClassVar[dict[str, Any]] = {}
 
     def __init__(
         self,
@@ -71,7 +68,7 @@ class Json:
     def _matcher(self) -> LLMatcher:
         return LLMatcher(self._vocabulary, self.grammar, log_level=0)
 
-    def constraint(self) -> "Grammar":
+    def constraint(self) -> Grammar:
         return Grammar(self._matcher.deep_copy(), self._vocabulary.vocab_size, self.end)
 
     def read(self, completion: Completion, text: str) -> dict[str, Any]:

@@ -127,11 +127,6 @@ class Engine:
     def statistics(self) -> EngineStatistics:
         return self.counters.value
 
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes that the KV of target and drafter takes now."""
-        return self.target.bytes + sum(cache.bytes for cache in self.drafter.caches)
-
     def check_request(self, request: Request) -> None:
         """Raises RequestError for a request that could never be decoded."""
         length = len(request.prompt)

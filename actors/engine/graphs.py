@@ -7,7 +7,7 @@ only on its arguments.
 """
 
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,19 +15,6 @@ from torch import Tensor
 from exspec.actors.engine.tokens.sampling import Sampler
 
 Play = Callable[[], Any]
-
-
-class Recorder(Protocol):
-    """Records functions of fixed shapes."""
-
-    @property
-    def records(self) -> bool:
-        """Whether functions are recorded at all."""
-        ...
-
-    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, recorded at the first call with each shape."""
-        ...
 
 
 class Eager:
@@ -40,7 +27,7 @@ class Eager:
 
 
 class Recordings:
-    """record: runs a function without arguments and returns a function that replays it."""
+    """Records functions of fixed shapes. record: runs a function without arguments and returns one that replays it."""
 
     records = True
 
@@ -48,6 +35,7 @@ class Recordings:
         self.record = record
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, recorded at the first call with each shape."""
         kept: dict[Hashable, tuple[list[Any], Play]] = {}
 
         @torch.inference_mode()
@@ -62,6 +50,9 @@ class Recordings:
             return _copied(play())  # the next replay overwrites the recording's own output
 
         return recorded
+
+
+Recorder = Eager | Recordings
 
 
 class CudaGraphs(Recordings):

@@ -7,7 +7,6 @@ continues while the mean chance of its rows is at least the threshold.
 """
 
 import math
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,22 +15,9 @@ from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.scheduling.group import Group
 from exspec.actors.engine.scheduling.pool import Sequence
 
-PROBE = (
-    16  # a sequence that drafts nothing tries one token every PROBE rounds; otherwise its estimate would never change
-)
+# A sequence that drafts nothing tries one token every PROBE rounds; otherwise its estimate would never change.
+PROBE = 16
 WEIGHT = 8.0  # the acceptance of all sequences weighs as much as this many drafts of the sequence itself
-
-
-class DraftLength(Protocol):
-    """Limits each row's draft before a round."""
-
-    def limits(self, group: Group) -> list[int]:
-        """The most tokens that each row may draft, up to the group's `useful`."""
-        ...
-
-    def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """Count the drafted and the accepted tokens of a row's round."""
-        ...
 
 
 class Fixed:
@@ -52,6 +38,7 @@ class History:
         self.accepted, self.decided = 3.0, 4.0  # over all sequences; drafts after a rejected one are not decided
 
     def limits(self, group: Group) -> list[int]:
+        """The most tokens that each row may draft, up to the group's `useful`."""
         rows = list(zip(group.sequences, group.useful, strict=True))
         limits = [0 if s is None else min(useful, self._limit(s)) for s, useful in rows]
         chances = [self._chance(s) if s else 0.0 for s, _ in rows]
@@ -70,26 +57,12 @@ class History:
         return longest or int(sequence.counters.rounds % PROBE == PROBE - 1)
 
     def learn(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+        """Count the drafted and the accepted tokens of a row's round."""
         decided = min(accepted + 1, drafted)
         sequence.accepted += accepted
         sequence.decided += decided
         self.accepted += accepted
         self.decided += decided
-
-
-class Confidence(Protocol):
-    """Decides during a draft which rows continue."""
-
-    def survives(self, chance: Tensor, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """After a draft step: the chance [R] so far, and which rows [R] keep their new token.
-
-        logits: [R, 1, V], from which the tokens [R, 1] were chosen.
-        """
-        ...
-
-    def pays(self, chance: Tensor, goes_on: Tensor, live: Tensor) -> Tensor:
-        """Whether another step pays for the group. live: [R], rows that draft. goes_on: [R], rows that continue."""
-        ...
 
 
 class Unasked:
@@ -109,11 +82,20 @@ class Product:
         self.threshold = threshold
 
     def survives(self, chance: Tensor, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """After a draft step: the chance [R] so far, and which rows [R] keep their new token.
+
+        logits: [R, 1, V], from which the tokens [R, 1] were chosen.
+        """
         chance = chance * logits[:, 0].float().softmax(dim=-1).gather(1, tokens)[:, 0]
         return chance, chance >= self.threshold
 
     def pays(self, chance: Tensor, goes_on: Tensor, live: Tensor) -> Tensor:
+        """Whether another step pays for the group. live: [R], rows that draft. goes_on: [R], rows that continue."""
         return (chance * goes_on).sum() >= self.threshold * live.sum()
+
+
+DraftLength = Fixed | History
+Confidence = Unasked | Product
 
 
 def draft_length(config: EngineConfig) -> DraftLength:

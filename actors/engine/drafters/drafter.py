@@ -111,7 +111,7 @@ class Drafter(ABC):
     needs_draft: whether it needs a draft model or head. follows: whether it is fed the target's choice at every
     column right after verification, rejected columns included. lengths: the values of K that are worth a trial.
     probed_with: the K that calibration measures first and extrapolates from. learns: whether it uses finished
-    completions. caches: its KV, which the engine checks and counts.
+    completions. caches: its KV, which the engine checks.
     """
 
     needs_draft: ClassVar[bool] = False

@@ -1,13 +1,13 @@
 """A causal language model with the KV of many sequences. Only this file and `forward.py` use transformers' cache and
 mask interfaces.
 
-Both models have the same `forward`: it takes a `Batch`, and overwrites what a sequence has cached from its start in the
-batch on. So a rollback is a smaller start.
+`forward` takes a `Batch`, and overwrites what a sequence has cached from its start in the batch on. So a rollback is a
+smaller start. `fill` feeds tokens only for their KV. `check` raises AssertionError if the cached KV cannot be right.
 """
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,25 +22,6 @@ from exspec.actors.engine.layers.runtime_copy import runtime_copy
 from exspec.actors.engine.layers.spans import gate
 
 IN_PLACE, GATHERED = "exspec_in_place", "exspec_gathered"  # as `attention.py` registers them
-
-
-class CachedModel(Protocol):
-    """A model with the KV of its sequences. bytes: the current size of the KV."""
-
-    @property
-    def bytes(self) -> int: ...
-
-    def forward(self, batch: Batch, keep: int = 0) -> Tensor:
-        """Feed the batch's tokens and return logits [R, Q, V], or those of the last `keep` columns."""
-        ...
-
-    def fill(self, batch: Batch) -> None:
-        """Feed the tokens only for their KV. Rows may be successive parts of one sequence."""
-        ...
-
-    def check(self, lengths: dict[int, int]) -> None:
-        """Raise AssertionError if the cached KV cannot be right."""
-        ...
 
 
 def kv_shape(config: PretrainedConfig) -> tuple[int, int, int]:
@@ -85,10 +66,6 @@ class PagedModel:
             fuse(self.model)
             self._locate = compiled(locate)
 
-    @property
-    def bytes(self) -> int:
-        return sum(t.nbytes for t in (*self.keys, *self.values, *self.states.values()))
-
     def remember(self, layers: Iterable[int]) -> None:
         """From now on keep the hidden states after each of these layers, counted from 1, in pages like keys and
         values. A forward may then end after any layer, and begin after one of these."""
@@ -106,14 +83,17 @@ class PagedModel:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, keep: int = 0, first: int = 0, last: int | None = None, **inputs: Tensor) -> Tensor:
-        """first, last: layers first .. last - 1 run; None: to the end. inputs: other inputs of the model beside
-        tokens."""
+        """Feed the batch's tokens and return logits [R, Q, V], or those of the last `keep` columns.
+
+        first, last: layers first .. last - 1 run; None: to the end. inputs: other inputs of the model beside tokens.
+        """
         logits: Tensor = self._run(batch, first, last, fills=False, logits_to_keep=keep, **inputs).logits
         return logits
 
     @torch.inference_mode()
     def fill(self, batch: Batch, last: int | None = None, **inputs: Tensor) -> None:
-        """last, inputs: as in `forward`."""
+        """Feed the tokens only for their KV. Rows may be successive parts of one sequence. last, inputs: as in
+        `forward`."""
         with suppress(Filled):
             self._run(batch, 0, last, fills=True, logits_to_keep=1, **inputs)
 
@@ -189,10 +169,6 @@ class RealignedModel:
         self.offsets = torch.zeros_like(self.lengths)  # column of token 0, by row
         self.last_position = context_length(model.config) - 1
 
-    @property
-    def bytes(self) -> int:
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
-
     @torch.inference_mode()
     def forward(self, batch: Batch, keep: int = 0) -> Tensor:
         slots, tokens, starts, _ = batch
@@ -242,3 +218,6 @@ class RealignedModel:
             )
         for layer in self.cache.layers:
             assert all(kv.isfinite().all() for kv in (layer.keys, layer.values)), "KV holds NaN or infinity"
+
+
+CachedModel = PagedModel | RealignedModel

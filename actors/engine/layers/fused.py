@@ -8,8 +8,7 @@ import logging
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache, lru_cache
 from operator import getitem
 from pathlib import Path
@@ -64,17 +63,6 @@ class Code:
 
 
 CODE = Code()  # of this process: engines share it
-
-
-@contextmanager
-def compiled_by(code: Code) -> Iterator[None]:
-    """Let `code` compile within the context."""
-    global CODE
-    before, CODE = CODE, code
-    try:
-        yield
-    finally:
-        CODE = before
 
 
 @cache

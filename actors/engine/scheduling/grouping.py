@@ -1,27 +1,9 @@
 """Which sequences a round advances, and when waiting sequences are admitted."""
 
 from collections import defaultdict
-from typing import Protocol
 
 from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.scheduling.pool import Pool, Sequence
-
-
-class Grouping(Protocol):
-    def room(self, pool: Pool) -> int:
-        """How many sequences to admit now."""
-        ...
-
-    def select(self, running: list[Sequence]) -> list[Sequence]:
-        """The sequences of the next round, at most B; at least one if any is running."""
-        ...
-
-
-def grouping_of(config: EngineConfig) -> Grouping:
-    """The grouping of a config's rounds."""
-    if config.method == "eqspec":
-        return FixedBatch()
-    return LengthBuckets(config.batch_size, config.bucket, fallback=not config.exact)
 
 
 class FixedBatch:
@@ -46,9 +28,11 @@ class LengthBuckets:
         self.batch_size, self.bucket, self.fallback, self.patience = batch_size, bucket, fallback, patience
 
     def room(self, pool: Pool) -> int:
+        """How many sequences to admit now."""
         return len(pool.free)
 
     def select(self, running: list[Sequence]) -> list[Sequence]:
+        """The sequences of the next round, at most B; at least one if any is running."""
         by_wait = sorted(running, key=lambda s: -s.waited)
         buckets: dict[int, list[Sequence]] = defaultdict(list)
         for sequence in by_wait:
@@ -59,3 +43,13 @@ class LengthBuckets:
             first = max(buckets.values(), key=lambda rows: (min(len(rows), self.batch_size), rows[0].waited))
         others = [s for s in by_wait if s not in first] if self.fallback else []
         return [*first, *others][: self.batch_size]
+
+
+Grouping = FixedBatch | LengthBuckets
+
+
+def grouping_of(config: EngineConfig) -> Grouping:
+    """The grouping of a config's rounds."""
+    if config.method == "eqspec":
+        return FixedBatch()
+    return LengthBuckets(config.batch_size, config.bucket, fallback=not config.exact)

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol
 
 from exspec.actors.engine.scheduling.pool import Sequence
 
@@ -23,17 +22,6 @@ class PrefillChunk:
         return self.sequence.tokens[self.start : self.end]
 
 
-class Prefill(Protocol):
-    """Cuts prompts into forwards."""
-
-    def plan(self, sequences: list[Sequence]) -> Iterator[list[PrefillChunk]]:
-        """The forwards that prefill the sequences, in order; the chunks of one forward have the same shape.
-
-        They skip a prompt's cached tokens and its last token: that is the pending token, which the first round feeds.
-        """
-        ...
-
-
 class ChunkedPrefill:
     """Chunks of `columns` tokens, `rows` of them in a forward. They may belong to one prompt, since a layer writes the
     keys and values of all rows before any row attends.
@@ -48,6 +36,10 @@ class ChunkedPrefill:
         self.rows, self.columns, self.capacity, self.bucket = rows, columns, capacity, bucket
 
     def plan(self, sequences: list[Sequence]) -> Iterator[list[PrefillChunk]]:
+        """The forwards that prefill the sequences, in order; the chunks of one forward have the same shape.
+
+        They skip a prompt's cached tokens and its last token: that is the pending token, which the first round feeds.
+        """
         chunks = [self._chunk(s, start) for s in sequences for start in range(s.cached, s.prefilled, self.columns)]
         chunks.sort(key=_kv_columns)  # which also orders the chunks of each prompt
         for _, group in groupby(chunks, key=_kv_columns):
@@ -68,6 +60,9 @@ class WholePrefill:
         width = max((s.prefilled for s in sequences), default=0)
         if width:
             yield [PrefillChunk(s, 0, s.prefilled, width, width) for s in sequences]
+
+
+Prefill = ChunkedPrefill | WholePrefill
 
 
 def _kv_columns(chunk: PrefillChunk) -> int:

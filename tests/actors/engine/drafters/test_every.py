@@ -193,7 +193,7 @@ def test_every_drafter_is_planned_for_and_calibrated(name: str) -> None:
     assert name in available(target.config, draft and draft.config, config)
     plan = plan_memory(target.config, draft and draft.config, config, torch.float32)
     without = plan_memory(target.config, None, config.plain(), torch.float32)
-    assert plan.kv == Engine(target, draft, config).kv_bytes
+    assert plan.kv == tiny.kv_bytes(Engine(target, draft, config))
     assert plan.total >= without.total
     rows = tiny.requests(PROMPTS, 10)
     found = calibrate(target, draft, rows, config, ("method", "drafter", "draft_tokens"), seconds=1.0)
