@@ -1,11 +1,14 @@
-"""The ledger: it counts attempts at chunks and collects the actors' heartbeats.
+"""The ledger: it counts attempts at chunks, finds rows that kill their process, and collects the actors' heartbeats.
 
 Imports neither torch nor transformers: the process that keeps the ledger has no model.
 """
 
+import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+
+SILENCE = 15.0  # seconds without a heartbeat after which an actor does not count
 
 
 @dataclass(frozen=True)
@@ -29,33 +32,75 @@ class Signs:
     seconds: float
 
 
-class Ledger(Protocol):
-    """Counts attempts. part: a chunk's key."""
+@dataclass
+class ChunkRecord:
+    """What the ledger knows of a chunk. The sets are row numbers."""
+
+    attempts: int = 0
+    marked: frozenset[int] = frozenset()
+    alone: frozenset[int] = frozenset()
+    suspects: frozenset[int] = frozenset()
+    bad: frozenset[int] = frozenset()
+    error: str = ""
+
+
+class Ledger:
+    """The ledger in this process. part: a chunk's key.
+
+    Rows that are marked when a new attempt begins may have killed the process of the last one. A node that is preempted
+    kills processes of innocent rows too. So a row is bad only if it was alone at two deaths.
+    """
+
+    def __init__(self) -> None:
+        self.chunks: defaultdict[str, ChunkRecord] = defaultdict(ChunkRecord)
+        self.slots: int | None = None
+        self.signed: dict[str, tuple[float, int]] = {}  # by actor: time and number of tokens
+        self.first: float | None = None  # when the first chunk was begun
 
     def begun(self, part: str) -> bool:
         """Whether a chunk has been attempted before."""
-        ...
+        return self.chunks[part].attempts > 0
 
     def begin(self, part: str) -> Attempt:
         """Count a new attempt at a chunk."""
-        ...
+        chunk = self.chunks[part]
+        self.first = self.first or time.monotonic()
+        chunk.attempts += 1
+        if len(chunk.marked) > 1:
+            chunk.suspects = chunk.marked
+        elif found := chunk.marked & chunk.alone:
+            chunk.attempts -= 2  # the two attempts that found the row do not count
+            chunk.bad |= found
+            chunk.suspects -= found
+        else:
+            chunk.suspects |= chunk.marked
+            chunk.alone |= chunk.marked
+        chunk.marked = frozenset()
+        return Attempt(chunk.attempts, chunk.bad, chunk.suspects, chunk.error)
 
     def mark(self, part: str, rows: Sequence[int]) -> None:
         """Record the rows that are decoded now: if the process dies, they are suspected."""
-        ...
+        self.chunks[part].marked = frozenset(rows)
 
     def note(self, part: str, error: str) -> None:
         """Record the error that ends this attempt."""
-        ...
+        self.chunks[part].error = error
 
     def sign(self, actor: str, tokens: int) -> None:
         """Record an actor's heartbeat, with the number of tokens that it has decoded."""
-        ...
+        self.signed[actor] = time.monotonic(), tokens
+
+    def signs(self) -> Signs:
+        """The sum of the heartbeats."""
+        now = time.monotonic()
+        alive = sum(now - at < SILENCE for at, _ in self.signed.values())
+        seconds = 0.0 if self.first is None else now - self.first
+        return Signs(alive, sum(tokens for _, tokens in self.signed.values()), seconds)
 
     def window(self) -> int | None:
         """The most slots that a new actor may have; None if no actor has run out of memory."""
-        ...
+        return self.slots
 
     def shrink(self, window: int) -> None:
         """Limit the slots of actors that start from now on, after one has run out of memory."""
-        ...
+        self.slots = min(window, self.slots or window)

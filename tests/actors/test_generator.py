@@ -12,30 +12,30 @@ import torch
 
 from exspec.actors.answers.answers import FreeText
 from exspec.actors.generator import Generator, Turns
+from exspec.actors.ledger import Ledger
 from exspec.pipeline.cluster.graph import WORK_SCHEMA, block
-from exspec.pipeline.cluster.ray_ledger import Book
 from exspec.pipeline.input.plan import Chunk, Shard
 from exspec.pipeline.output.parts import Task
 from tests.pipeline import jobs
 
 
-def test_the_book_finds_the_row_that_kills_the_process() -> None:
+def test_the_ledger_finds_the_row_that_kills_the_process() -> None:
     """Rows are marked before they run. A row that was marked alone twice is bad."""
-    book = Book()
-    assert (book.begin("p").number, book.begin("p").number) == (1, 2)
-    book.mark("p", [8, 9, 10])
-    third = book.begin("p")
+    ledger = Ledger()
+    assert (ledger.begin("p").number, ledger.begin("p").number) == (1, 2)
+    ledger.mark("p", [8, 9, 10])
+    third = ledger.begin("p")
     assert (third.number, third.suspects, third.bad) == (3, {8, 9, 10}, set())
-    book.mark("p", [9])
-    fourth = book.begin("p")
+    ledger.mark("p", [9])
+    fourth = ledger.begin("p")
     assert (fourth.number, fourth.suspects, fourth.bad) == (4, {8, 9, 10}, set())
-    book.mark("p", [9])
-    fifth = book.begin("p")
+    ledger.mark("p", [9])
+    fifth = ledger.begin("p")
     assert (fifth.number, fifth.suspects, fifth.bad) == (3, {8, 10}, {9})  # the attempts that found their row are free
-    book.mark("p", [1])
-    book.mark("p", [])
-    assert book.begin("p").bad == {9}
-    assert book.begin("other").number == 1
+    ledger.mark("p", [1])
+    ledger.mark("p", [])
+    assert ledger.begin("p").bad == {9}
+    assert ledger.begin("other").number == 1
 
 
 def test_an_actor_that_runs_out_of_memory_tries_half_its_window_next() -> None:
@@ -43,10 +43,10 @@ def test_an_actor_that_runs_out_of_memory_tries_half_its_window_next() -> None:
         def __call__(self, window: int) -> Any:
             raise torch.OutOfMemoryError(f"{window} slots")
 
-    book, unused = Book(), SimpleNamespace()
+    ledger, unused = Ledger(), SimpleNamespace()
     for slots in (24, 12, 6, 3, 1, 1):
         with pytest.raises(torch.OutOfMemoryError, match=f"^{slots} slots$"):
-            Generator(Full(window=24), {}, unused, book, unused, 3, lambda _: FreeText())  # type: ignore[arg-type]
+            Generator(Full(window=24), {}, unused, ledger, unused, 3, lambda _: FreeText())  # type: ignore[arg-type]
 
 
 def test_a_row_with_impossible_settings_fails_alone() -> None:
@@ -59,7 +59,7 @@ def test_a_row_with_impossible_settings_fails_alone() -> None:
 
     keep: Any = SimpleNamespace(stage=stage)
     quiet: Any = SimpleNamespace(report=lambda *_: None)
-    generator = Generator(jobs.ArithmeticLoader(), {}, keep, Book(), quiet, 3, lambda _: FreeText())
+    generator = Generator(jobs.ArithmeticLoader(), {}, keep, Ledger(), quiet, 3, lambda _: FreeText())
     work = {"_prompt": [1], "_cut": 0, "_skip": False, "_max_new_tokens": 4, "_stop": []}
     rows = [work | {"_sampling": json.dumps({"temperature": t, "seed": 0})} for t in (0.0, 1e-39, float("inf"), 0.0)]
     task = Task(Chunk(Shard("s", "file:///s", 4, 1, ""), 0, 0, 4))

@@ -19,7 +19,6 @@ from exspec.actors.generator import Generator, Loader
 from exspec.actors.ledger import Ledger
 from exspec.pipeline import run
 from exspec.pipeline.cluster.graph import Reader, read_together
-from exspec.pipeline.cluster.ray_ledger import Book
 from exspec.pipeline.job.settings import Job
 from exspec.pipeline.output.parts import Task
 
@@ -37,7 +36,7 @@ def in_process() -> Iterator[None]:
         patch.setattr(
             run, "on_a_device", lambda _, function, *arguments: handed_over(function)(*handed_over(arguments))
         )
-        patch.setattr(run, "RayLedger", Book)
+        patch.setattr(run, "RayLedger", Ledger)
         patch.setattr(run, "results", results)
         yield
 

@@ -3,8 +3,7 @@
 import pytest
 
 from exspec.actors.generator import _parts
-from exspec.actors.ledger import Attempt
-from exspec.pipeline.cluster.ray_ledger import Book
+from exspec.actors.ledger import Attempt, Ledger
 
 MOST = 6  # default attempts of a job
 
@@ -16,11 +15,11 @@ def groups(attempt: Attempt, rows: int) -> list[list[int]]:
     return [*_parts(suspects), *_parts(innocent)]
 
 
-def run(book: Book, rows: int, poison: set[int]) -> tuple[Attempt, int]:
+def run(ledger: Ledger, rows: int, poison: set[int]) -> tuple[Attempt, int]:
     """Retry the chunk until no row kills its process. Returns the last attempt and the number of deaths."""
     deaths = 0
     while True:
-        attempt = book.begin("p")
+        attempt = ledger.begin("p")
         if attempt.number > MOST or len(attempt.bad) > MOST:
             return attempt, deaths
         left = poison - attempt.bad
@@ -28,10 +27,10 @@ def run(book: Book, rows: int, poison: set[int]) -> tuple[Attempt, int]:
             return attempt, deaths
         if attempt.number > 1:
             for group in groups(attempt, rows):
-                book.mark("p", group)
+                ledger.mark("p", group)
                 if left & set(group):
                     break
-                book.mark("p", [])
+                ledger.mark("p", [])
             else:
                 return attempt, deaths
         deaths += 1
@@ -39,31 +38,31 @@ def run(book: Book, rows: int, poison: set[int]) -> tuple[Attempt, int]:
 
 def test_two_preemptions_of_a_small_chunk_blame_nobody() -> None:
     """In a small chunk, every row is a group of its own."""
-    book = Book()
-    book.begin("p")
-    second = book.begin("p")
-    book.mark("p", groups(second, 8)[3])
-    third = book.begin("p")
+    ledger = Ledger()
+    ledger.begin("p")
+    second = ledger.begin("p")
+    ledger.mark("p", groups(second, 8)[3])
+    third = ledger.begin("p")
     assert (third.number, third.bad, third.suspects) == (3, set(), {3})
     assert groups(third, 8)[0] == [3], "the suspect comes first, alone"
-    assert run(book, 8, set())[0].bad == set()
+    assert run(ledger, 8, set())[0].bad == set()
 
 
 def test_preemptions_at_different_rows_blame_nobody() -> None:
-    book = Book()
-    book.begin("p")
+    ledger = Ledger()
+    ledger.begin("p")
     for row in (3, 5, 1):
-        attempt = book.begin("p")
+        attempt = ledger.begin("p")
         assert [row] in groups(attempt, 8)
-        book.mark("p", [row])
-    assert book.begin("p").bad == set()
+        ledger.mark("p", [row])
+    assert ledger.begin("p").bad == set()
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 9, 20, 64, 100])
 @pytest.mark.parametrize("place", [0.0, 0.5, 0.99])
 def test_the_row_that_kills_is_found_and_no_other(rows: int, place: float) -> None:
     poison = int(place * rows)
-    last, deaths = run(Book(), rows, {poison})
+    last, deaths = run(Ledger(), rows, {poison})
     assert last.bad == {poison}
     assert last.number <= 4
     assert deaths <= 5
@@ -71,12 +70,12 @@ def test_the_row_that_kills_is_found_and_no_other(rows: int, place: float) -> No
 
 @pytest.mark.parametrize("poison", [{0, 1}, {3, 60}, {10, 20, 30}])
 def test_several_rows_that_kill(poison: set[int]) -> None:
-    last, _ = run(Book(), 64, poison)
+    last, _ = run(Ledger(), 64, poison)
     assert last.bad == poison
     assert last.number <= MOST
 
 
 @pytest.mark.parametrize("rows", [1, 8, 64, 1000])
 def test_the_search_is_bounded_where_every_row_kills(rows: int) -> None:
-    _, deaths = run(Book(), rows, set(range(rows)))
+    _, deaths = run(Ledger(), rows, set(range(rows)))
     assert deaths <= 3 * MOST + 3
