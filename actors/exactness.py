@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from exspec.actors.engine.kv.attention import first_line
 from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.kv.cached_model import GATHERED, PagedModel, context_length, kv_shape
 from exspec.actors.engine.kv.pages import Pages
@@ -46,7 +47,7 @@ def check_config(config: PretrainedConfig, name: str) -> None:
         if not missing:
             kv_shape(config)
     except RuntimeError as error:  # transformers raises it for layers of different shapes
-        reason = f"the layers of {config.model_type} have different shapes ({_first_line(error)})"
+        reason = f"the layers of {config.model_type} have different shapes ({first_line(error)})"
         raise ModelError(f"{name}: {reason}; expected {WHAT_WORKS}") from error
     if missing:
         raise ModelError(f"{name}: the configuration of {config.model_type} has no {missing[0]}; expected {WHAT_WORKS}")
@@ -109,7 +110,7 @@ def check_forward(model: PreTrainedModel, name: str, bits: bool = True) -> None:
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, AssertionError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        reason = f"{type(error).__name__}: {_first_line(error)}"
+        reason = f"{type(error).__name__}: {first_line(error)}"
     kind = model.config.model_type
     if reason:
         raise ModelError(f"{name}: {kind} decodes differently in slots than alone ({reason}); expected {WHAT_WORKS}")
@@ -157,10 +158,6 @@ def _depends_on_other_rows(model: PreTrainedModel) -> bool:
         if not all(logits.equal(results[0]) for logits in results):
             return True
     return False
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0]
 
 
 def _narrowed(model: PreTrainedModel) -> PreTrainedModel:

@@ -18,11 +18,26 @@ from transformers import (
 )
 
 from exspec.actors.engine.config import EngineConfig
-from exspec.actors.engine.drafters.lookup import drafter_class, head_of
+from exspec.actors.engine.drafters.head import HeadDrafter
+from exspec.actors.engine.drafters.lookup import head_of
 from exspec.actors.engine.engine import model_end_ids
+from exspec.actors.engine.kv.attention import first_line
 from exspec.actors.exactness import ModelError, check_config, check_forward, fix_rotary_factors
 
 REFUSED_CODE = "expected a model that transformers itself knows, or trust_remote_code: true to run that code"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model by hub id or folder.
+
+    trust_remote_code: run Python code that comes with it. allow_pickle: load weights that are not safetensors.
+    """
+
+    name: str
+    revision: str | None = None
+    trust_remote_code: bool = False
+    allow_pickle: bool = False
 
 
 @dataclass(frozen=True)
@@ -35,65 +50,49 @@ class Pair:
 
 
 def load_pair(
-    target: str,
-    draft: str | None,
+    target: Source | str,
+    draft: Source | str | None,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
-    revision: str | None = None,
-    draft_revision: str | None = None,
-    *,
-    trust_remote_code: bool = False,
-    allow_pickle: bool = False,
 ) -> Pair:
-    """Load target and draft from hub ids or folders. The draft may also be a head for the target: its config.json shows
-    which. None loads no draft.
-
-    trust_remote_code: run Python code that comes with a model. allow_pickle: load weights that are not safetensors.
+    """Load target and draft. The draft may also be a head for the target: its config.json shows which. None loads no
+    draft.
 
     Raises ModelError if the engine cannot serve the pair, naming the model, the reason and what would work. Warns if
     the draft is larger than the target.
     """
-    may = {"trust_remote_code": trust_remote_code, "allow_pickle": allow_pickle}
-    tokenizer = load_part(AutoTokenizer, target, revision, trust_remote_code)
-    pair = Pair(load_model(target, dtype, device, revision, **may), None, tokenizer)
-    return pair if draft is None else replace(pair, draft=load_draft(pair, draft, target, draft_revision, **may))
+    source = Source(target) if isinstance(target, str) else target
+    tokenizer = load_part(AutoTokenizer, source)
+    pair = Pair(load_model(source, dtype, device), None, tokenizer)
+    return pair if draft is None else replace(pair, draft=load_draft(pair, draft, source.name))
 
 
-def load_draft(
-    pair: Pair,
-    name: str,
-    target: str,
-    revision: str | None = None,
-    *,
-    trust_remote_code: bool = False,
-    allow_pickle: bool = False,
-) -> PreTrainedModel:
+def load_draft(pair: Pair, draft: Source | str, target: str) -> PreTrainedModel:
     """Load a draft for the pair's target, whose name is `target`. Raises and warns as `load_pair` does."""
-    model = pair.target
-    where: Any = (model.dtype, model.device, revision)
-    if head_config(config_of(name, revision), name, model.config) is not None:
-        head = load_head(name, *where, allow_pickle=allow_pickle)
-        _check_head(model.config, head.config, name)  # checked again: its tensors have completed the config
-        return head
-    tokenizer = load_part(AutoTokenizer, name, revision, trust_remote_code)
-    check_vocabularies(pair.tokenizer, tokenizer, target, name)
-    draft = load_model(name, *where, trust_remote_code=trust_remote_code, allow_pickle=allow_pickle, bits=False)
-    sizes = [m.num_parameters() for m in (model, draft)]
+    source, model = Source(draft) if isinstance(draft, str) else draft, pair.target
+    values = config_of(source)
+    if (drafter := head_of(values)) is not None:
+        head_config(values, source.name, model.config)
+        return _load_head(drafter, source, model)
+    tokenizer = load_part(AutoTokenizer, source)
+    check_vocabularies(pair.tokenizer, tokenizer, target, source.name)
+    loaded = load_model(source, model.dtype, model.device, bits=False)
+    sizes = [m.num_parameters() for m in (model, loaded)]
     if sizes[1] > sizes[0]:
         warnings.warn(
-            f"the draft {name} ({sizes[1]:,} parameters) is larger than the target {target} ({sizes[0]:,}): "
+            f"the draft {source.name} ({sizes[1]:,} parameters) is larger than the target {target} ({sizes[0]:,}): "
             "speculation will cost more than it saves; are target and draft swapped?",
             stacklevel=2,
         )
-    return draft
+    return loaded
 
 
-def config_of(name: str, revision: str | None = None) -> dict[str, Any]:
-    """The config.json of a hub id or folder. Raises ModelError naming the hub id or folder."""
+def config_of(source: Source) -> dict[str, Any]:
+    """The config.json of a model or head. Raises ModelError naming it."""
     try:
-        return dict(PretrainedConfig.get_config_dict(name, revision=revision)[0])
+        return dict(PretrainedConfig.get_config_dict(source.name, revision=source.revision)[0])
     except (OSError, ValueError) as error:
-        raise ModelError(f"{name}: {_reason(error, {})}") from error
+        raise ModelError(f"{source.name}: {_reason(error, {})}") from error
 
 
 def head_config(values: dict[str, Any], name: str, target: PretrainedConfig) -> PretrainedConfig | None:
@@ -108,53 +107,36 @@ def head_config(values: dict[str, Any], name: str, target: PretrainedConfig) -> 
         config = drafter.read(values)
     except ValueError as error:
         raise ModelError(f"{name}: {error}") from error
-    _check_head(target, config, name)
+    _check_head(drafter, target, config, name)
     return config
 
 
-def _check_head(target: PretrainedConfig, head: PretrainedConfig, name: str) -> None:
-    if reason := drafter_class(head.head_for).refusal(target, head, EngineConfig()):
+def _check_head(drafter: type[HeadDrafter], target: PretrainedConfig, head: PretrainedConfig, name: str) -> None:
+    if reason := drafter.refusal(target, head, EngineConfig()):
         raise ModelError(f"{name}: {reason}")
 
 
-def load_head(
-    name: str,
-    dtype: torch.dtype,
-    device: str | torch.device = "cpu",
-    revision: str | None = None,
-    *,
-    allow_pickle: bool = False,
-) -> PreTrainedModel:
-    """Load the head of a hub id or folder. Raises ModelError naming what is wrong with it."""
-    drafter = head_of(config_of(name, revision))
-    if drafter is None:
-        raise ModelError(f"{name}: config.json does not describe a head")
+def _load_head(drafter: type[HeadDrafter], source: Source, target: PreTrainedModel) -> PreTrainedModel:
+    local = Path(source.name).is_dir()
     try:
-        folder = Path(name if Path(name).is_dir() else snapshot_download(name, revision=revision))
-        head = drafter.load(folder, dtype, device, allow_pickle)
-        fix_rotary_factors(head)
-        return head
+        folder = source.name if local else snapshot_download(source.name, revision=source.revision)
+        head = drafter.load(Path(folder), target.dtype, target.device, source.allow_pickle)
     except (OSError, ValueError) as error:
         raise ModelError(str(error)) from error
+    _check_head(drafter, target.config, head.config, source.name)  # again: its tensors have completed the config
+    fix_rotary_factors(head)
+    return head
 
 
 def load_model(
-    name: str,
-    dtype: torch.dtype,
-    device: str | torch.device = "cpu",
-    revision: str | None = None,
-    *,
-    trust_remote_code: bool = False,
-    allow_pickle: bool = False,
-    bits: bool = True,
+    source: Source, dtype: torch.dtype, device: str | torch.device = "cpu", *, bits: bool = True
 ) -> PreTrainedModel:
     """Load one model for the engine. bits: see `check_forward`. Raises ModelError as `load_pair` does."""
-    check_config(load_part(AutoConfig, name, revision, trust_remote_code), name)
-    safe = None if allow_pickle else True
-    model = load_part(AutoModelForCausalLM, name, revision, trust_remote_code, dtype=dtype, use_safetensors=safe)
-    model = model.to(device).eval()
+    check_config(load_part(AutoConfig, source), source.name)
+    safe = None if source.allow_pickle else True
+    model = load_part(AutoModelForCausalLM, source, dtype=dtype, use_safetensors=safe).to(device).eval()
     fix_rotary_factors(model)
-    check_forward(model, name, bits)
+    check_forward(model, source.name, bits)
     return model  # type: ignore[no-any-return]
 
 
@@ -164,22 +146,24 @@ def forget_sampling(model: PreTrainedModel) -> None:
     model.generation_config = GenerationConfig(eos_token_id=sorted(model_end_ids(model)) or None)
 
 
-def load_part(loader: Any, name: str, revision: str | None, trust_remote_code: bool = False, **options: Any) -> Any:
+def load_part(loader: Any, source: Source, **options: Any) -> Any:
     """Load a hub id or folder with one of transformers' Auto classes. Raises ModelError naming the hub id or folder.
 
     Without trust_remote_code, a model that needs its own code is rejected without a question on the terminal.
     """
     try:
-        return loader.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code, **options)
+        return loader.from_pretrained(
+            source.name, revision=source.revision, trust_remote_code=source.trust_remote_code, **options
+        )
     except (OSError, ValueError) as error:
-        raise ModelError(f"{name}: {_reason(error, options)}") from error
+        raise ModelError(f"{source.name}: {_reason(error, options)}") from error
 
 
 def _reason(error: Exception, options: dict[str, Any]) -> str:
     """Why transformers cannot load a model, and the setting that would allow it."""
     if "trust_remote_code" in str(error):
         return f"it comes with code of its own; {REFUSED_CODE}"
-    reason = f"cannot be loaded as a model folder or hub id: {str(error).strip().splitlines()[0]}"
+    reason = f"cannot be loaded as a model folder or hub id: {first_line(error)}"
     if options.get("use_safetensors") and "safetensors" in str(error):
         return f"{reason}; expected safetensors, or allow_pickle: true for weights in files that can run code"
     return reason

@@ -17,7 +17,7 @@ from exspec.actors.engine.kv.cached_model import context_length
 from exspec.actors.engine.kv.memory import MemoryPlan
 from exspec.actors.engine.shape.plan import fit
 from exspec.actors.exactness import ModelError, check_config, limit_context
-from exspec.actors.models import check_vocabularies, config_of, head_config, load_part
+from exspec.actors.models import Source, check_vocabularies, config_of, head_config, load_part
 from exspec.pipeline.errors import JobError, job_errors, no_column
 from exspec.pipeline.input.batch import COLUMNS, is_batch, of_batch
 from exspec.pipeline.input.plan import Chunk, Plan, Shard, encode_schema
@@ -203,12 +203,13 @@ def _check_models(job: Job) -> CheckedModels:
     for role, name, revision in pairs:
         try:
             place = local_model(name, job.storage_options, weights=False)
-            if role == "draft" and (head := head_config(config_of(place, revision), name, configs[0])):
+            source = Source(place, revision, job.trust_remote_code)
+            if role == "draft" and (head := head_config(config_of(source), name, configs[0])):
                 digests[role] = model_digest(name, revision, job.storage_options)
                 configs.append(head)
                 continue
-            config = load_part(AutoConfig, place, revision, job.trust_remote_code)
-            tokenizers.append(load_part(AutoTokenizer, place, revision, job.trust_remote_code))
+            config = load_part(AutoConfig, source)
+            tokenizers.append(load_part(AutoTokenizer, source))
             if role == "target":
                 own = own_settings(load_generation_config(place, revision, config, job.trust_remote_code))
             digests[role] = model_digest(name, revision, job.storage_options)

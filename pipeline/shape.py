@@ -17,7 +17,7 @@ from exspec.actors.engine.kv.cached_model import context_length
 from exspec.actors.engine.kv.memory import MEBIBYTE, MemoryPlan
 from exspec.actors.engine.shape.calibration import calibrate
 from exspec.actors.engine.shape.plan import fit, free_memory, plan_memory
-from exspec.actors.models import Pair, load_pair
+from exspec.actors.models import Pair, Source, load_pair
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Plan, decode_schema
 from exspec.pipeline.input.prompts import Prompts
@@ -229,16 +229,12 @@ def settle(job: Job, shape: Shape, requests: list[Request], device: str) -> Sett
 
 def pair_of(job: Job, device: str, draft: bool) -> Pair:
     """The job's target, and its draft if wanted, loaded on this node. Raises ModelError as `load_pair` does."""
-    return load_pair(
-        local_model(job.target, job.storage_options),
-        local_model(job.draft, job.storage_options) if job.draft and draft else None,
-        getattr(torch, job.dtype),
-        device,
-        job.target_revision,
-        job.draft_revision,
-        trust_remote_code=job.trust_remote_code,
-        allow_pickle=job.allow_pickle,
-    )
+
+    def source(name: str, revision: str | None) -> Source:
+        return Source(local_model(name, job.storage_options), revision, job.trust_remote_code, job.allow_pickle)
+
+    drafting = source(job.draft, job.draft_revision) if job.draft and draft else None
+    return load_pair(source(job.target, job.target_revision), drafting, getattr(torch, job.dtype), device)
 
 
 def device_here(job: Job) -> str:

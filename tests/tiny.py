@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -46,6 +47,7 @@ from exspec.actors.engine.layers.spans import layers_of
 from exspec.actors.engine.methods import drafter_of
 from exspec.actors.engine.scheduling.group import Group
 from exspec.actors.engine.tokens.sampling import gumbel_noise
+from exspec.actors.models import Pair, Source, load_draft
 
 VOCABULARY = 61
 CONTEXT = 96
@@ -281,6 +283,13 @@ def engine(
         return Engine(target, None, config(**changes), None, recorder, lambda _: drafter)
     draft = draft or (target if drafter == "model" else None)
     return Engine(target, draft, config(drafter=drafter, **changes), None, recorder, make)
+
+
+def load_head(folder: Path | str, dtype: torch.dtype = torch.float32, allow_pickle: bool = False) -> Any:
+    """A head for `deep`, loaded as its draft."""
+    tokenizer: Any = None
+    pair = Pair(deep(5, dtype=dtype), None, tokenizer)
+    return load_draft(pair, Source(str(folder), allow_pickle=allow_pickle), "deep")
 
 
 def kv_bytes(engine: Engine) -> int:

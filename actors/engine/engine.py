@@ -233,7 +233,7 @@ class Engine:
             self.fill(batch)
             self.drafter.prefill(batch)
             count = sum(chunk.end - chunk.start for chunk in chunks if not chunk.sequence.preempted)
-            self.counters.add(prefill_tokens=count, prefill_columns=batch.tokens.numel())
+            self.counters.add(prefill_tokens=count)
         self._recompute([s for s in admitted if s.length > s.prefilled])
         self.counters.add(cached_tokens=sum(s.cached for s in admitted if not s.preempted))
         for s in admitted:

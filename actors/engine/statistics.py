@@ -105,7 +105,6 @@ class EngineStatistics(Addable):
     dead_columns: int = 0
     prefill_tokens: int = 0
     cached_tokens: int = 0
-    prefill_columns: int = 0
     tokens: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 

@@ -30,7 +30,7 @@ from exspec.actors.engine.shape.costs import Trials
 from exspec.actors.engine.shape.plan import Models
 from exspec.actors.exactness import transformers_generate
 from exspec.actors.hardware import describe_hardware
-from exspec.actors.models import Pair, forget_sampling, load_draft, load_model, load_pair
+from exspec.actors.models import Pair, Source, forget_sampling, load_draft, load_model, load_pair
 from exspec.jobs.benchmarks.decoding import Run, check_device, decode, timed
 from exspec.jobs.benchmarks.settings import RIVALS, SHAPE, VARIANT, BenchSettings
 from exspec.jobs.demo import DRAFT, TARGET
@@ -167,7 +167,7 @@ class Bench:
         """transformers' `generate` on one prompt at a time."""
         model: Any = self.pair.target
         if dtype != model.dtype:
-            model = load_model(model.name_or_path, dtype, model.device)
+            model = load_model(Source(model.name_or_path), dtype, model.device)
             forget_sampling(model)
         return [self._generate([prompt], model)[0] for prompt in self.prompts]
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 from exspec.actors.engine import Engine, EngineConfig, Room
 from exspec.actors.engine.drafters.lookup import kind
 from exspec.actors.generator import Generator, Loader
-from exspec.actors.models import load_part
+from exspec.actors.models import Source, load_part
 from exspec.actors.work import WORK
 from exspec.pipeline.cluster.connect import ACTOR, gpus
 from exspec.pipeline.cluster.metrics import RayMeter
@@ -204,7 +204,7 @@ def _prompts(kind: type[Job], job: str, schema: pa.Schema) -> Prompts:
 
     loaded = kind.model_validate_json(job)
     place = local_model(loaded.target, loaded.storage_options, weights=False)
-    tokenizer = load_part(AutoTokenizer, place, loaded.target_revision, loaded.trust_remote_code)
+    tokenizer = load_part(AutoTokenizer, Source(place, loaded.target_revision, loaded.trust_remote_code))
     return Prompts(loaded, tokenizer, schema)
 
 

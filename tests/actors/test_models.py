@@ -29,7 +29,7 @@ from transformers.models.auto import AutoModelForSeq2SeqLM
 from exspec.actors.engine import Engine, EngineConfig, Request, RequestError
 from exspec.actors.engine.kv.cached_model import context_length
 from exspec.actors.exactness import ModelError, Waits, check_forward, fix_rotary_factors, limit_context
-from exspec.actors.models import load_model, load_pair
+from exspec.actors.models import Source, load_model, load_pair
 from tests import tiny
 
 WORDS = [f"w{i}" for i in range(tiny.VOCABULARY)]
@@ -291,7 +291,7 @@ def test_a_models_code_does_not_run_by_default(tmp_path: Path, kind: str) -> Non
 def test_a_models_code_runs_with_trust_remote_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     marker = tmp_path / "ran"
-    pair = load_pair(with_code(tmp_path / "model", "own", marker), None, trust_remote_code=True)
+    pair = load_pair(Source(with_code(tmp_path / "model", "own", marker), trust_remote_code=True), None)
     assert type(pair.target).__name__ == "OwnModel"
     assert marker.exists()
 
@@ -312,10 +312,11 @@ def test_pickled_weights_are_refused_without_allow_pickle(tmp_path: Path) -> Non
     (tmp_path / "model" / "model.safetensors").unlink()
     torch.save(model.state_dict(), tmp_path / "model" / "pytorch_model.bin")
     with pytest.raises(ModelError, match=r"model: .*expected safetensors, or allow_pickle: true"):
-        load_model(folder, torch.float32)
+        load_model(Source(folder), torch.float32)
     with pytest.raises(ModelError, match="allow_pickle: true"):
         load_pair(save(tmp_path / "other", model), folder)
-    assert load_pair(folder, folder, allow_pickle=True).draft is not None
+    source = Source(folder, allow_pickle=True)
+    assert load_pair(source, source).draft is not None
 
 
 def test_the_limited_context_follows_from_the_configuration_alone(tmp_path: Path) -> None:

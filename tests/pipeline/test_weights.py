@@ -12,7 +12,7 @@ import pytest
 import s3fs
 import torch
 
-from exspec.actors.models import load_model
+from exspec.actors.models import Source, load_model
 from exspec.pipeline import storage
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.prepare import prepare
@@ -238,7 +238,7 @@ def test_a_revision_is_resolved_once_to_a_commit(hub: Path, tmp_path: Path) -> N
     job = resolved(jobs.job(("some/model", "some/model"), tmp_path, tmp_path / "out", draft_revision="old"))
     assert (job.target_revision, job.draft_revision) == (FIRST, FIRST)
     (hub / "refs" / "main").write_text(SECOND)
-    loaded = load_model(job.target, torch.float32, revision=job.target_revision)
+    loaded = load_model(Source(job.target, job.target_revision), torch.float32)
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), tiny.model(seed=0).parameters(), strict=True))
     assert resolved(job) == job
     assert model_digest(job.target, job.target_revision, {}) == FIRST

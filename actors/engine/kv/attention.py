@@ -199,7 +199,7 @@ def trial(
 
 def first_line(fault: Exception) -> str:
     """The first line of an exception's message, or its class if the message is empty."""
-    return next(iter(str(fault).splitlines()), type(fault).__name__)
+    return next(iter(str(fault).strip().splitlines()), type(fault).__name__)
 
 
 def _prepare(device: torch.device) -> None:

@@ -19,7 +19,7 @@ from exspec.actors.engine.shape.calibration import calibrate
 from exspec.actors.engine.shape.candidates import candidates
 from exspec.actors.engine.shape.plan import Models
 from exspec.actors.exactness import ModelError
-from exspec.actors.models import load_head, load_pair
+from exspec.actors.models import load_pair
 from exspec.jobs.demo import TARGET
 from exspec.jobs.demo.messages import examples
 from exspec.jobs.training.clover import LastHidden, new_head, train
@@ -71,7 +71,7 @@ def test_drafts_are_those_of_a_forward_without_a_cache(config: dict[str, Any], o
 def test_a_saved_head_loads_unchanged(tmp_path: Path) -> None:
     head = tiny.clover(tiny.deep(5), heads=2)
     head.save_pretrained(tmp_path)
-    found = load_head(str(tmp_path), torch.float32)
+    found = tiny.load_head(tmp_path)
     assert isinstance(found, CloverHead)
     assert found.config.heads == 2
     assert {n: t.tolist() for n, t in found.state_dict().items()} == {
@@ -97,7 +97,7 @@ def test_a_wrong_config_is_refused(change: dict[str, Any], message: str, tmp_pat
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(ModelError, match=message):
-        load_head(str(tmp_path), torch.float32)
+        tiny.load_head(tmp_path)
 
 
 def test_a_head_for_another_target_or_method_is_refused() -> None:

@@ -15,7 +15,6 @@ from exspec.actors.engine.drafters.eagle3 import Eagle3
 from exspec.actors.engine.drafters.eagle3_head import Eagle3Config, Eagle3Head, is_head
 from exspec.actors.engine.drafters.lookup import available
 from exspec.actors.exactness import ModelError
-from exspec.actors.models import load_head
 from tests import tiny
 from tests.actors.engine.drafters.slow import ENGINES, PROMPTS, Slow, check_drafts
 
@@ -150,8 +149,8 @@ def test_pickled_weights_need_allow_pickle(tmp_path: Path) -> None:
     folder = str(as_published(head, tmp_path / "head", "authors", pickled=True))
     message = r"the weights are not safetensors; expected model\.safetensors, or allow_pickle"
     with pytest.raises(ModelError, match=message):
-        load_head(folder, torch.float32)
-    assert torch.equal(load_head(folder, torch.float32, allow_pickle=True).fc.weight, head.fc.weight)
+        tiny.load_head(folder)
+    assert torch.equal(tiny.load_head(folder, allow_pickle=True).fc.weight, head.fc.weight)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +167,7 @@ def test_pickled_weights_need_allow_pickle(tmp_path: Path) -> None:
 def test_unknown_formats_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     folder = as_published(tiny.head(tiny.deep(5)), tmp_path / "head", "speculators", **changes)
     with pytest.raises(ModelError, match=message):
-        load_head(str(folder), torch.float32)
+        tiny.load_head(folder)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
@@ -176,11 +175,11 @@ def test_damaged_files_are_named(name: str, tmp_path: Path) -> None:
     folder = as_published(tiny.head(tiny.deep(5)), tmp_path / "head", "authors", pickled=name.endswith("bin"))
     (folder / name).write_bytes((folder / name).read_bytes()[:100])
     with pytest.raises(ModelError, match=f"{name}: not a "):
-        load_head(str(folder), torch.float32, allow_pickle=True)
+        tiny.load_head(folder, allow_pickle=True)
     if name.endswith("bin"):
         torch.save({"state_dict": {}}, folder / name)
         with pytest.raises(ModelError, match=r"pytorch_model.bin: not a file of tensors; expected tensors by name"):
-            load_head(str(folder), torch.float32, allow_pickle=True)
+            tiny.load_head(folder, allow_pickle=True)
 
 
 def test_the_layers_and_architecture_in_an_authors_config_are_ignored(tmp_path: Path) -> None:
@@ -188,7 +187,7 @@ def test_the_layers_and_architecture_in_an_authors_config_are_ignored(tmp_path: 
     made = {"num_hidden_layers": 40, "architectures": ["LlamaForCausalLM"]}
     folder = as_published(tiny.head(tiny.deep(5)), tmp_path / "head", "authors", **made)
     assert is_head(json.loads((folder / "config.json").read_text()))
-    assert len(load_head(str(folder), torch.float32).layers) == 1
+    assert len(tiny.load_head(folder).layers) == 1
 
 
 def test_a_head_for_another_target_is_refused() -> None:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from exspec.actors.exactness import ModelError
-from exspec.actors.models import load_head, load_pair
+from exspec.actors.models import load_pair
 from exspec.jobs.demo import TARGET
 from tests import tiny
 from tests.actors.engine.drafters.slow import Slow, slow_engine
@@ -67,13 +67,13 @@ def test_a_wrong_tensor_is_refused_by_name(
         tensors[name] = tensor
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ModelError, match=message):
-        load_head(str(folder), torch.float32)
+        tiny.load_head(folder)
 
 
 @both
 def test_rotary_factors_stay_in_float32(drafter: str, tmp_path: Path) -> None:
     folder = save(drafter, tiny.deep(5), tmp_path / "head")
-    rounded, whole = (load_head(str(folder), dtype) for dtype in (torch.bfloat16, torch.float32))
+    rounded, whole = (tiny.load_head(folder, dtype) for dtype in (torch.bfloat16, torch.float32))
     assert {p.dtype for p in rounded.parameters()} == {torch.bfloat16}
     assert torch.equal(rounded.rotary_emb.inv_freq, whole.rotary_emb.inv_freq)
 
