@@ -1,6 +1,5 @@
 """Checks that reject models which the engine cannot decode exactly."""
 
-import copy
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.kv.cached_model import GATHERED, PagedModel, context_length, kv_shape
 from exspec.actors.engine.kv.pages import Pages
 from exspec.actors.engine.layers import experts
+from exspec.actors.engine.layers.runtime_copy import runtime_copy
 
 WHAT_WORKS = "a decoder-only model that holds keys and values of every token, such as Llama, Qwen, Mistral or GLM-4"
 NEEDED = ("num_attention_heads", "num_hidden_layers", "vocab_size", "max_position_embeddings")
@@ -164,8 +164,7 @@ def _narrowed(model: PreTrainedModel) -> PreTrainedModel:
     """The model, with attention windows and chunks narrower than the tokens that the check feeds."""
     if not any(getattr(model.config.get_text_config(), key, None) for key in WINDOWS):
         return model
-    shared: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    narrow = copy.deepcopy(model, shared)
+    narrow = runtime_copy(model, None, packed=False)
     for owner in (narrow.config, narrow.config.get_text_config(), *narrow.modules()):
         for key in WINDOWS:
             if isinstance(width := getattr(owner, key, None), int) and not isinstance(width, bool) and width > NARROW:

@@ -268,9 +268,9 @@ class Engine:
         tokens = [*(c.tokens + [0] * (width - c.end + c.start) for c in chunks), *[[0] * width] * dead]
         slots = [*(c.sequence.slot for c in chunks), *[self.pool.slots] * dead]
         starts = [*(c.start for c in chunks), *[0] * dead]
-        return Batch(self._sent(slots), self._sent(tokens), self._sent(starts), chunks[0].kv_columns)
+        return Batch(self._to_device(slots), self._to_device(tokens), self._to_device(starts), chunks[0].kv_columns)
 
-    def _sent(self, values: list[Any]) -> Tensor:
+    def _to_device(self, values: list[Any]) -> Tensor:
         return torch.tensor(values).to(self.device, non_blocking=True)
 
     @phase
@@ -317,8 +317,8 @@ class Engine:
             return draft
         most = max(map(len, walked))
         values = [[len(tokens), *tokens, *[0] * (most - len(tokens))] for tokens in walked]
-        sent = self._sent(values)
-        allowed = Draft(sent[:, 1:], sent[:, 0], counts=draft.counts)
+        on_device = self._to_device(values)
+        allowed = Draft(on_device[:, 1:], on_device[:, 0], counts=draft.counts)
         replaced = any(tokens != drafted[row][: len(tokens)] for row, tokens in enumerate(walked))
         if replaced and not self.drafter.follows:
             self.drafter.prefill(self._drafted(group, allowed))

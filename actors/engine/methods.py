@@ -9,9 +9,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.drafters.draft_length import DraftLength, draft_length
-from exspec.actors.engine.drafters.drafter import Drafter, DrafterContext, MakeDrafter
+from exspec.actors.engine.drafters.drafter import Drafter, DrafterContext, MakeDrafter, NoDraft
 from exspec.actors.engine.drafters.lookup import kind
-from exspec.actors.engine.drafters.none import NoDraft
 from exspec.actors.engine.graphs import CudaGraphs, Eager, Recorder
 from exspec.actors.engine.kv.attention import trial
 from exspec.actors.engine.kv.cached_model import (

@@ -194,3 +194,10 @@ class Drafter(ABC):
 
     def forget(self) -> None:
         """Forget everything learned from finished sequences."""
+
+
+class NoDraft(Drafter):
+    """Plain decoding: proposes no tokens."""
+
+    def propose(self, group: Group, limits: list[int]) -> Draft:
+        return Draft(group.pending.new_zeros(len(group.pending), 0), torch.zeros_like(group.pending))

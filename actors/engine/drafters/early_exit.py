@@ -21,12 +21,12 @@ from exspec.actors.engine.kv.trial import spans_trial
 from exspec.actors.engine.scheduling.group import Group
 from exspec.actors.engine.tokens.sampling import Uses
 
-AHEAD = 2  # default of `exit_tokens`
+EXIT_TOKENS = 2  # default of `exit_tokens`
 
 
 class EarlyExit(Drafter):
-    """Drafts `ahead` tokens at depth d and checks them at depth i. It keeps the tokens that agree and depth i's own
-    next token, and repeats this until there are enough. The kept tokens are proposed.
+    """Drafts `exit_tokens` tokens at depth d and checks them at depth i. It keeps the tokens that agree and depth i's
+    own next token, and repeats this until there are enough. The kept tokens are proposed.
 
     The hidden states after depth d are remembered, and the check continues there: within a draft, no layer computes a
     token twice. Verification runs all layers again, in the target's own shape.
@@ -56,9 +56,9 @@ class EarlyExit(Drafter):
     @classmethod
     def variants(cls, target: PretrainedConfig, config: EngineConfig) -> list[dict[str, Any]]:
         variants: list[dict[str, Any]] = []
-        for part, ahead in ((1, AHEAD), (1, AHEAD + 1), (2, AHEAD)):
+        for part, usual in ((1, EXIT_TOKENS), (1, EXIT_TOKENS + 1), (2, EXIT_TOKENS)):
             d, i = depths(target, config, part)
-            variant: dict[str, Any] = {"exit_depth": d, "check_depth": i, "exit_tokens": config.exit_tokens or ahead}
+            variant: dict[str, Any] = {"exit_depth": d, "check_depth": i, "exit_tokens": config.exit_tokens or usual}
             if variant not in variants and cls.refusal(target, None, replace(config, **variant)) is None:
                 variants.append(variant)
         return variants
@@ -83,7 +83,7 @@ class EarlyExit(Drafter):
     def __init__(self, context: DrafterContext, target: PagedModel) -> None:
         self.context, self.target = context, target
         self.depths = depths(context.target.config, context.config)
-        self.ahead = context.config.exit_tokens or AHEAD
+        self.exit_tokens = context.config.exit_tokens or EXIT_TOKENS
         self.confidence = confidence(context.config)
         target.remember(self.depths[:1])
         self.no_slot = len(target.pages.table) - 1  # the slot of dead rows
@@ -91,7 +91,7 @@ class EarlyExit(Drafter):
         self._loop = context.recorder.wrap(self._draft)
 
     def propose(self, group: Group, limits: list[int]) -> Draft:
-        kv_columns = self.context.kv_columns(group.longest + max(limits) + self.ahead)
+        kv_columns = self.context.kv_columns(group.longest + max(limits) + self.exit_tokens)
         tokens, lengths, drafted, accepted = self._loop(DraftRows.of(group, limits, kv_columns))
         return Draft(tokens, lengths, counts={"early_drafted": drafted, "early_accepted": accepted})
 
@@ -99,8 +99,8 @@ class EarlyExit(Drafter):
         """Tokens [R, most] and lengths [R] <= limits [R]; and [R] each, how many tokens were drafted at depth d and how
         many of them agreed with depth i."""
         d, i = self.depths
-        ahead = max(min(self.ahead, rows.most), 1)
-        columns = torch.arange(ahead + 1, device=rows.slots.device)
+        exit_tokens = max(min(self.exit_tokens, rows.most), 1)
+        columns = torch.arange(exit_tokens + 1, device=rows.slots.device)
         kept = rows.pending.new_zeros(len(rows.pending), rows.most + len(columns))
         lengths, drafted, accepted = (torch.zeros_like(rows.pending) for _ in range(3))
         last, chance = rows.pending, torch.ones_like(rows.pending, dtype=torch.float32)
@@ -115,15 +115,15 @@ class EarlyExit(Drafter):
                 before = torch.cat([_last_tokens(kept, lengths, rows.most, logits.shape[-1]), before], dim=1)
             return rows.sampler.propose(logits, rows.starts[:, None] + 1 + drafted_before, before)
 
-        for _ in range(-(-rows.most // ahead)):
+        for _ in range(-(-rows.most // exit_tokens)):
             here = rows._replace(slots=torch.where(live, rows.slots, self.no_slot))
             fed = last[:, None]
-            for n in range(ahead):
+            for n in range(exit_tokens):
                 logits = self.target.forward(here.batch(fed[:, -1:], lengths + n), last=d)
                 fed = torch.cat([fed, choose(logits, n, fed[:, 1:])], dim=1)
-            self.target.fill(here.batch(fed[:, -1:], lengths + ahead), last=d)
+            self.target.fill(here.batch(fed[:, -1:], lengths + exit_tokens), last=d)
             logits = self.target.forward(here.batch(fed, lengths), first=d, last=i)
-            choices = choose(logits, 0, fed[:, 1:])  # [R, ahead + 1]
+            choices = choose(logits, 0, fed[:, 1:])  # [R, exit_tokens + 1]
             agrees = choices[:, :-1] == fed[:, 1:]
             fits = live[:, None] & (lengths[:, None] + columns < rows.limits[:, None])
             stands = fits & pad(agrees, (1, 0), value=True).cumprod(dim=1).bool()

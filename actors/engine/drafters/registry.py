@@ -1,7 +1,7 @@
 """The drafters by name. Importing it imports none of them."""
 
 DRAFTERS = {  # by name, in the order of preference
-    "none": "exspec.actors.engine.drafters.none:NoDraft",
+    "none": "exspec.actors.engine.drafters.drafter:NoDraft",
     "model": "exspec.actors.engine.drafters.model:DraftModel",
     "eagle3": "exspec.actors.engine.drafters.eagle3:Eagle3",
     "clover": "exspec.actors.engine.drafters.clover:Clover",

@@ -317,8 +317,8 @@ struct Attention {
   void run(const Task& task, const T* query, const T* keys, const T* values, T* output) const {
     static thread_local Scratch scratch;
     const int group = call.heads / call.kv_heads, width = task.last - task.first, count = group * width;
-    const int32_t* place = call.page_table + task.row * call.table_row;
-    const int position = place[0] + task.first;
+    const int32_t* row = call.page_table + task.row * call.table_row;
+    const int position = row[0] + task.first;
     const int held = (count + PAIR - 1) / PAIR * PAIR;
     float* queries = scratch.take(held * (2 * padded + BLOCK + LANES + 2) + 3 * BLOCK * padded);
     float* mixed = queries + held * padded;
@@ -349,7 +349,7 @@ struct Attention {
       const float *staged_k[BLOCK], *staged_v[BLOCK];
       for (int c = 0; c < BLOCK; c++) {
         const int column = b + std::clamp(c, first, last - 1);
-        const int64_t at = (place[2 + column / call.page] * call.page + column % call.page) * stride;
+        const int64_t at = (row[2 + column / call.page] * call.page + column % call.page) * stride;
         k[c] = keys + at + task.head * call.size;
         v[c] = values + at + task.head * call.size;
       }

@@ -60,7 +60,7 @@ class Slow(EarlyExit):
     def slow(self, tokens: list[int], limit: int, count: int) -> tuple[list[int], list[int]]:
         """HiSpec as in its paper, one column at a time: the draft; how many tokens depth i saw, and agreed with."""
         (d, i), kept, shown, agreed = self.depths, list[int](), 0, 0
-        ahead = max(min(self.ahead, count), 1)
+        ahead = max(min(self.exit_tokens, count), 1)
         for _ in range(-(-count // ahead) if limit else 0):
             if len(kept) == limit:
                 break
