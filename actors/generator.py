@@ -191,7 +191,6 @@ class Generator:
         return [result() for result in waiting]
 
     def _submit(self, name: tuple[str, int], row: dict[str, Any]) -> Callable[[], RowResult]:
-        """Submit a row to the engine. Returns a function that waits for the result."""
         prompt = _tokens(row)
         if row["_error"]:
             return lambda: RowResult(None, None, row["_error"], prompt, lasting=True)

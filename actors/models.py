@@ -160,7 +160,6 @@ def load_part(loader: Any, source: Source, **options: Any) -> Any:
 
 
 def _reason(error: Exception, options: dict[str, Any]) -> str:
-    """Why transformers cannot load a model, and the setting that would allow it."""
     if "trust_remote_code" in str(error):
         return f"it comes with code of its own; {REFUSED_CODE}"
     reason = f"cannot be loaded as a model folder or hub id: {first_line(error)}"

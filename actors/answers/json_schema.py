@@ -155,7 +155,6 @@ def _next(text: str, at: int) -> int:
 
 
 def _cell(value: Any, kind: pa.DataType, name: str) -> Any:
-    """A JSON value as a value for a column of this type."""
     if value is None or pa.types.is_boolean(kind):
         return value
     if pa.types.is_list(kind):

@@ -20,40 +20,33 @@ DRAFT_LENGTHS: tuple[DraftLengthName, ...] = get_args(DraftLengthName)
 
 @dataclass(frozen=True)
 class EngineConfig(EarlyExitSettings):
-    """How an engine decodes. Some of these settings are for users (`setting`), the others are internal.
+    """How an engine decodes. Fields made by `setting` are for users, and their help describes them. The others are
+    internal.
 
     With `exact`, the shape of the forward that computes a token depends only on the token's position and on these
-    settings, except method and drafter.
+    settings, except method and drafter. So the token does not depend on other rows, acceptance, admission order or
+    retries. Otherwise shapes follow the rows. eqspec grows its cache and never has fixed shapes.
 
-    method: plain decodes without drafts; eqspec speculates on a fixed batch that is realigned every round; exspec
-        speculates in groups of similar length, taken from a window that is refilled at once.
-    batch_size: B, rows of a verify forward.
-    window: W, slots of the pool. A round advances a group of B out of W. With eqspec, or if all lengths share one
-        bucket, more slots than B would only wait: the engine then has B slots, or 2B if rounds overlap.
-    drafter: what proposes tokens, see `drafters`. Ignored by plain. Changes no token.
-    draft_tokens: K, tokens drafted per round. Ignored by plain.
+    method: eqspec speculates on a fixed batch that is realigned every round; exspec in groups of similar length, taken
+        from a window that is refilled at once.
+    window: with eqspec, or if all lengths share one bucket, more slots than B would only wait: the engine then has B
+        slots, or 2B if rounds overlap.
     columns: width of a verify forward; default K + 1 (plain: 1). Additional columns are dead: `plain` with
         `columns = K + 1` is the reference in the shape of speculation.
-    bucket: a row attends to its length rounded up to a multiple of this many KV columns; rows of one bucket form a
-        group. With attention in place, all lengths share one bucket.
-    capacity: longest request in tokens, prompt and completion together.
-    page: tokens of a page of KV; at most a prefill chunk. pages: number of pages; default: enough to fill W slots. With
-        fewer pages, fewer sequences run at once.
+    bucket: a row attends to its length rounded up to a multiple of it; rows of one bucket form a group. With attention
+        in place, all lengths share one bucket.
+    capacity: counts prompt and completion together.
+    page: tokens of a page of KV; at most a prefill chunk. pages: how many; default: enough to fill W slots. With fewer,
+        fewer sequences run at once.
     attention: `in_place` reads KV from its pages; `gathered` first copies a row's pages together, and works on every
         device; `auto` is `in_place` if a trial on the device shows that it works.
-    draft_length: `fixed` drafts K tokens. The others end a draft when the chance that all of it is accepted falls below
-        `threshold`: judged by the draft's own confidence (`explicit`), by the sequence's acceptance so far
-        (`implicit`), or by either (`both`). Changes no token.
+    draft_length: `explicit` judges by the draft's own confidence, `implicit` by the sequence's acceptance so far.
     kernels: what runs a model's layers. `eager`: transformers' modules. `packed`: their linear layers in oneDNN's
         layout, as a second copy of the weights; for CPUs. `compiled`: each layer compiled to a few kernels; eager if
         compilation fails or attention is not in place.
     prefill_rows, prefill_columns: P and C. Prompts are prefilled in chunks of C tokens, with P chunks in a forward.
-        Whole chunks that prompts share are computed once.
     overlap: the engine commits a round while the device works on the next one, which has other sequences. Default: on
-        CUDA with attention in place. Only with fixed shapes; changes no token.
-    exact: every token comes from forwards whose shape depends only on the token's position. So the token does not
-        depend on other rows, drafter, acceptance, admission order or retries. False lets shapes follow the rows.
-        eqspec grows its cache and never has fixed shapes.
+        CUDA with attention in place. Only with fixed shapes.
 
     Raises ValueError naming the setting that is out of range.
     """

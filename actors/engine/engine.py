@@ -325,7 +325,6 @@ class Engine:
         return allowed
 
     def _drafted(self, group: Group, draft: Draft) -> Batch:
-        """Each row's pending token and its draft."""
         tokens = torch.cat([group.pending[:, None], draft.tokens], dim=1)
         dead = self.config.width - tokens.shape[1]
         tokens = pad(tokens, (0, dead)) if dead and self.config.fixed_shapes else tokens

@@ -80,6 +80,5 @@ def settings_of(config: type) -> dict[str, Setting]:
 
 
 def _kind(hint: Any) -> Any:
-    """A type hint without None."""
     kinds = [kind for kind in get_args(hint) if kind is not type(None)]
     return kinds[0] if type(None) in get_args(hint) else hint

@@ -48,7 +48,6 @@ class History:
         return [min(most, max(n - 1, 1)) for most in limits]
 
     def _chance(self, sequence: Sequence) -> float:
-        """The chance that one drafted token is accepted."""
         common = self.accepted / self.decided
         return min((sequence.accepted + WEIGHT * common) / (sequence.decided + WEIGHT), 1 - 1e-9)
 

@@ -234,7 +234,6 @@ class Tree:
             suffixes = after[: CONTEXT + 1]
 
     def _remove(self, tokens: list[int]) -> None:
-        """Undo `_add`."""
         children, count, best, top = self.children, self.count, self.best, self.top
         suffixes = [0]
         for token in tokens:

@@ -108,8 +108,7 @@ def calibrate(
 
 
 class Calibrator:
-    """One calibration. config: with kernels and prefill shape, once these are chosen. Parameters: see
-    `calibrate`."""
+    """One calibration, with the parameters of `calibrate`. config: with kernels and prefill shape, once chosen."""
 
     def __init__(
         self, models: Models, config: EngineConfig, free: Sequence[str], seconds: float, make: MakeEngine
@@ -234,10 +233,10 @@ class Calibrator:
         return [new for new, c in zip(compiled, finalists, strict=True) if works and c.config.kernels != "compiled"]
 
     def final(self, sample: Sample, finalists: list[Candidate]) -> Candidate:
-        """Run the finalists in turn, for a slice of the time each, on pools that never drain. Returns the fastest.
+        """Run the finalists in turn, for a slice of the time each. Returns the fastest.
 
-        All of them run twice, and after that the best with drafts and the best without. These two are compared turn by
-        turn, since the machine's speed changes over time.
+        All run twice, and after that the best with drafts and the best without, compared turn by turn: the machine's
+        speed changes over time.
         """
         target, draft = self.models.target, self.models.draft
         engines = [self.make(target, draft if c.config.drafts else None, c.config) for c in finalists]

@@ -120,7 +120,6 @@ class Costs:
         return self.engines[rows]
 
     def _drafter(self, config: EngineConfig, engine: Engine) -> Drafter:
-        """The drafter of a config, built for the engine."""
         name = label(config)
         if name not in self.drafters:
             self.drafters.clear()  # one at a time, like engines

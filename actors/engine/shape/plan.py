@@ -114,5 +114,4 @@ def free_memory(device: torch.device) -> int:
 
 
 def _powers_below(number: int) -> list[int]:
-    """Powers of two below the number, from the largest down."""
-    return [2**i for i in reversed(range((number - 1).bit_length()))]
+    return [2**i for i in reversed(range((number - 1).bit_length()))]  # the largest first

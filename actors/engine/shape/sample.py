@@ -90,7 +90,6 @@ def _usable(engine: Engine, requests: Sequence[Request]) -> list[Request]:
 
 
 def _record(sample: Sample, name: str, engine: Engine) -> None:
-    """Add the results of an engine's run."""
     done, running = engine.take(), engine.pool.running
     total = sum([*(c.statistics for c in done), *(s.statistics for s in running)], start=SequenceStatistics())
     survival = [accepted / total.rounds for accepted in total.accepted_by_position]

@@ -145,7 +145,6 @@ class Barred(Constraint):
         del self.tokens[len(self.tokens) - count :]
 
     def _barred(self) -> frozenset[int]:
-        """The tokens that are not allowed next."""
         tokens, count = self.tokens, len(self.tokens)
         barred = {word[-1] for word in self.words if tokens[count - len(word) + 1 :] == list(word[:-1])}
         return frozenset(barred | self.ends if count < self.least else barred)
