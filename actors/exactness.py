@@ -64,8 +64,7 @@ def check_config(config: PretrainedConfig, name: str) -> None:
 def limit_context(config: PretrainedConfig) -> None:
     """Shorten the context of a longrope model to the length up to which one set of rotary factors applies.
 
-    Such a model has a second set for longer sequences, and transformers' `generate` recomputes all keys when a sequence
-    grows past that length.
+    A longer sequence needs a second set, and transformers' `generate` then recomputes all its keys.
     """
     text = config.get_text_config()
     parameters = getattr(text, "rope_parameters", None) or {}
@@ -143,8 +142,7 @@ def choose_experts(model: PreTrainedModel) -> bool:
 
 @torch.inference_mode()
 def _depends_on_other_rows(model: PreTrainedModel) -> bool:
-    """Whether any bit of a row's logits changes between forwards with different other rows: copies of it, or random
-    tokens."""
+    """Whether any bit of a row's logits changes with the other rows: copies of it, or random tokens."""
     size: int = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     for rows, columns in SHAPES:
@@ -199,8 +197,7 @@ def _positions_mixed(model: PreTrainedModel) -> str | None:
 
 
 def _paged_differs(model: PreTrainedModel) -> str | None:
-    """Feed a row through pages of KV in two forwards, beside another sequence at another position. Returns what differs
-    from the model's own logits, or None."""
+    """Feed a row through pages in two forwards, beside one at another position. Returns what differs, or None."""
     tokens = _tokens(model, FED)
     expected = _own_logits(model, tokens[:1])
     pages = Pages(2, pages=2 * FED, size=NARROW - 1, chunk=NARROW - 1, longest=3 * FED, device=model.device)
@@ -274,8 +271,7 @@ def _until_end(tokens: list[int], end_ids: Collection[int]) -> list[int]:
 
 
 class Waits(TorchDispatchMode):
-    """Records the names of operations that no CUDA graph can hold, since Python waits for their result or their shape
-    depends on values."""
+    """Records operations that no CUDA graph can hold: Python waits for the result, or its shape depends on values."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -47,8 +47,7 @@ class RowResult:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a chunk's results come from: the actor, its hardware, attention and kernels, and the attempt's start time
-    and number."""
+    """Where a chunk's results come from. hardware: with attention and kernels. started: when the attempt began."""
 
     actor: str
     hardware: dict[str, str]

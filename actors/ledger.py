@@ -13,8 +13,7 @@ SILENCE = 15.0  # seconds without a heartbeat after which an actor does not coun
 
 @dataclass(frozen=True)
 class Attempt:
-    """An attempt at a chunk: its number, the rows that have killed a process, the suspected rows, and the error of the
-    last attempt."""
+    """An attempt at a chunk. bad: rows that have killed a process. last_error: of the attempt before."""
 
     number: int
     bad: frozenset[int] = frozenset()
@@ -24,8 +23,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Signs:
-    """The sum of the actors' heartbeats: how many actors are alive, the tokens that all of them have decoded, and the
-    seconds in which any of them had a chunk."""
+    """The actors' heartbeats: how many are alive, the tokens that all have decoded, seconds since the first chunk."""
 
     actors: int
     tokens: int

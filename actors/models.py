@@ -55,8 +55,7 @@ def load_pair(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
 ) -> Pair:
-    """Load target and draft. The draft may also be a head for the target: its config.json shows which. None loads no
-    draft.
+    """Load target and draft. The draft may also be a head for the target, which its config.json shows.
 
     Raises ModelError if the engine cannot serve the pair, naming the model, the reason and what would work. Warns if
     the draft is larger than the target.

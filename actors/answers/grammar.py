@@ -16,8 +16,7 @@ from exspec.actors.engine.tokens.constraint import BITS, Constraint, Few, Words,
 class Grammar(Constraint):
     """A constraint computed by an llguidance matcher. Forced text is written in the tokenizer's own tokens.
 
-    A rollback only moves `position`. The matcher keeps the later tokens until a different token comes, since the tokens
-    of a draft mostly come again.
+    A rollback only moves `position`. The matcher keeps the later tokens, since those of a draft mostly come again.
     """
 
     def __init__(self, matcher: LLMatcher, vocabulary: int, end: int) -> None:

@@ -20,8 +20,7 @@ DRAFT_LENGTHS: tuple[DraftLengthName, ...] = get_args(DraftLengthName)
 
 @dataclass(frozen=True)
 class EngineConfig(EarlyExitSettings):
-    """How an engine decodes. Fields made by `setting` are for users, and their help describes them. The others are
-    internal.
+    """How an engine decodes. Fields with a `setting` are for users, and its help describes them. Others are internal.
 
     With `exact`, the shape of the forward that computes a token depends only on the token's position and on these
     settings, except method and drafter. So the token does not depend on other rows, acceptance, admission order or

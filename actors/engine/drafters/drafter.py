@@ -170,8 +170,7 @@ class Drafter(ABC):
         return cls()
 
     def admit(self, slot: int, tokens: list[int]) -> None:
-        """Put a sequence into a slot, with its prompt and, after a preemption, its committed tokens. The list grows
-        later, so copy it to keep it."""
+        """Put a sequence into a slot. tokens: prompt and committed tokens; copy the list to keep it, since it grows."""
 
     def prefill(self, batch: Batch) -> None:
         """Take in tokens of a prompt, or tokens that replace a draft. Cached tokens are not fed again."""

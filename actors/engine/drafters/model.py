@@ -23,8 +23,7 @@ class DraftModel(Drafter):
     a fully accepted draft the first of them fills the gap; otherwise it is written again with the same value. That step
     runs even if nothing is to be drafted, or the gap would grow.
 
-    A draft does not decide which tokens are committed, so its shapes are free: it attends to as many KV columns as the
-    group needs.
+    A draft decides no committed token, so its shapes are free: it attends to as many KV columns as the group needs.
     """
 
     needs_draft = True

@@ -244,8 +244,7 @@ def _difference(result: Tensor, expected: Tensor, page_table: Tensor) -> str | N
 def load_kernel() -> None:
     """Load the kernel for CPUs. The first call on a machine compiles it.
 
-    Raises OSError without a compiler or a writable folder, and RuntimeError with the last line of the compiler's
-    errors.
+    Raises OSError without a compiler or a writable folder, and RuntimeError with the compiler's last line.
     """
     if torch.__version__ < "2.10":
         raise RuntimeError(f"torch {torch.__version__} lacks the interface for kernels; expected 2.10 or later")

@@ -2,7 +2,7 @@
 mask interfaces.
 
 `forward` takes a `Batch`, and overwrites what a sequence has cached from its start in the batch on. So a rollback is a
-smaller start. `fill` feeds tokens only for their KV. `check` raises AssertionError if the cached KV cannot be right.
+smaller start. `check` raises AssertionError if the cached KV cannot be right.
 """
 
 from collections.abc import Callable, Iterable
@@ -92,8 +92,7 @@ class PagedModel:
 
     @torch.inference_mode()
     def fill(self, batch: Batch, last: int | None = None, **inputs: Tensor) -> None:
-        """Feed the tokens only for their KV. Rows may be successive parts of one sequence. last, inputs: as in
-        `forward`."""
+        """Feed tokens only for their KV. Rows may be successive parts of a sequence. last, inputs: as in `forward`."""
         with suppress(Filled):
             self._run(batch, 0, last, fills=True, logits_to_keep=1, **inputs)
 

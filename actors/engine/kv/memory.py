@@ -86,8 +86,7 @@ def _kv(model: PretrainedConfig, config: EngineConfig) -> int:
 
 
 def _activations(model: PretrainedConfig, config: EngineConfig) -> int:
-    """How many numbers a layer holds at most: hidden states, the intermediate states of the feed-forward, attention's
-    scores, and the rows' gathered KV."""
+    """How many numbers a layer holds at most: hidden and feed-forward states, attention's scores, the gathered KV."""
     text = model.get_text_config()
     _, heads, head_size = kv_shape(model)
     width = getattr(text, "intermediate_size", None) or 4 * text.hidden_size

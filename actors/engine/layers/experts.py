@@ -77,6 +77,5 @@ def used(model: Any) -> dict[str, str]:
 
 
 def implementations(device: torch.device) -> tuple[str | None, ...]:
-    """Implementations of experts on a device, the fastest first, by transformers' names; None is transformers' own
-    choice."""
+    """Implementations of experts on a device, the fastest first, by name; None is transformers' own choice."""
     return (NAME,) if device.type == "cpu" else (None, "batched_mm")

@@ -207,8 +207,7 @@ def join(linears: list[nn.Linear]) -> None:
 
 
 def merge_products(graph: fx.GraphModule, weights: list[Tensor]) -> list[Tensor]:
-    """Merge the products x @ w.T with the same x whose weights are contiguous in memory. Returns the weights that the
-    merged graph takes."""
+    """Merge products x @ w.T with the same x whose weights are contiguous in memory. Returns the graph's weights."""
     numbers = {node: i for i, node in enumerate(n for n in graph.graph.nodes if n.op == "placeholder")}
     products: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in graph.graph.nodes:

@@ -152,8 +152,7 @@ class Calibrator:
         return sample
 
     def _probes(self) -> dict[str, Callable[[], Engine]]:
-        """Functions that make the engines of the probes, by label. Drafters that learn come last and never alone, since
-        they need completions."""
+        """Makers of the probes' engines, by label. Drafters that learn come last, since they need completions."""
         plain = replace(self.config, method="plain", drafter=NONE, draft_length="fixed", columns=None)
         shapes = [*map(self._probed, self.choices), plain]
         engines: dict[str, Callable[[], Engine]] = {}
@@ -235,8 +234,7 @@ class Calibrator:
     def final(self, sample: Sample, finalists: list[Candidate]) -> Candidate:
         """Run the finalists in turn, for a slice of the time each. Returns the fastest.
 
-        All run twice, and after that the best with drafts and the best without, compared turn by turn: the machine's
-        speed changes over time.
+        After two runs of all, the best with and without drafts are compared turn by turn: the machine's speed changes.
         """
         target, draft = self.models.target, self.models.draft
         engines = [self.make(target, draft if c.config.drafts else None, c.config) for c in finalists]

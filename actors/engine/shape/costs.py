@@ -252,8 +252,7 @@ class Trials:
         return self._fastest(shapes, lambda costs: sum(costs.prefill(costs.config, length) for length in lengths))
 
     def _fastest(self, shapes: list[EngineConfig], seconds: Callable[[Costs], float]) -> EngineConfig:
-        """The fastest of the shapes that work here. Each is timed twice, the second time in reverse order, since the
-        machine's speed may change."""
+        """The fastest of the shapes that work here, timed in both orders since the machine's speed may change."""
         target, draft = self.models.target, self.models.draft
         working = [shape for shape in shapes if resolve(target, draft, shape).kernels == shape.kernels]
         timed: list[tuple[float, EngineConfig]] = []

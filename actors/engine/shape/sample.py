@@ -115,8 +115,7 @@ def _extrapolated(survival: list[float], longest: int) -> tuple[float, ...]:
 class Feed:
     """An engine that always has waiting requests. The first ones end at random times, as in the middle of a long job.
 
-    Its drafter has learned the probes' completions. It receives other requests and does not learn from them, since they
-    repeat.
+    Its drafter has learned the probes' completions. It does not learn from its own requests, which repeat.
     """
 
     def __init__(self, engine: Engine, sample: Sample) -> None:
