@@ -152,7 +152,7 @@ class Calibrator:
         return sample
 
     def _probes(self) -> dict[str, Callable[[], Engine]]:
-        """Makers of the probes' engines, by label. Drafters that learn come last, since they need completions."""
+        """The probes' engines, by label. Drafters that learn come last and never alone: they need completions."""
         plain = replace(self.config, method="plain", drafter=NONE, draft_length="fixed", columns=None)
         shapes = [*map(self._probed, self.choices), plain]
         engines: dict[str, Callable[[], Engine]] = {}
