@@ -97,12 +97,6 @@ Address = Annotated[
         help="URL of the cluster's dashboard. Default: RAY_API_SERVER_ADDRESS, RAY_DASHBOARD_ADDRESS or RAY_ADDRESS."
     ),
 ]
-Token = Annotated[
-    str | None,
-    typer.Option(
-        help="The cluster's token. Default: RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token."
-    ),
-]
 JobId = Annotated[str, typer.Argument(metavar="ID", help="Id of the job, as submit printed it.", show_default=False)]
 
 
@@ -360,7 +354,6 @@ def submit(
         list[str] | None, typer.Argument(help="Arguments of that command.", show_default=False)
     ] = None,
     address: Address = None,
-    token: Token = None,
     name: Annotated[str | None, typer.Option(help="Id of the job. It must be new to the cluster.")] = None,
     detach: Annotated[bool, typer.Option(help="Print the job's id and do not follow the job.")] = False,
     wheel: Annotated[
@@ -387,7 +380,7 @@ def submit(
     from exspec.jobs.cluster.client import Cluster
 
     call = job.parse(context, command, arguments or [])
-    raise typer.Exit(job.submit(call, Cluster(address, token), name, detach, wheel, env or [], gpus))
+    raise typer.Exit(job.submit(call, Cluster(address), name, detach, wheel, env or [], gpus))
 
 
 @command(
@@ -397,12 +390,11 @@ def submit(
 def status(
     job: Annotated[str | None, typer.Argument(metavar="[ID]", help="Id of a job. Default: all jobs.")] = None,
     address: Address = None,
-    token: Token = None,
 ) -> None:
     """Show one submitted job, or all jobs that exspec submitted to a cluster."""
     from exspec.jobs.cluster.client import Cluster, show_status
 
-    show_status(Cluster(address, token), job)
+    show_status(Cluster(address), job)
 
 
 @command(
@@ -412,7 +404,6 @@ def logs(
     job: JobId,
     follow: Annotated[bool, typer.Option(help="Follow the log until the job ends, and exit with its code.")] = False,
     address: Address = None,
-    token: Token = None,
 ) -> None:
     """Print the log of a submitted job.
 
@@ -420,7 +411,7 @@ def logs(
     """
     from exspec.jobs.cluster.client import Cluster
 
-    cluster = Cluster(address, token)
+    cluster = Cluster(address)
     if follow:
         raise typer.Exit(cluster.follow(job))
     print(cluster.logs(job), end="")
@@ -429,11 +420,11 @@ def logs(
 @command(
     "exspec cancel exspec-run-20260101-120000-ab12",
 )
-def cancel(job: JobId, address: Address = None, token: Token = None) -> None:
+def cancel(job: JobId, address: Address = None) -> None:
     """Stop a submitted job and wait until it has stopped. Finished rows are kept. To resume, submit it again."""
     from exspec.jobs.cluster.client import Cluster
 
-    print(Cluster(address, token).cancel(job))
+    print(Cluster(address).cancel(job))
 
 
 def main() -> None:

@@ -3,7 +3,6 @@
 It names jobs by id and does not know what they compute.
 """
 
-import asyncio
 import logging
 import os
 import sys
@@ -16,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from exspec.pipeline.cluster.connect import find_token
+from exspec.pipeline.cluster.connect import find_token, show_token
 from exspec.pipeline.errors import JobError
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -37,10 +36,11 @@ class Cluster:
     """The jobs of one cluster. Every method raises JobError if the cluster does not answer or refuses.
 
     address: URL of the dashboard. Default, as for Ray's own commands: RAY_API_SERVER_ADDRESS, RAY_DASHBOARD_ADDRESS or
-    RAY_ADDRESS. token: default, as for Ray: RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token.
+    RAY_ADDRESS. The token is Ray's: RAY_AUTH_TOKEN, or the file RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token.
     """
 
-    def __init__(self, address: str | None = None, token: str | None = None) -> None:
+    def __init__(self, address: str | None = None) -> None:
+        show_token()
         from ray.job_submission import JobSubmissionClient
 
         for name in NOISY_LOGGERS:
@@ -50,11 +50,9 @@ class Cluster:
             raise JobError(
                 f"address {self.address}: expected the URL of the cluster's dashboard, such as http://HOST:8265"
             )
-        self.token = token or find_token()
         os.environ["RAY_API_SERVER_ADDRESS"] = self.address  # Ray's client prefers its variables to its arguments
-        headers = {"Authorization": f"Bearer {self.token}"} if self.token else None
         with self._errors():
-            self.client = JobSubmissionClient(self.address, headers=headers)
+            self.client = JobSubmissionClient(self.address)
 
     @contextmanager
     def _errors(self, job: str | None = None) -> Iterator[None]:
@@ -66,10 +64,8 @@ class Cluster:
         except JobError:
             raise
         except AuthenticationError as error:
-            wrong = "rejected the token" if self.token else "requires a token"
-            raise JobError(
-                f"{self.address}: the cluster {wrong}; set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH, or pass --token"
-            ) from error
+            wrong = "rejected the token" if find_token() else "requires a token"
+            raise JobError(f"{self.address}: the cluster {wrong}; set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH") from error
         except RuntimeError as error:
             if job is not None and "status code 404" in str(error):
                 raise JobError(f"{job}: no such job at {self.address}") from error
@@ -108,21 +104,17 @@ class Cluster:
     def follow(self, job: str) -> int:
         """Print a job's log from the start until the job ends, and return the exit code for how it ended. Ctrl-C leaves
         the job running."""
-        import aiohttp
-
         self.details(job)  # raises now if there is no such job
-        log, answered = _LogPrinter(), time.monotonic()
+        printed, answered = 0, time.monotonic()  # printed: characters
         try:
             while True:
                 try:
-                    asyncio.run(self._print_log(job, log))
-                except (RuntimeError, OSError, aiohttp.ClientError):  # disconnected, or a proxy without WebSockets
-                    with suppress(JobError):
-                        log.restart()
-                        log.print(self.logs(job))
-                try:
                     details = self.details(job)
                     answered = time.monotonic()
+                    with suppress(JobError):
+                        log = self.logs(job)  # after the details: if these say that the job has ended, the log is whole
+                        print(log[printed:], end="", flush=True)
+                        printed = max(printed, len(log))
                     if details.status.is_terminal():
                         break
                 except JobError as error:
@@ -138,11 +130,6 @@ class Cluster:
         print(outcome(details), file=sys.stderr)
         return exit_code(details)
 
-    async def _print_log(self, job: str, log: "_LogPrinter") -> None:
-        log.restart()
-        async for text in self.client.tail_job_logs(job):
-            log.print(text)
-
     def cancel(self, job: str) -> str:
         """Stop a job, wait until it has ended, and return a sentence on how it ended."""
         until = time.monotonic() + PATIENCE
@@ -153,23 +140,6 @@ class Cluster:
                 self.client.stop_job(job)  # repeated, because a job whose process has not started ignores it
             time.sleep(1)
         return outcome(details)
-
-
-class _LogPrinter:
-    """Prints a log that may be streamed several times, each time from the start. Skips what it has printed before."""
-
-    def __init__(self) -> None:
-        self.printed = self.skip = 0  # characters
-
-    def restart(self) -> None:
-        """The next text is the start of the log."""
-        self.skip = self.printed
-
-    def print(self, text: str) -> None:
-        new = text[self.skip :]
-        self.skip = max(0, self.skip - len(text))
-        self.printed += len(new)
-        print(new, end="", flush=True)
 
 
 def find_address() -> str:
