@@ -1,7 +1,6 @@
 """The command line. Commands import what they need when they run, so that `--help` loads neither torch nor Ray."""
 
 import inspect
-import json
 import sys
 import traceback
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 
 from exspec.jobs.benchmarks.settings import SHAPE, BenchSettings, SyntheticSettings
 from exspec.jobs.options import GroupedCommand, with_flags, with_settings
@@ -63,24 +63,16 @@ def _root(
 
 def _json_object(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise typer.BadParameter(f"not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise typer.BadParameter("expected a JSON object")
-    return value
+        return TypeAdapter(dict[str, Any]).validate_json(text)
+    except ValidationError as error:
+        raise typer.BadParameter(f"expected a JSON object: {error.errors()[0]['msg']}") from error
 
 
 def _size(text: str) -> int:
-    from pydantic import ByteSize, TypeAdapter, ValidationError
-
     try:
-        size = int(TypeAdapter(ByteSize).validate_python(text))
-    except ValidationError:
-        size = 0
-    if size < 1:
-        raise typer.BadParameter(f"expected bytes with a unit, such as 256MiB or 1GB, not {text!r}")
-    return size
+        return int(TypeAdapter(Annotated[ByteSize, Field(ge=1)]).validate_python(text))
+    except ValidationError as error:
+        raise typer.BadParameter(f"expected bytes with a unit, such as 256MiB or 1GB, not {text!r}") from error
 
 
 Restart = Annotated[bool, typer.Option(help="Move the output aside and start over.")]

@@ -179,39 +179,33 @@ def outcome(details: Any) -> str:
 
 
 def show_status(cluster: Cluster, job: str | None) -> None:
-    """Print the details of one job, or a table of all jobs that exspec submitted."""
+    """Print a table of all jobs that exspec submitted, or of one job and its outcome."""
     console = Console()
-    if job is not None:
-        details = cluster.details(job)
-        table = Table(show_header=False, title=job)
-        for name, value in (*_row(details).items(), ("outcome", outcome(details))):
-            table.add_row(name, value)
-        console.print(table)
-        return
-    jobs = cluster.jobs()
+    jobs = cluster.jobs() if job is None else [cluster.details(job)]
     table = Table(title=f"jobs at {cluster.address}", box=None, padding=(0, 1, 0, 0), title_justify="left")
     for heading in ("id", "status", "command", "started", "time", "code"):
         table.add_column(heading, no_wrap=True)  # so that an id can be copied
     for details in jobs:
-        row = _row(details)
-        command = (details.metadata or {}).get("command", "-")
-        cells = (row["status"], command, row["started"][5:16], row["duration"], row["exit code"])
-        table.add_row(details.submission_id, *cells)
+        table.add_row(*_cells(details))
     console.print(table if jobs else f"no jobs of exspec at {cluster.address}")
+    if job is not None:
+        for name in ("input", "output"):
+            if path := (jobs[0].metadata or {}).get(name):
+                print(f"{name}: {path}")
+        print(outcome(jobs[0]))
 
 
-def _row(details: Any) -> dict[str, str]:
-    metadata = details.metadata or {}
+def _cells(details: Any) -> list[str]:
     end = (details.end_time or time.time() * 1000) if details.start_time else None
     seconds = (end - details.start_time) / 1000 if end else 0.0
-    ended = details.status.is_terminal()
-    return {
-        "status": details.status.value,
-        "command": " ".join(metadata[k] for k in ("command", "input", "output") if metadata.get(k)),
-        "started": f"{datetime.fromtimestamp(details.start_time / 1000):%Y-%m-%d %H:%M:%S}" if end else "-",
-        "duration": f"{seconds // 3600:.0f}:{seconds % 3600 // 60:02.0f}:{int(seconds % 60):02d}",
-        "exit code": str(exit_code(details)) if ended else "-",
-    }
+    return [
+        details.submission_id,
+        details.status.value,
+        (details.metadata or {}).get("command", "-"),
+        f"{datetime.fromtimestamp(details.start_time / 1000):%m-%d %H:%M}" if end else "-",
+        f"{seconds // 3600:.0f}:{seconds % 3600 // 60:02.0f}:{int(seconds % 60):02d}",
+        str(exit_code(details)) if details.status.is_terminal() else "-",
+    ]
 
 
 def _last_line(error: object) -> str:

@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator, model_validator
 
 from exspec.actors.engine.config import SETTINGS
+from exspec.actors.engine.request import HIGHEST, LARGEST, LARGEST_INT, SMALLEST
 from exspec.actors.engine.settings import Later, Setting
 from exspec.pipeline.errors import JobError, did_you_mean
 from exspec.pipeline.job.functions import Function
@@ -39,8 +40,6 @@ GROUPS = (
 )  # fmt: skip
 CHUNK, LEAST_CHUNK = 64, 8  # rows of a chunk: maximum and minimum where rows_per_chunk is auto
 ROUNDS = 4  # chunks that each actor should get
-# What the engine can compute in float32. The engine has the same limits (actors/engine/request.py).
-SMALLEST, LARGEST, LARGEST_INT, HIGHEST = 1e-6, 1e6, 2**31 - 1, 100
 # Sampling settings that all rows share.
 SHARED = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
