@@ -273,7 +273,7 @@ def test_the_wheel_has_the_package_and_nothing_else(tmp_path: Path) -> None:
     packages = {name.rsplit("/", 1)[0].replace("/", ".") for name in names if name.endswith("/__init__.py")}
     assert packages == set(listed)
     assert {name.split("/")[0] for name in names} == {"exspec", place.split("/")[0]}
-    assert {"exspec/py.typed", "exspec/jobs/demo/pair/training.json"} <= set(names)
+    assert {"exspec/py.typed", "exspec/jobs/demo/pair/training.json", "exspec/pipeline/output/page.html"} <= set(names)
     assert not [name for name in names if "__pycache__" in name]
     content = wheel.read_bytes()
     assert (build_wheel(tmp_path) == wheel, wheel.read_bytes() == content) == (True, True), "named by its content"
