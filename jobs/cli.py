@@ -289,18 +289,17 @@ def convert(
 
 @command(
     "exspec messages messages/",
-    "exspec messages messages/ --rows 10000 --shards 16 --seed 1",
+    "exspec messages messages/ --rows 10000 --shards 16",
 )
 def messages(
     output: Annotated[Path, typer.Argument(help="Folder for the shards.")],
     rows: Annotated[int, typer.Option(min=1, help="Total number of messages.")] = 512,
     shards: Annotated[int, typer.Option(min=1, help="Number of files.")] = 4,
-    seed: Annotated[int, typer.Option(help="Seed of the messages.")] = 5,
 ) -> None:
     """Write demo messages as Parquet shards, as input for a first job."""
     from exspec.jobs.demo.shards import write_shards
 
-    write_shards(output, rows, shards, seed)
+    write_shards(output, rows, shards)
 
 
 @command(

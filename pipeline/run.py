@@ -163,7 +163,7 @@ class _Run:
             | {"python": platform.python_version()},
         }
         if self.prepared.restart and self.writer.state.job is not None:
-            self.progress.say(f"the old output is now in {anonymous(self.writer.set_aside().url)}")
+            self.progress.say(f"the old output is now in {anonymous(self.writer.keep_old().url)}")
         self.writer.begin(description, self.plan)
         return settled.config
 

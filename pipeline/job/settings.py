@@ -188,7 +188,6 @@ class Job(Decoding):
         ge=0,
         le=1,
     )
-    max_write_failures: int = _chunks(3, "The job stops after this many chunks that cannot be written.", "any", ge=1)
     wait: bool = _chunks(False, "If another run works on the output, wait until it ends.", "any")
     map: Function | None = _files(
         None, "MODULE:FUNCTION over pyarrow Tables, applied to the input before anything else."

@@ -44,7 +44,7 @@ def head() -> Iterator[Head]:
 @pytest.fixture(scope="module")
 def messages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("messages")
-    write_shards(folder, ROWS, 1, seed=5)
+    write_shards(folder, ROWS, 1)
     return folder
 
 

@@ -126,7 +126,7 @@ def run(
             writer.sweep()
         missing = list(plan.chunks() if fresh else plan.chunks(state.held()))
         if restart and state.job is not None:
-            writer.set_aside()
+            writer.keep_old()
         if fresh:
             writer.begin({"settings": settings}, plan)
         else:
