@@ -85,9 +85,7 @@ StorageOptions = Annotated[
 ]
 Address = Annotated[
     str | None,
-    typer.Option(
-        help="URL of the cluster's dashboard. Default: RAY_API_SERVER_ADDRESS, RAY_DASHBOARD_ADDRESS or RAY_ADDRESS."
-    ),
+    typer.Option(help="URL of the dashboard. Default: RAY_API_SERVER_ADDRESS, RAY_DASHBOARD_ADDRESS or RAY_ADDRESS."),
 ]
 JobId = Annotated[str, typer.Argument(metavar="ID", help="Id of the job, as submit printed it.", show_default=False)]
 
@@ -135,9 +133,7 @@ def _plan(job: Job, estimate: bool = False, price: float | None = None) -> NoRet
 @with_settings(Job)
 def plan(
     job: Job,
-    estimate: Annotated[
-        bool, typer.Option("--estimate", help="Decode some rows on this machine, and estimate the time for all rows.")
-    ] = False,
+    estimate: Annotated[bool, typer.Option("--estimate", help="Decode some rows here to estimate the time.")] = False,
     price_per_gpu_hour: Price = None,
 ) -> None:
     """Show what a job would do and every problem with it. Writes nothing.
@@ -261,10 +257,7 @@ def compact(
 )
 def convert(
     output: OutputFolder,
-    file: Annotated[
-        str,
-        typer.Argument(help="File to write, such as NAME.jsonl or NAME.csv.gz. Or a new folder."),
-    ],
+    file: Annotated[str, typer.Argument(help="File to write, such as NAME.jsonl or NAME.csv.gz. Or a new folder.")],
     columns: Annotated[list[str] | None, typer.Option(help="Columns to write. Default: all.")] = None,
     partition_by: Annotated[
         list[str] | None, typer.Option(help="Write Parquet into folders by the values of this column.")
@@ -341,21 +334,14 @@ def synthetic(
 def submit(
     context: typer.Context,
     command: Annotated[str, typer.Argument(help="run, label or audit.", show_default=False)],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(help="Arguments of that command.", show_default=False)
-    ] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.", show_default=False)] = None,
     address: Address = None,
     name: Annotated[str | None, typer.Option(help="Id of the job. It must be new to the cluster.")] = None,
     detach: Annotated[bool, typer.Option(help="Print the job's id and do not follow the job.")] = False,
-    wheel: Annotated[
-        bool, typer.Option(help="Send this version of exspec as a wheel, or use the one in the cluster's image.")
-    ] = True,
+    wheel: Annotated[bool, typer.Option(help="Send this exspec as a wheel, or use the one in the image.")] = True,
     env: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Environment variable for the job: NAME=VALUE, or NAME to copy its value from here. Everyone who has "
-            "the token can read it."
-        ),
+        typer.Option(help="Environment variable: NAME=VALUE, or NAME to copy it. Everyone with the token can read it."),
     ] = None,
     gpus: Annotated[float, typer.Option(min=0, help="GPUs for the command's own process. An audit decodes in it.")] = 0,
 ) -> None:

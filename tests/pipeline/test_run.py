@@ -195,7 +195,7 @@ def test_bad_shards_are_named(pair: Pair, source: Path, tmp_path: Path) -> None:
     (source / "text.parquet").write_text("this is not Parquet")
     refused(r"text.parquet: not a Parquet file")
     pq.write_table(pa.table({"key": [1], "budget": [1]}), source / "text.parquet")
-    refused(r"text.parquet: has no column 'prompt', but .*shard-0.parquet has")
+    refused(r"text.parquet: has no column 'prompt', which .*shard-0.parquet has")
     for path in source.glob("*"):
         path.unlink()
     refused("input: no Parquet, JSONL, CSV or Arrow files in")
