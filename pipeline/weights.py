@@ -98,7 +98,6 @@ def _commit(name: str, revision: str | None) -> str | None:
 
 
 def _cached_commit(name: str, revision: str | None) -> str | None:
-    """The commit of a revision in this node's cache of the hub."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
@@ -183,7 +182,6 @@ def _fetched(source: Folder, files: list[ModelFile], target: Path) -> Path:
 
 
 def _fetch(source: Folder, file: ModelFile, path: Path) -> None:
-    """Download a file, unless an earlier download finished it."""
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -40,10 +40,7 @@ def _compare(job: LabelJob, output: Output) -> None:
 
 
 def write_review(job: LabelJob, output: Output) -> int:
-    """Write the least certain labeled rows to `_review.csv`, least certain first. Returns their number.
-
-    The certainty of a row is the lowest of its confidences.
-    """
+    """Write the rows of lowest confidence to `_review.csv`, least certain first. Returns their number."""
     confidences = [f"{job.column(name)}_confidence" for name in job.classes]
     certainty = np.concatenate(
         [np.empty(0), *(_certainty(table, confidences) for table in tables(output, confidences))]

@@ -345,7 +345,6 @@ def _json(column: str | None, text: str, expected: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """A value, shortened for an error message."""
     return SHORT.repr(value)
 
 

@@ -65,7 +65,6 @@ def _subtitle(written: dict[str, Any], figures: dict[str, Any], url: str) -> str
 
 
 def _verdict(figures: dict[str, Any]) -> str:
-    """One line: whether all rows are done."""
     rows, planned, errors = figures["rows"], figures["planned_rows"], figures["errors"]
     if rows < planned:
         return f'<span class="bad">{planned - rows:,} of {planned:,} rows are missing.</span>'
@@ -75,7 +74,6 @@ def _verdict(figures: dict[str, Any]) -> str:
 
 
 def _tiles(written: dict[str, Any], figures: dict[str, Any]) -> list[tuple[str, str]]:
-    """The most important numbers."""
     tiles = [(f"{figures['rows']:,}", "rows"), (duration(figures["seconds"]), "decoding")]
     tiles.append((f"{figures['completion_tokens']:,}", "tokens"))
     if figures["tokens_per_second"]:
