@@ -104,10 +104,7 @@ def _described(dataset: Any) -> dict[str, Any]:
 
 
 def _run(folder: str, settings: dict[str, Any], kept: bool = True) -> Any:
-    """Run the job on the folder's input, and return the output folder.
-
-    kept: the folder is not temporary, so messages may name it.
-    """
+    """Run the job on the folder's input, and return the output folder. kept: messages may name the folder."""
     from exspec.jobs.demo import DEMO_PAIR
     from exspec.pipeline.errors import JobError
     from exspec.pipeline.job.settings import Job, load_job

@@ -1,7 +1,6 @@
 """The command line. Commands import what they need when they run, so that `--help` loads neither torch nor Ray."""
 
 import inspect
-import json
 import sys
 import traceback
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 
 from exspec.jobs.benchmarks.settings import SHAPE, BenchSettings, SyntheticSettings
 from exspec.jobs.options import GroupedCommand, with_flags, with_settings
@@ -63,24 +63,16 @@ def _root(
 
 def _json_object(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise typer.BadParameter(f"not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise typer.BadParameter("expected a JSON object")
-    return value
+        return TypeAdapter(dict[str, Any]).validate_json(text)
+    except ValidationError as error:
+        raise typer.BadParameter(f"expected a JSON object: {error.errors()[0]['msg']}") from error
 
 
 def _size(text: str) -> int:
-    from pydantic import ByteSize, TypeAdapter, ValidationError
-
     try:
-        size = int(TypeAdapter(ByteSize).validate_python(text))
-    except ValidationError:
-        size = 0
-    if size < 1:
-        raise typer.BadParameter(f"expected bytes with a unit, such as 256MiB or 1GB, not {text!r}")
-    return size
+        return int(TypeAdapter(Annotated[ByteSize, Field(ge=1)]).validate_python(text))
+    except ValidationError as error:
+        raise typer.BadParameter(f"expected bytes with a unit, such as 256MiB or 1GB, not {text!r}") from error
 
 
 Restart = Annotated[bool, typer.Option(help="Move the output aside and start over.")]
@@ -93,15 +85,7 @@ StorageOptions = Annotated[
 ]
 Address = Annotated[
     str | None,
-    typer.Option(
-        help="URL of the cluster's dashboard. Default: RAY_API_SERVER_ADDRESS, RAY_DASHBOARD_ADDRESS or RAY_ADDRESS."
-    ),
-]
-Token = Annotated[
-    str | None,
-    typer.Option(
-        help="The cluster's token. Default: RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token."
-    ),
+    typer.Option(help="URL of the dashboard. Default: RAY_API_SERVER_ADDRESS, RAY_DASHBOARD_ADDRESS or RAY_ADDRESS."),
 ]
 JobId = Annotated[str, typer.Argument(metavar="ID", help="Id of the job, as submit printed it.", show_default=False)]
 
@@ -149,9 +133,7 @@ def _plan(job: Job, estimate: bool = False, price: float | None = None) -> NoRet
 @with_settings(Job)
 def plan(
     job: Job,
-    estimate: Annotated[
-        bool, typer.Option("--estimate", help="Decode some rows on this machine, and estimate the time for all rows.")
-    ] = False,
+    estimate: Annotated[bool, typer.Option("--estimate", help="Decode some rows here to estimate the time.")] = False,
     price_per_gpu_hour: Price = None,
 ) -> None:
     """Show what a job would do and every problem with it. Writes nothing.
@@ -275,10 +257,7 @@ def compact(
 )
 def convert(
     output: OutputFolder,
-    file: Annotated[
-        str,
-        typer.Argument(help="File to write, such as NAME.jsonl or NAME.csv.gz. Or a new folder."),
-    ],
+    file: Annotated[str, typer.Argument(help="File to write, such as NAME.jsonl or NAME.csv.gz. Or a new folder.")],
     columns: Annotated[list[str] | None, typer.Option(help="Columns to write. Default: all.")] = None,
     partition_by: Annotated[
         list[str] | None, typer.Option(help="Write Parquet into folders by the values of this column.")
@@ -303,18 +282,17 @@ def convert(
 
 @command(
     "exspec messages messages/",
-    "exspec messages messages/ --rows 10000 --shards 16 --seed 1",
+    "exspec messages messages/ --rows 10000 --shards 16",
 )
 def messages(
     output: Annotated[Path, typer.Argument(help="Folder for the shards.")],
     rows: Annotated[int, typer.Option(min=1, help="Total number of messages.")] = 512,
     shards: Annotated[int, typer.Option(min=1, help="Number of files.")] = 4,
-    seed: Annotated[int, typer.Option(help="Seed of the messages.")] = 5,
 ) -> None:
     """Write demo messages as Parquet shards, as input for a first job."""
     from exspec.jobs.demo.shards import write_shards
 
-    write_shards(output, rows, shards, seed)
+    write_shards(output, rows, shards)
 
 
 @command(
@@ -356,22 +334,14 @@ def synthetic(
 def submit(
     context: typer.Context,
     command: Annotated[str, typer.Argument(help="run, label or audit.", show_default=False)],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(help="Arguments of that command.", show_default=False)
-    ] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.", show_default=False)] = None,
     address: Address = None,
-    token: Token = None,
     name: Annotated[str | None, typer.Option(help="Id of the job. It must be new to the cluster.")] = None,
     detach: Annotated[bool, typer.Option(help="Print the job's id and do not follow the job.")] = False,
-    wheel: Annotated[
-        bool, typer.Option(help="Send this version of exspec as a wheel, or use the one in the cluster's image.")
-    ] = True,
+    wheel: Annotated[bool, typer.Option(help="Send this exspec as a wheel, or use the one in the image.")] = True,
     env: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Environment variable for the job: NAME=VALUE, or NAME to copy its value from here. Everyone who has "
-            "the token can read it."
-        ),
+        typer.Option(help="Environment variable: NAME=VALUE, or NAME to copy it. Everyone with the token can read it."),
     ] = None,
     gpus: Annotated[float, typer.Option(min=0, help="GPUs for the command's own process. An audit decodes in it.")] = 0,
 ) -> None:
@@ -387,7 +357,7 @@ def submit(
     from exspec.jobs.cluster.client import Cluster
 
     call = job.parse(context, command, arguments or [])
-    raise typer.Exit(job.submit(call, Cluster(address, token), name, detach, wheel, env or [], gpus))
+    raise typer.Exit(job.submit(call, Cluster(address), name, detach, wheel, env or [], gpus))
 
 
 @command(
@@ -397,12 +367,11 @@ def submit(
 def status(
     job: Annotated[str | None, typer.Argument(metavar="[ID]", help="Id of a job. Default: all jobs.")] = None,
     address: Address = None,
-    token: Token = None,
 ) -> None:
     """Show one submitted job, or all jobs that exspec submitted to a cluster."""
     from exspec.jobs.cluster.client import Cluster, show_status
 
-    show_status(Cluster(address, token), job)
+    show_status(Cluster(address), job)
 
 
 @command(
@@ -412,7 +381,6 @@ def logs(
     job: JobId,
     follow: Annotated[bool, typer.Option(help="Follow the log until the job ends, and exit with its code.")] = False,
     address: Address = None,
-    token: Token = None,
 ) -> None:
     """Print the log of a submitted job.
 
@@ -420,7 +388,7 @@ def logs(
     """
     from exspec.jobs.cluster.client import Cluster
 
-    cluster = Cluster(address, token)
+    cluster = Cluster(address)
     if follow:
         raise typer.Exit(cluster.follow(job))
     print(cluster.logs(job), end="")
@@ -429,11 +397,11 @@ def logs(
 @command(
     "exspec cancel exspec-run-20260101-120000-ab12",
 )
-def cancel(job: JobId, address: Address = None, token: Token = None) -> None:
+def cancel(job: JobId, address: Address = None) -> None:
     """Stop a submitted job and wait until it has stopped. Finished rows are kept. To resume, submit it again."""
     from exspec.jobs.cluster.client import Cluster
 
-    print(Cluster(address, token).cancel(job))
+    print(Cluster(address).cancel(job))
 
 
 def main() -> None:

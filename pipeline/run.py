@@ -163,7 +163,7 @@ class _Run:
             | {"python": platform.python_version()},
         }
         if self.prepared.restart and self.writer.state.job is not None:
-            self.progress.say(f"the old output is now in {anonymous(self.writer.set_aside().url)}")
+            self.progress.say(f"the old output is now in {anonymous(self.writer.keep_old().url)}")
         self.writer.begin(description, self.plan)
         return settled.config
 
@@ -244,10 +244,7 @@ class _Run:
         return int(not whole)
 
     def _tell_tried(self, tried: int, before: int, errors: int) -> None:
-        """Print how many rows were retried, and how many were not because their error is in the row.
-
-        before, errors: number of error rows before and now.
-        """
+        """Print how many rows were retried, and how many were not. before, errors: error rows before and now."""
         mended = min(tried, max(0, before - errors))
         if tried:
             failed = f"{tried - mended} still have an error"
@@ -256,7 +253,6 @@ class _Run:
             self.progress.tell(f"not retried: {alone} rows with an error that a retry would not help")
 
     def _show_samples(self) -> None:
-        """Print the first completions, a line each."""
         width = shutil.get_terminal_size().columns
         for row in samples(self.writer, SAMPLES):
             self.progress.tell(shorten(f"{row['id']}: {' '.join(row['completion'].split())}", width, placeholder="..."))
@@ -272,6 +268,5 @@ def _last_line(error: Exception) -> str:
 
 
 def _too_many(figures: dict[str, Any], job: Job) -> bool:
-    """Whether so many rows have an error that the job has failed."""
     share = 1 - 1e-9 if job.max_error_share is None else job.max_error_share
     return bool(figures["errors"] > share * figures["rows"])

@@ -93,7 +93,6 @@ def shape_of(job: Job, models: Sequence[PretrainedConfig], rows: int, stored: di
 
 
 def _new_config(job: Job, draft: PretrainedConfig | None, drafters: list[str], capacity: int) -> EngineConfig:
-    """The config of a new job. drafters: those that are available."""
     values = {name: value for name in SETTINGS if (value := getattr(job, name)) not in (None, "auto")}
     method, drafter = job.method, job.drafter
     if method == "auto" and (drafter == NONE or (drafter == "auto" and not drafters)):
@@ -119,10 +118,7 @@ def _new_config(job: Job, draft: PretrainedConfig | None, drafters: list[str], c
 
 
 def _resumed_config(job: Job, stored: dict[str, Any], own: dict[str, Any], drafters: list[str]) -> EngineConfig:
-    """The config of a resumed job. Neither another drafter nor plain decoding in the same shape changes a token.
-
-    own: settings of drafters that the job sets. drafters: those that are available.
-    """
+    """The config of a resumed job. Neither another drafter nor plain decoding in the same shape changes a token."""
     given = {field.name: getattr(job, field.name, None) for field in fields(EngineConfig)}
     changed = {
         name: value

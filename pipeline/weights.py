@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import re
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
@@ -18,9 +17,8 @@ from filelock import FileLock
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job.settings import Job
 from exspec.pipeline.secrets import anonymous, redacted
-from exspec.pipeline.storage import Folder, attempt, etag
+from exspec.pipeline.storage import Folder, at_once, attempt, etag
 
-STREAMS = 4  # concurrent downloads or reads
 HUB_PATIENCE = 20  # seconds to wait for the hub to resolve a revision
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf"}
 
@@ -82,8 +80,7 @@ def model_digest(name: str, revision: str | None, options: dict[str, Any]) -> st
     if not folder.is_dir():
         return str(_cached_commit(name, revision) or revision)
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    with ThreadPoolExecutor(STREAMS) as pool:
-        contents = list(pool.map(_content, paths))
+    contents = at_once(_content, paths)
     names = [path.relative_to(folder).as_posix() for path in paths]
     listed = json.dumps(list(zip(names, contents, strict=True)))
     return f"sha256:{hashlib.sha256(listed.encode()).hexdigest()}"
@@ -101,7 +98,6 @@ def _commit(name: str, revision: str | None) -> str | None:
 
 
 def _cached_commit(name: str, revision: str | None) -> str | None:
-    """The commit of a revision in this node's cache of the hub."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
@@ -178,8 +174,7 @@ def _fetched(source: Folder, files: list[ModelFile], target: Path) -> Path:
         if target.is_dir():
             return target
         partial = target.with_name(f"{target.name}.partial")
-        with ThreadPoolExecutor(STREAMS) as pool:
-            list(pool.map(lambda file: _fetch(source, file, partial / file.name), files))
+        at_once(lambda file: _fetch(source, file, partial / file.name), files)
         if not set(files) <= set(_files(source)):
             raise JobError(f"{anonymous(source.url)}: the model changed during the download; start again")
         partial.rename(target)
@@ -187,7 +182,6 @@ def _fetched(source: Folder, files: list[ModelFile], target: Path) -> Path:
 
 
 def _fetch(source: Folder, file: ModelFile, path: Path) -> None:
-    """Download a file, unless an earlier download finished it."""
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)

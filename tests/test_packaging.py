@@ -17,6 +17,18 @@ def test_every_folder_with_python_is_packaged() -> None:
     assert set(listed) == {"exspec", *(f"exspec.{'.'.join(folder.parts)}" for folder in folders)}
 
 
+def test_every_file_beside_the_code_is_packaged() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    listed = {
+        path
+        for package, patterns in settings["package-data"].items()
+        for pattern in patterns
+        for path in (ROOT / "/".join(package.split(".")[1:])).glob(pattern)
+    }
+    found = {path for top in ("actors", "jobs", "pipeline") for path in (ROOT / top).rglob("*") if path.is_file()}
+    assert {path for path in found if path.suffix not in (".py", ".pyc", ".md")} <= listed
+
+
 def output_of(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

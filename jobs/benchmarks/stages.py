@@ -254,7 +254,6 @@ class Measurement:
             yield {**shape, "ratio_to_plain": ratio, **figures, **differences(expected, tokens)}
 
     def _timed(self, engine: Engine, order: int, deadline: float) -> tuple[list[list[int]], Result]:
-        """Decode two batches of prompts."""
         outcome = self.decode(engine, self._prompts_for(engine.config.batch_size), order, deadline=deadline)
         return outcome.tokens, {
             **_computed_by(engine.config),

@@ -3,7 +3,6 @@
 It names jobs by id and does not know what they compute.
 """
 
-import asyncio
 import logging
 import os
 import sys
@@ -16,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from exspec.pipeline.cluster.connect import find_token
+from exspec.pipeline.cluster.connect import find_token, show_token
 from exspec.pipeline.errors import JobError
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -37,10 +36,11 @@ class Cluster:
     """The jobs of one cluster. Every method raises JobError if the cluster does not answer or refuses.
 
     address: URL of the dashboard. Default, as for Ray's own commands: RAY_API_SERVER_ADDRESS, RAY_DASHBOARD_ADDRESS or
-    RAY_ADDRESS. token: default, as for Ray: RAY_AUTH_TOKEN, the file RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token.
+    RAY_ADDRESS. The token is Ray's: RAY_AUTH_TOKEN, or the file RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token.
     """
 
-    def __init__(self, address: str | None = None, token: str | None = None) -> None:
+    def __init__(self, address: str | None = None) -> None:
+        show_token()
         from ray.job_submission import JobSubmissionClient
 
         for name in NOISY_LOGGERS:
@@ -50,11 +50,9 @@ class Cluster:
             raise JobError(
                 f"address {self.address}: expected the URL of the cluster's dashboard, such as http://HOST:8265"
             )
-        self.token = token or find_token()
         os.environ["RAY_API_SERVER_ADDRESS"] = self.address  # Ray's client prefers its variables to its arguments
-        headers = {"Authorization": f"Bearer {self.token}"} if self.token else None
         with self._errors():
-            self.client = JobSubmissionClient(self.address, headers=headers)
+            self.client = JobSubmissionClient(self.address)
 
     @contextmanager
     def _errors(self, job: str | None = None) -> Iterator[None]:
@@ -66,10 +64,8 @@ class Cluster:
         except JobError:
             raise
         except AuthenticationError as error:
-            wrong = "rejected the token" if self.token else "requires a token"
-            raise JobError(
-                f"{self.address}: the cluster {wrong}; set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH, or pass --token"
-            ) from error
+            wrong = "rejected the token" if find_token() else "requires a token"
+            raise JobError(f"{self.address}: the cluster {wrong}; set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH") from error
         except RuntimeError as error:
             if job is not None and "status code 404" in str(error):
                 raise JobError(f"{job}: no such job at {self.address}") from error
@@ -108,27 +104,23 @@ class Cluster:
     def follow(self, job: str) -> int:
         """Print a job's log from the start until the job ends, and return the exit code for how it ended. Ctrl-C leaves
         the job running."""
-        import aiohttp
-
         self.details(job)  # raises now if there is no such job
-        log, answered = _LogPrinter(), time.monotonic()
+        printed, answered = 0, time.monotonic()  # printed: characters
         try:
             while True:
                 try:
-                    asyncio.run(self._print_log(job, log))
-                except (RuntimeError, OSError, aiohttp.ClientError):  # disconnected, or a proxy without WebSockets
-                    with suppress(JobError):
-                        log.restart()
-                        log.print(self.logs(job))
-                try:
                     details = self.details(job)
                     answered = time.monotonic()
+                    with suppress(JobError):
+                        log = self.logs(job)  # after the details: if these say that the job has ended, the log is whole
+                        print(log[printed:], end="", flush=True)
+                        printed = max(printed, len(log))
                     if details.status.is_terminal():
                         break
                 except JobError as error:
                     if time.monotonic() - answered > PATIENCE:
                         raise JobError(f"{error}; {job} may still be running: exspec logs {job} --follow") from error
-                time.sleep(1)
+                time.sleep(1 + printed / 2**20)  # the whole log is fetched every time
         except KeyboardInterrupt:
             print(
                 f"\n{job} is still running. To follow it: exspec logs {job} --follow. To stop it: exspec cancel {job}",
@@ -137,11 +129,6 @@ class Cluster:
             return DETACHED
         print(outcome(details), file=sys.stderr)
         return exit_code(details)
-
-    async def _print_log(self, job: str, log: "_LogPrinter") -> None:
-        log.restart()
-        async for text in self.client.tail_job_logs(job):
-            log.print(text)
 
     def cancel(self, job: str) -> str:
         """Stop a job, wait until it has ended, and return a sentence on how it ended."""
@@ -153,23 +140,6 @@ class Cluster:
                 self.client.stop_job(job)  # repeated, because a job whose process has not started ignores it
             time.sleep(1)
         return outcome(details)
-
-
-class _LogPrinter:
-    """Prints a log that may be streamed several times, each time from the start. Skips what it has printed before."""
-
-    def __init__(self) -> None:
-        self.printed = self.skip = 0  # characters
-
-    def restart(self) -> None:
-        """The next text is the start of the log."""
-        self.skip = self.printed
-
-    def print(self, text: str) -> None:
-        new = text[self.skip :]
-        self.skip = max(0, self.skip - len(text))
-        self.printed += len(new)
-        print(new, end="", flush=True)
 
 
 def find_address() -> str:
@@ -209,39 +179,33 @@ def outcome(details: Any) -> str:
 
 
 def show_status(cluster: Cluster, job: str | None) -> None:
-    """Print the details of one job, or a table of all jobs that exspec submitted."""
+    """Print a table of all jobs that exspec submitted, or of one job and its outcome."""
     console = Console()
-    if job is not None:
-        details = cluster.details(job)
-        table = Table(show_header=False, title=job)
-        for name, value in (*_row(details).items(), ("outcome", outcome(details))):
-            table.add_row(name, value)
-        console.print(table)
-        return
-    jobs = cluster.jobs()
+    jobs = cluster.jobs() if job is None else [cluster.details(job)]
     table = Table(title=f"jobs at {cluster.address}", box=None, padding=(0, 1, 0, 0), title_justify="left")
     for heading in ("id", "status", "command", "started", "time", "code"):
         table.add_column(heading, no_wrap=True)  # so that an id can be copied
     for details in jobs:
-        row = _row(details)
-        command = (details.metadata or {}).get("command", "-")
-        cells = (row["status"], command, row["started"][5:16], row["duration"], row["exit code"])
-        table.add_row(details.submission_id, *cells)
+        table.add_row(*_cells(details))
     console.print(table if jobs else f"no jobs of exspec at {cluster.address}")
+    if job is not None:
+        for name in ("input", "output"):
+            if path := (jobs[0].metadata or {}).get(name):
+                print(f"{name}: {path}")
+        print(outcome(jobs[0]))
 
 
-def _row(details: Any) -> dict[str, str]:
-    metadata = details.metadata or {}
+def _cells(details: Any) -> list[str]:
     end = (details.end_time or time.time() * 1000) if details.start_time else None
     seconds = (end - details.start_time) / 1000 if end else 0.0
-    ended = details.status.is_terminal()
-    return {
-        "status": details.status.value,
-        "command": " ".join(metadata[k] for k in ("command", "input", "output") if metadata.get(k)),
-        "started": f"{datetime.fromtimestamp(details.start_time / 1000):%Y-%m-%d %H:%M:%S}" if end else "-",
-        "duration": f"{seconds // 3600:.0f}:{seconds % 3600 // 60:02.0f}:{int(seconds % 60):02d}",
-        "exit code": str(exit_code(details)) if ended else "-",
-    }
+    return [
+        details.submission_id,
+        details.status.value,
+        (details.metadata or {}).get("command", "-"),
+        f"{datetime.fromtimestamp(details.start_time / 1000):%m-%d %H:%M}" if end else "-",
+        f"{seconds // 3600:.0f}:{seconds % 3600 // 60:02.0f}:{int(seconds % 60):02d}",
+        str(exit_code(details)) if details.status.is_terminal() else "-",
+    ]
 
 
 def _last_line(error: object) -> str:

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -26,12 +27,15 @@ from exspec.pipeline.storage import Folder
 
 J = TypeVar("J", bound=Job)
 JOB_SUFFIX = ".job"  # of the folder that a job works in if its output is a file
-Write = Callable[[TextIO, list[str], Iterator[dict[str, Any]]], int]
+Row = dict[str, Any]
+Each = Callable[[Row], Row]  # makes what is written from a row
+Lines = Callable[[TextIO, list[str], Iterator[Row]], None]
+Write = Callable[[Path, list[str], Iterator[pa.Table], Each | None], None]
 
 
 def format_of(name: str) -> str | None:
     """The suffix that names a file's format, or None if it cannot be written."""
-    return next((suffix for suffix in WRITERS if name.removesuffix(".gz").endswith(suffix)), None)
+    return next((suffix for suffix in WRITERS if name.endswith(suffix)), None)
 
 
 def behind(job: J) -> tuple[J, str | None]:
@@ -69,17 +73,9 @@ def partition(
     names = _columns(done, [*(columns or []), *by])
     remaining = tables(done, list(dict.fromkeys([*columns, *by])) if columns else names)
     first = next(remaining)
-    count = 0
-
-    def counted() -> Iterator[pa.RecordBatch]:
-        nonlocal count
-        for table in chain([first], remaining):
-            count += table.num_rows
-            yield from table.to_batches()
-
     try:
         write_dataset(
-            counted(),
+            (batch for table in chain([first], remaining) for batch in table.to_batches()),
             target.path,
             schema=first.schema,
             format="parquet",
@@ -91,7 +87,7 @@ def partition(
         target.fs.rm(target.path, recursive=True)
         raise JobError(f"--partition-by {', '.join(by)}: {first_line(error)}") from error
     target.write(SUCCESS, b"")
-    return count
+    return done.state.rows
 
 
 def convert(output: str, file: str, options: dict[str, Any], columns: list[str] | None = None) -> int:
@@ -100,12 +96,18 @@ def convert(output: str, file: str, options: dict[str, Any], columns: list[str] 
     If the input was requests of the batch API, JSON Lines holds its answers. file: a path or fsspec URL, whose suffix
     names the format. columns: the columns to write. Default: all. Raises JobError if a row or a column is missing.
     """
-    if format_of(file) is None:
-        raise JobError(f"{file}: expected a name that ends with {' or '.join(WRITERS)}, optionally followed by .gz")
+    suffix = format_of(file)
+    if suffix is None:
+        raise JobError(f"{file}: expected a name that ends with {' or '.join(WRITERS)}")
     done = _complete(output, options)
+    every = _columns(done, columns or [])
+    names = columns or every
+    each = _answers(done) if suffix.startswith(".jsonl") and columns is None else None
+    found = (table.select(names) for table in tables(done, names))
     folder, _, name = file.rpartition("/")
     with Folder(folder or ".", options).writing(name) as path:
-        return _write(path, file, done, columns)
+        WRITERS[suffix](path, names, found, each)
+    return done.state.rows
 
 
 def _complete(output: str, options: dict[str, Any]) -> Output:
@@ -124,37 +126,36 @@ def _columns(output: Output, wanted: list[str]) -> list[str]:
     return names
 
 
-def _write(path: Path, file: str, output: Output, columns: list[str] | None) -> int:
-    every = _columns(output, columns or [])
-    names = columns or every
-    rows = (row for table in tables(output, names) for row in table.select(names).to_pylist())
-    job = stored_job(output.state.description, output.folder.options)
-    if format_of(file) == ".jsonl" and columns is None and is_batch(job, decode_schema(output.state.plan.schema)):
-        model, began = output.state.description["job"]["target"], int(output.state.began)
-        rows = (answer(row, model, began) for row in rows)
-    opened: Any = gzip.open if file.endswith(".gz") else open
+def _answers(output: Output) -> Each | None:
+    """What makes an answer of the batch API from a row; None if the input was not requests of it."""
+    description = output.state.description
+    if not is_batch(stored_job(description, output.folder.options), decode_schema(output.state.plan.schema)):
+        return None
+    return partial(answer, model=description["job"]["target"], created=int(output.state.began))
+
+
+def _text(
+    write: Lines, opened: Any, path: Path, names: list[str], found: Iterator[pa.Table], each: Each | None
+) -> None:
+    """Write rows as text. opened: `open` of Python or of gzip."""
+    rows: Iterator[Row] = (row for table in found for row in table.to_pylist())
     with opened(path, "wt", encoding="utf-8", newline="") as text:
-        return WRITERS[str(format_of(file))](text, names, rows)
+        write(text, names, map(each, rows) if each else rows)
 
 
-def _json_lines(text: TextIO, _: list[str], rows: Iterator[dict[str, Any]]) -> int:
-    count = 0
-    for count, row in enumerate(rows, 1):  # noqa: B007
-        text.write(f"{_json(row)}\n")
-    return count
+def _json_lines(text: TextIO, _: list[str], rows: Iterator[Row]) -> None:
+    text.writelines(f"{as_json(row)}\n" for row in rows)
 
 
-def _csv(text: TextIO, names: list[str], rows: Iterator[dict[str, Any]]) -> int:
+def _csv(text: TextIO, names: list[str], rows: Iterator[Row]) -> None:
     """Lists and records are written as JSON."""
     writer = csv.writer(text)
     writer.writerow(names)
-    count = 0
-    for count, row in enumerate(rows, 1):  # noqa: B007
-        writer.writerow(_json(value) if isinstance(value, list | dict) else value for value in row.values())
-    return count
+    for row in rows:
+        writer.writerow(as_json(value) if isinstance(value, list | dict) else value for value in row.values())
 
 
-def _json(value: Any) -> str:
+def as_json(value: Any) -> str:
     """JSON with bytes as hexadecimal digits, and with null for NaN and infinities."""
     return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False, default=str)
 
@@ -169,4 +170,9 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-WRITERS: dict[str, Write] = {".jsonl": _json_lines, ".csv": _csv}
+# Every format by its suffix.
+WRITERS: dict[str, Write] = {
+    f"{suffix}{packed}": partial(_text, lines, opened)
+    for suffix, lines in ((".jsonl", _json_lines), (".csv", _csv))
+    for packed, opened in (("", open), (".gz", gzip.open))
+}

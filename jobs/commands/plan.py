@@ -13,7 +13,7 @@ from rich.table import Table
 
 from exspec.jobs.commands.convert import behind
 from exspec.jobs.commands.estimate import estimate
-from exspec.jobs.commands.shared import Shared
+from exspec.jobs.commands.shared_prompts import Shared
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Chunk
 from exspec.pipeline.input.prompts import Prompts

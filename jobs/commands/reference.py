@@ -87,7 +87,6 @@ def margin(model: PreTrainedModel, request: Request, tokens: Sequence[int]) -> f
 
 
 def _allowed(request: Request, tokens: Sequence[int]) -> list[int]:
-    """Token ids that the request's constraint allows after these tokens."""
     assert request.constraint is not None
     walk = request.constraint()
     for token in tokens:

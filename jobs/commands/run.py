@@ -17,10 +17,7 @@ from exspec.pipeline.shape import device_here, sample, settle, shape_of
 
 
 def run(job: Job, restart: bool, retry_errors: bool, progress: Progress) -> int:
-    """Run a job, or the missing part of it, and return the exit code.
-
-    If the output is a file, the job writes into a folder next to it, and the file is written when all rows are done.
-    """
+    """Run a job, or the missing part of it, and return the exit code."""
     job, file = behind(job)
     code = execute(prepare(job, restart), retry_errors, progress=progress)
     if isinstance(job, LabelJob):

@@ -35,7 +35,6 @@ def bench_tables(rows: list[dict[str, Any]], title: str) -> tuple[Table, Table]:
 
 
 def _grid(title: str, *headings: str) -> Table:
-    """A table of numbers by method, without line wraps."""
     grid = Table(title=title, box=None, padding=(0, 1, 0, 0), title_justify="left")
     for heading in headings:
         grid.add_column(heading, justify="left" if heading in ("method", "drafter") else "right", no_wrap=True)

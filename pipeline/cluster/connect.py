@@ -117,9 +117,7 @@ def find_token() -> str | None:
 
 
 def show_token() -> None:
-    """Make Ray send the token, if there is one. Must be called before Ray is imported. Clusters without a token
-    ignore it.
-    """
+    """Make Ray send the token, if there is one. Call it before Ray is imported. Clusters without a token ignore it."""
     if "RAY_AUTH_MODE" not in os.environ and find_token():
         os.environ["RAY_AUTH_MODE"] = "token"
 
@@ -151,11 +149,9 @@ def _silent() -> Iterator[None]:
 def _private() -> Iterator[None]:
     """A Ray that starts inside the block listens on loopback only, and requires a random token.
 
-    Anyone who can connect to Ray can run code in it. On Linux, Ray replaces 127.0.0.1 by an address that other machines
-    can reach, and listens on all interfaces, unless ENABLE_RAY_CLUSTER is off, as on other systems. Other users of this
-    machine can still reach its ports. The token protects against them, and against everyone if a later Ray ignores the
-    flag. Ray's processes inherit the token. The driver's environment is restored, because the token is of no use to
-    other clusters.
+    Anyone who can connect to Ray can run code in it. On Linux, Ray listens on all interfaces unless ENABLE_RAY_CLUSTER
+    is off. The token protects against other users of this machine, and against everyone if a later Ray ignores the
+    flag. Ray's processes inherit it. The driver's environment is restored: other clusters have other tokens.
     """
     from ray._private import ray_constants
     from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]

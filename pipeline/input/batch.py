@@ -68,7 +68,6 @@ def fields(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _prompt(given: dict[str, Any]) -> Any:
-    """Remove the prompt from the fields of a call, and return it."""
     prompt, messages = given.pop("prompt", None), given.pop("messages", None)
     if (prompt is None) == (messages is None):
         raise RowError("body: expected either messages or prompt")

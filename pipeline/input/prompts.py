@@ -17,13 +17,14 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from exspec.actors.answers.answers import asked
 from exspec.actors.engine import Request, Room, Sampling
+from exspec.actors.engine.request import LARGEST
 from exspec.actors.stop_strings import StopStrings
 from exspec.pipeline.errors import JobError, no_column
 from exspec.pipeline.input.batch import BODY, COLUMNS, fields, is_batch
 from exspec.pipeline.input.plan import Shard
 from exspec.pipeline.input.rows import Row, RowError
 from exspec.pipeline.input.schemas import is_json, is_list, is_text
-from exspec.pipeline.job.settings import LARGEST, Job
+from exspec.pipeline.job.settings import Job
 
 MESSAGES = "messages"
 DEFAULT_COLUMNS = (MESSAGES, "prompt", "message", "text")
@@ -344,7 +345,6 @@ def _json(column: str | None, text: str, expected: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """A value, shortened for an error message."""
     return SHORT.repr(value)
 
 

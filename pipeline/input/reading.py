@@ -289,7 +289,6 @@ class ParquetShard:
             yield from [damage(self.content, error)] * (len(pieces) - done)
 
     def _cut(self, pieces: Sequence[Piece], rows: int) -> Iterator[list[pa.RecordBatch]]:
-        """Cut the pieces from batches of this many rows."""
         batches = self._batches(range(pieces[0].group, pieces[-1].group + 1), rows)
         first, batch = next(batches)
         for piece in pieces:

@@ -41,9 +41,7 @@ class LabelJob(Job):
     json_spaces: bool = _labels(True, 'Write {"a": 1, "b": 2}, as most models do, not {"a":1,"b":2}.')
     label_column: str = _labels("label", "Column of the label, or prefix of the columns of several fields.")
     gold_column: list[str] = _labels([], "Column of known labels. With fields: FIELD=COLUMN.", "any")
-    review_share: float | None = _labels(
-        None, "Write this share of the rows, the least certain ones, to _review.csv.", "any", gt=0, le=1
-    )
+    review_share: float | None = _labels(None, "Share of rows, the least certain, for _review.csv.", "any", gt=0, le=1)
 
     @field_validator("gold_column", mode="before")
     @classmethod

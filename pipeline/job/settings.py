@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator, model_validator
 
 from exspec.actors.engine.config import SETTINGS
+from exspec.actors.engine.request import HIGHEST, LARGEST, LARGEST_INT, SMALLEST
 from exspec.actors.engine.settings import Later, Setting
 from exspec.pipeline.errors import JobError, did_you_mean
 from exspec.pipeline.job.functions import Function
@@ -39,8 +40,6 @@ GROUPS = (
 )  # fmt: skip
 CHUNK, LEAST_CHUNK = 64, 8  # rows of a chunk: maximum and minimum where rows_per_chunk is auto
 ROUNDS = 4  # chunks that each actor should get
-# What the engine can compute in float32. The engine has the same limits (actors/engine/request.py).
-SMALLEST, LARGEST, LARGEST_INT, HIGHEST = 1e-6, 1e6, 2**31 - 1, 100
 # Sampling settings that all rows share.
 SHARED = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
@@ -92,9 +91,7 @@ class Job(Decoding):
     kind: ClassVar[str] = "generate"
 
     target: str = _models(..., "Target model: hub id, folder or fsspec URL. Default: the demo pair.")
-    draft: str | None = _models(
-        None, "Draft model, or a head for the target: hub id, folder or fsspec URL.", "any if exact"
-    )
+    draft: str | None = _models(None, "Draft, or a head for the target: hub id, folder or fsspec URL.", "any if exact")
     # Revisions may change: the fingerprint holds the commits that they stand for.
     target_revision: str | None = _models(None, "Revision of the target on the hub.", "any")
     draft_revision: str | None = _models(None, "Revision of the draft on the hub.", "any")
@@ -102,9 +99,7 @@ class Job(Decoding):
     allow_pickle: bool = _models(False, "Load weights that are not safetensors. Such a file can run code.", "any")
 
     input: list[str] = _files(
-        ...,
-        "Parquet, JSONL, CSV or Arrow files, as paths, folders or globs; fsspec URLs such as s3://bucket/folder work.",
-        "any",
+        ..., "Parquet, JSONL, CSV or Arrow files: paths, folders, globs, or fsspec URLs such as s3://bucket/in.", "any"
     )
     output: str = _files(..., "Output folder, or a file such as NAME.jsonl. A path or fsspec URL.", "any")
     storage_options: dict[str, Any] = _files({}, "Options of the file systems, as fsspec takes them.", "any")
@@ -116,13 +111,9 @@ class Job(Decoding):
     chat: bool | None = _prompts(None, "Apply the tokenizer's chat template. Default: on if the tokenizer has one.")
     system_prompt: str | None = _prompts(None, "System message for every chat that has none.")
     template_arguments: dict[str, Any] = _prompts(
-        {},
-        "Arguments of the chat template, as NAME=VALUE, such as enable_thinking=false for Qwen3.",
-        json_schema_extra={"flag": True},
+        {}, "Chat template arguments as NAME=VALUE, such as enable_thinking=false.", json_schema_extra={"flag": True}
     )
-    truncate_prompt: bool = _prompts(
-        False, "Cut the beginning off a prompt that is too long, instead of rejecting the row."
-    )
+    truncate_prompt: bool = _prompts(False, "Cut the start of a prompt that is too long, instead of rejecting the row.")
     allow_special: bool = _prompts(False, "Read control tokens in a row's text as control tokens.")
     id_column: str | None = _files(
         None, "Column of row ids; an empty name means none. Default: id if the input has it, else shard and row number."
@@ -139,34 +130,21 @@ class Job(Decoding):
     top_k: int = _sampling(0, "Keep the k likeliest tokens; 0 keeps all.", ge=0, le=LARGEST_INT)
     repetition_penalty: float = _sampling(1.0, "As in transformers; 1 is off.", ge=SMALLEST, le=LARGEST)
     presence_penalty: float = _sampling(
-        0.0,
-        "Subtracted from the logits of tokens in the completion so far, as in OpenAI's API.",
-        ge=-HIGHEST,
-        le=HIGHEST,
+        0.0, "As in OpenAI's API, subtracted from logits of tokens in the completion.", ge=-HIGHEST, le=HIGHEST
     )
-    frequency_penalty: float = _sampling(
-        0.0, "Like presence_penalty, times how often the token occurs.", ge=-HIGHEST, le=HIGHEST
-    )
+    frequency_penalty: float = _sampling(0.0, "Like presence_penalty, per occurrence.", ge=-HIGHEST, le=HIGHEST)
     min_p: float = _sampling(0.0, "Drop tokens below this fraction of the highest probability.", ge=0, le=1)
     min_new_tokens: int = _sampling(0, "Minimum tokens of a completion.", ge=0, le=LARGEST_INT)
     ignore_eos: bool = _sampling(False, "Generate max_new_tokens tokens, past any end token.")
     bad_words: list[str] = _sampling([], "Texts whose token sequences a completion must not contain.")
-    bad_words_ids: list[list[Annotated[int, Field(ge=0)]]] = _sampling(
-        [], "Token sequences that a completion must not contain, as lists of token ids."
-    )
-    model_sampling: bool = _sampling(
-        False, "Use the sampling settings of the target's generation config where not set.", "any"
-    )
+    bad_words_ids: list[list[Annotated[int, Field(ge=0)]]] = _sampling([], "Like bad_words, as lists of token ids.")
+    model_sampling: bool = _sampling(False, "Use the target's generation config for unset sampling settings.", "any")
     seed: int = _sampling(0, "Seed of the job. Each row's seed is derived from it.", ge=0)
     stop: list[str] = _sampling([], "Strings that end a completion. They are not part of the output.")
 
     tune_seconds: float = _decoding(20.0, "Approximate seconds of calibration.", "any", gt=0)
-    tune_from: int = _decoding(
-        1000, "Calibrate jobs of this many rows or more; smaller jobs use defaults.", "any", ge=1
-    )
-    memory_gib: float | None = _decoding(
-        None, "Memory of an actor in GiB. Default: what is free on the device.", "any", gt=0
-    )
+    tune_from: int = _decoding(1000, "Calibrate jobs of this many rows or more; others use defaults.", "any", ge=1)
+    memory_gib: float | None = _decoding(None, "Memory of an actor in GiB. Default: what is free.", "any", gt=0)
     dtype: Dtype = _models(Dtype.float32, "Data type of weights and KV cache.")
 
     device: str = _cluster("auto", "cpu, cuda, or auto: cuda if there is a GPU.", "any", pattern="^(auto|cpu|cuda)$")
@@ -176,27 +154,16 @@ class Job(Decoding):
     )
     num_gpus: float | None = _cluster(None, "GPUs per actor. Default: 1 on cuda, 0 on cpu.", "any", ge=0)
     rows_per_chunk: Auto = _chunks(
-        "auto",
-        f"Rows per chunk, the unit of dispatch, commit and resume. auto: {CHUNK}, or fewer to keep all actors busy.",
-        "any",
+        "auto", f"Rows that are dispatched and committed together. auto: {CHUNK}, or fewer to keep actors busy.", "any"
     )
     chunks_in_flight: int = _chunks(4, "Minimum number of chunks that an actor works on at once.", "any", ge=1)
     attempts: int = _chunks(6, "Attempts at a chunk before it is set aside.", "any", ge=1)
     max_error_share: float | None = _chunks(
-        None,
-        "The job stops and fails above this share of error rows. Default: it fails if every row has an error.",
-        "any",
-        ge=0,
-        le=1,
+        None, "Stop and fail above this share of error rows. Default: fail if all rows have one.", "any", ge=0, le=1
     )
-    max_write_failures: int = _chunks(3, "The job stops after this many chunks that cannot be written.", "any", ge=1)
     wait: bool = _chunks(False, "If another run works on the output, wait until it ends.", "any")
-    map: Function | None = _files(
-        None, "MODULE:FUNCTION over pyarrow Tables, applied to the input before anything else."
-    )
-    map_output: Function | None = _files(
-        None, "MODULE:FUNCTION over pyarrow Tables of output rows. Its new columns are written."
-    )
+    map: Function | None = _files(None, "MODULE:FUNCTION over pyarrow Tables, applied to the input first.")
+    map_output: Function | None = _files(None, "MODULE:FUNCTION over pyarrow Tables of output rows, to add columns.")
     limit: int | None = _files(None, "Only the first N rows.", "any if exact", ge=1)
     since: str | None = _files(
         None, "last: skip finished shards, even if their files are gone. A date: skip older shards too.", "any"

@@ -13,6 +13,7 @@ from exspec.pipeline.output.report import Report
 from exspec.pipeline.output.state import File
 
 PREFILL = {"prefill_tokens": "prefill_tokens", "found_tokens": "cached_tokens"}  # engine counters, by summary field
+MOST_UNWRITTEN = 3  # chunks that could not be written, before the job stops
 TOGETHER, EVERY = 256, 2.0  # maximum number of parts per commit, and seconds between commits
 
 
@@ -74,7 +75,7 @@ def collect(job: Job, results: Iterable[dict[str, Any]], report: Report, collect
             report.add(result)
             collector.add(result)
             failed += result.get("fault") == "output"
-            if failed >= job.max_write_failures:
+            if failed >= MOST_UNWRITTEN:
                 raise StopError(f"stopped: {failed} chunks could not be written; the last: {result['set_aside']}")
             if job.max_error_share is not None and report.now["errors"] > job.max_error_share * report.planned:
                 raise StopError(f"stopped: {report.now['errors']} rows have an error, more than max_error_share")

@@ -110,7 +110,7 @@ class Writer(Output):
         self._withdraw()
         self.folder.each(self.folder.remove, [*old, *BESIDE] if old else [])
 
-    def set_aside(self) -> Folder:
+    def keep_old(self) -> Folder:
         """Copy the job to a folder next to this one, where it can be read and resumed.
 
         Only this owner writes to that folder: one that lost the output may still be copying. The marker follows when

@@ -5,6 +5,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -19,72 +20,7 @@ SHOWN = 30  # classes of a confusion matrix
 LENGTHS = 40  # bars of the plot of lengths
 LONG = 300  # characters shown of a completion
 
-PAGE = """\
-<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{{ title }}</title>
-<style>
-:root{color-scheme:light dark;--ink:#1c1c1e;--soft:#6b6b70;--line:#d8d8dc;--paper:#fff;--bad:#b00020;--good:#17692f}
-@media(prefers-color-scheme:dark){:root{--ink:#ececee;--soft:#a0a0a6;--line:#3a3a3e;--paper:#161618;--bad:#ff7b80;
---good:#7fd495}}
-body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:var(--ink);
-background:var(--paper)}
-h1{font-size:1.5rem;margin-bottom:.2rem}h2{font-size:1.1rem;margin-top:2.2rem;border-bottom:1px solid var(--line)}
-.soft{color:var(--soft)}.bad{color:var(--bad)}.good{color:var(--good)}
-.tiles{display:flex;flex-wrap:wrap;gap:1.6rem;margin:1.4rem 0}.tiles b{display:block;font-size:1.5rem;font-weight:600}
-table{border-collapse:collapse}td,th{padding:.15rem .9rem .15rem 0;text-align:left;vertical-align:top}
-td.number,th.number{text-align:right}th{font-weight:500;color:var(--soft)}
-figure{margin:1.5rem 0}figcaption{color:var(--soft)}svg{max-width:100%;height:auto;color:var(--ink)}
-blockquote{margin:.6rem 0;padding:.1rem 0 .1rem .9rem;border-left:3px solid var(--line);white-space:pre-wrap;
-overflow-wrap:anywhere}details{margin-top:1rem}summary{cursor:pointer;color:var(--soft)}
-</style>
-<h1>{{ title }}</h1>
-<p class="soft">{{ subtitle }}</p>
-<p>{{ verdict|safe }}</p>
-<div class="tiles">{% for value, name in tiles %}<div><b>{{ value }}</b><span class="soft">{{ name }}</span></div>
-{% endfor %}</div>
-{% macro answers() %}{% for field, a in figures.answers.items() %}<h2>Labels: {{ field }}</h2>
-<table><tr><th>label</th><th class="number">rows</th></tr>
-{% for label, rows in a.rows_by_label.items() %}<tr><td>{{ label }}</td><td class="number">{{ rows }}</td></tr>
-{% endfor %}</table>
-{% if a.accuracy is defined %}<p>Accuracy {{ a.accuracy }} over {{ a.rows_with_gold }} rows with a known label.</p>
-<table><tr><th>label</th><th>precision</th><th>recall</th><th>rows</th></tr>
-{% for c in a.classes %}<tr><td>{{ c.label }}</td><td>{{ c.precision if c.precision is not none else "-" }}</td>
-<td>{{ c.recall if c.recall is not none else "-" }}</td><td>{{ c.rows }}</td></tr>{% endfor %}</table>{% endif %}
-{% for name, svg in matrices if name == field %}<figure>{{ svg|safe }}</figure>{% endfor %}{% endfor %}{% endmacro %}
-{{ answers() }}
-{% if samples %}<h2>Examples</h2>
-{% for sample in samples %}<p class="soft">{{ sample.id }}</p><blockquote>{{ sample.text }}</blockquote>{% endfor %}
-{% endif %}
-{% if reasons %}<h2>Rows with an error</h2>
-<table><tr><th class="number">rows</th><th>reason</th><th>examples</th></tr>
-{% for r in reasons %}<tr><td class="number">{{ r.rows }}</td><td>{{ r.text }}</td><td>{{ r.named }}</td></tr>
-{% endfor %}</table>{% endif %}
-{% if figures.set_aside or figures.missing %}<h2>Set aside</h2>
-<ul>{% for text in figures.set_aside or figures.missing %}<li>{{ text }}</li>{% endfor %}</ul>{% endif %}
-{% if audit %}<h2>Audit</h2>
-<p>{{ audit.sample }} rows decoded again.</p>
-<table><tr><th>against</th><th class="number">rows</th><th class="number">equal</th></tr>
-{% for c in audit.comparisons %}<tr><td>{{ c.against }}</td><td class="number">{{ c.rows }}</td>
-<td class="number{% if c.equal < c.rows %} bad{% endif %}">{{ c.equal }}</td></tr>{% endfor %}</table>
-{% for c in audit.comparisons %}{% for d in c.differences[:5] %}
-<p class="bad">{{ d.shard }}, row {{ d.row }} (id {{ d.id }}) differs from {{ c.against }} at token {{ d.token }}.</p>
-<table><tr><th>stored</th><td>{{ d.stored }}</td></tr><tr><th>expected</th><td>{{ d.expected }}</td></tr></table>
-{% endfor %}{% endfor %}{% endif %}
-{% if plots %}<h2>Plots</h2>
-{% for title, svg in plots %}<figure><figcaption>{{ title }}</figcaption>{{ svg|safe }}</figure>{% endfor %}{% endif %}
-<h2>Figures</h2>
-<table>{% for name, value in numbers %}<tr><th>{{ name }}</th><td>{{ value }}</td></tr>{% endfor %}</table>
-{% if figures.slowest_chunks %}<details><summary>Slowest chunks</summary>
-<table><tr><th>chunk</th><th class="number">seconds</th><th class="number">tokens</th></tr>
-{% for c in figures.slowest_chunks %}<tr><td>{{ c.chunk }}</td><td class="number">{{ c.seconds }}</td>
-<td class="number">{{ c.tokens }}</td></tr>{% endfor %}</table></details>{% endif %}
-<h2>Settings</h2>
-<table>{% for name, value in changed %}<tr><th>{{ name }}</th><td>{{ value }}</td></tr>{% endfor %}</table>
-<details><summary>Defaults, shape and versions</summary>
-<table>{% for name, value in others %}<tr><th>{{ name }}</th><td>{{ value }}</td></tr>{% endfor %}</table></details>
-</html>
-"""
+PAGE = Path(__file__).with_name("page.html")
 
 
 def render(
@@ -99,7 +35,7 @@ def render(
     reasons = Reasons()
     reasons.merge(figures["errors_by_reason"])
     changed, others = _settings(written)
-    return jinja2.Environment(autoescape=True).from_string(PAGE).render(
+    return jinja2.Environment(autoescape=True).from_string(PAGE.read_text(encoding="utf-8")).render(
         title=f"{'Labels' if written['kind'] == 'label' else 'Completions'} in {url.rstrip('/').rpartition('/')[2]}",
         subtitle=_subtitle(written, figures, url),
         verdict=_verdict(figures),
@@ -129,7 +65,6 @@ def _subtitle(written: dict[str, Any], figures: dict[str, Any], url: str) -> str
 
 
 def _verdict(figures: dict[str, Any]) -> str:
-    """One line: whether all rows are done."""
     rows, planned, errors = figures["rows"], figures["planned_rows"], figures["errors"]
     if rows < planned:
         return f'<span class="bad">{planned - rows:,} of {planned:,} rows are missing.</span>'
@@ -139,7 +74,6 @@ def _verdict(figures: dict[str, Any]) -> str:
 
 
 def _tiles(written: dict[str, Any], figures: dict[str, Any]) -> list[tuple[str, str]]:
-    """The most important numbers."""
     tiles = [(f"{figures['rows']:,}", "rows"), (duration(figures["seconds"]), "decoding")]
     tiles.append((f"{figures['completion_tokens']:,}", "tokens"))
     if figures["tokens_per_second"]:

@@ -58,7 +58,6 @@ class Totals:
         return None
 
     def _spread(self, s: Summary) -> None:
-        """Add a chunk's tokens to the bins of its time."""
         pieces = s.produced or [s.completion_tokens]
         each = (s.ended - s.started) / len(pieces)
         for n, tokens in enumerate(pieces):

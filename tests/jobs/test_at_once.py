@@ -39,7 +39,7 @@ def await_parts(out: Path, count: int, process: subprocess.Popen[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 def test_a_second_command_exits_and_a_command_after_a_kill_resumes(tmp_path: Path) -> None:
-    write_shards(tmp_path / "in", 96, 3, 5)
+    write_shards(tmp_path / "in", 96, 3)
     run = ["run", "--input", "in", "--output", "out", "--quiet", *SHAPE]
     first = start(tmp_path, *run)
     await_parts(tmp_path / "out", 2, first)

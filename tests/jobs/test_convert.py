@@ -12,7 +12,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 
-from exspec.jobs.commands.convert import _json, behind
+from exspec.jobs.commands.convert import as_json, behind
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job.settings import Job
 from exspec.pipeline.output.owner import Output, take
@@ -84,7 +84,7 @@ def test_folders_by_the_values_of_a_column(output: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["out.txt"], "out.txt: expected a name that ends with .jsonl or .csv, optionally followed by .gz"),
+        (["out.txt"], "out.txt: expected a name that ends with .jsonl or .jsonl.gz or .csv or .csv.gz"),
         (["out.jsonl", "--columns", "complition"], "has no column 'complition'; did you mean completion?"),
         (["by", "--partition-by", "kin"], "has no column 'kin'; did you mean kind?"),
         ([".", "--partition-by", "kind"], ": already exists; expected a new folder"),
@@ -109,7 +109,7 @@ def test_an_output_with_missing_rows_is_refused(output: Path, tmp_path: Path) ->
 
 def test_json_of_bytes_nan_and_infinity() -> None:
     given = {"a": math.nan, "b": [1.5, -math.inf], "c": {"d": b"\x01\xff"}, "e": None}
-    assert json.loads(_json(given)) == {"a": None, "b": [1.5, None], "c": {"d": "01ff"}, "e": None}
+    assert json.loads(as_json(given)) == {"a": None, "b": [1.5, None], "c": {"d": "01ff"}, "e": None}
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_a_folder_that_is_not_an_output(
         ("plans", "No such command 'plans'"),
         ("audit", "Missing argument"),
         ("compact out --target-size large", "expected bytes with a unit, such as 256MiB or 1GB, not 'large'"),
-        ("audit out --storage-options {", "Invalid value for '--storage-options': not JSON"),
+        ("audit o --storage-options {", "Invalid value for '--storage-options': expected a JSON object: Invalid JSON"),
         ("report out --storage-options [1]", "Invalid value for '--storage-options': expected a JSON object"),
         ("messages text.parquet", "text.parquet: File exists"),
         ("messages text.parquet/in", "text.parquet/in: Not a directory"),

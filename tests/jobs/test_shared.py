@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from exspec.actors.engine import EngineConfig
-from exspec.jobs.commands.shared import Shared
+from exspec.jobs.commands.shared_prompts import Shared
 from exspec.jobs.demo import DEMO_PAIR
 from exspec.jobs.demo.shards import write_shards
 from exspec.pipeline.cluster.graph import PairLoader
@@ -32,7 +32,7 @@ ROWS = 60
 @pytest.fixture(scope="module")
 def messages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("messages")
-    write_shards(folder, ROWS, 2, seed=5)
+    write_shards(folder, ROWS, 2)
     return folder
 
 

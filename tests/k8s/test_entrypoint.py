@@ -72,7 +72,7 @@ def bucket(endpoint: str, tmp_path: Path) -> s3fs.S3FileSystem:
         endpoint_url=endpoint, key="testkey", secret="testsecret", skip_instance_cache=True, use_listings_cache=False
     )
     fs.mkdir("exspec")
-    write_shards(tmp_path / "messages", ROWS, 3, seed=5)
+    write_shards(tmp_path / "messages", ROWS, 3)
     for path in (tmp_path / "messages").iterdir():
         fs.put_file(str(path), f"exspec/messages/{path.name}")
     return fs

@@ -255,7 +255,7 @@ def test_the_life_of_an_output(folder: Folder) -> None:
     assert read_output(folder).state.taken is None
     with take(Output(folder), "run") as writer:
         assert writer.lost == 0
-        aside = writer.set_aside()
+        aside = writer.keep_old()
         writer.begin({"n": 2}, plan())
         writer.sweep()
         assert (folder.sizes(), folder.sizes(STAGED)) == ({}, {})

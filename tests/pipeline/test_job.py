@@ -6,7 +6,6 @@ import pytest
 
 from exspec.actors.engine import request
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.job import settings
 from exspec.pipeline.job.fingerprint import differences, fingerprint, may_change
 from exspec.pipeline.job.labels import LabelJob
 from exspec.pipeline.job.settings import Job, load_job
@@ -15,7 +14,7 @@ BASE: dict[str, Any] = {"target": "t", "draft": "d", "input": "in", "output": "o
 MODELS = {"target": "sha256:1", "draft": "sha256:2"}
 OTHERS: dict[str, Any] = {
     "draft": "other", "draft_revision": "v2", "target_revision": "v2", "method": "plain", "threshold": 0.5, "limit": 7,
-    "trust_remote_code": True, "allow_pickle": True, "max_error_share": 0.5, "max_write_failures": 1, "wait": True,
+    "trust_remote_code": True, "allow_pickle": True, "max_error_share": 0.5, "wait": True,
 }  # fmt: skip
 
 
@@ -107,7 +106,7 @@ def test_permission_to_run_code_is_not_written_next_to_an_output() -> None:
         ("temperature", 1e-39), ("temperature", 1e-7), ("temperature", 1e7), ("temperature", float("inf")),
         ("temperature", float("nan")), ("top_p", 0), ("top_p", float("nan")), ("top_k", 2**63), ("top_k", -1),
         ("repetition_penalty", 1e-40), ("repetition_penalty", float("inf")), ("max_new_tokens", 2**31),
-        ("memory_gib", float("inf")), ("max_error_share", 1.5), ("max_error_share", -0.1), ("max_write_failures", 0),
+        ("memory_gib", float("inf")), ("max_error_share", 1.5), ("max_error_share", -0.1), ("attempts", 0),
         ("wait", "perhaps"),
     ],
 )  # fmt: skip
@@ -118,8 +117,5 @@ def test_invalid_values_are_refused_by_name(name: str, value: Any) -> None:
 
 
 def test_the_job_and_the_engine_have_the_same_limits() -> None:
-    assert (settings.SMALLEST, settings.LARGEST, settings.LARGEST_INT) == (
-        request.SMALLEST, request.LARGEST, request.LARGEST_INT
-    )  # fmt: skip
     job = Job(**BASE, temperature=1e-6, top_p=1e-50, top_k=2**31 - 1, repetition_penalty=1e6)
     request.Sampling(job.temperature, job.top_k, job.top_p, 0, job.repetition_penalty)

@@ -126,7 +126,7 @@ def run(
             writer.sweep()
         missing = list(plan.chunks() if fresh else plan.chunks(state.held()))
         if restart and state.job is not None:
-            writer.set_aside()
+            writer.keep_old()
         if fresh:
             writer.begin({"settings": settings}, plan)
         else:
@@ -598,12 +598,12 @@ SABOTAGES = [
     Sabotage(Writer, "begin", "self._withdraw()", "pass", RESTART),
     Sabotage(
         Writer,
-        "set_aside",
+        "keep_old",
         "-{self.epoch}",
         "",
         Case("complete", ("again", "compact", "again"), DISK, switches=1, every=1),
     ),
-    Sabotage(Writer, "set_aside", "[*names, *log]", "names", RESTART),
+    Sabotage(Writer, "keep_old", "[*names, *log]", "names", RESTART),
     Sabotage(
         Writer,
         "finish",
