@@ -62,7 +62,7 @@ def reference(name: str, command: Any) -> str:
     if arguments:
         lines += ["", *(f"- `{_argument(p)}`: {_line(p.help)}" for p in arguments)]
     if known:
-        lines += ["", f"Every [setting of a job]({SETTINGS}) is an option too."]
+        lines += ["", f"The [settings of a job]({SETTINGS}) are options too."]
     homes = {p.name: _home(name, p) for p in options}
     lines += _by_group(name, [p for p in options if not homes[p.name]])
     for home in dict.fromkeys(filter(None, homes.values())):

@@ -214,7 +214,7 @@ def page(trials: list[Trial]) -> str:
         "# Model families",
         "",
         f"{MADE} with transformers {transformers.__version__}.",
-        "Each job tests its own model too. With another configuration a rejected family may work, and the reverse.",
+        "Each job tests its own model too. With another configuration a rejected family may work, and vice versa.",
         "",
         "**Method.** A tiny model of the family has random weights and a layer of each kind. It decodes five prompts",
         f"in batches of 4, with itself as the draft. In float32 {NEW} tokens of each must equal those of `generate`.",

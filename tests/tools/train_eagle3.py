@@ -62,7 +62,7 @@ class Unrolled:
         mixed = weights[..., :width] @ self.values[0]
         for i, v in enumerate(self.values[1:]):
             mixed = mixed + weights[..., width + i : width + i + 1] * v
-        hidden = (normed if layer.before else feature) + attention.o_proj(
+        hidden = (normed if layer.norm_before_residual else feature) + attention.o_proj(
             mixed.transpose(1, 2).reshape(rows, width, -1)
         )
         return hidden + layer.mlp(layer.post_attention_layernorm(hidden))  # type: ignore[no-any-return]
