@@ -13,10 +13,8 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 import s3fs
-from typer.testing import CliRunner
 
 from exspec.actors.generator import Origin
-from exspec.jobs import cli
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Plan, Shard
 from exspec.pipeline.output import lease
@@ -29,6 +27,7 @@ from exspec.pipeline.output.report import rebuild
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
 from exspec.pipeline.storage import Folder
+from tests.jobs import calls
 from tests.pipeline import jobs
 from tests.pipeline.in_process import in_process
 
@@ -396,13 +395,9 @@ def test_flipped_bytes_are_named_and_nothing_is_removed(place: Path) -> None:
 def test_an_audit_reads_merged_files(pair: Pair, tmp_path: Path) -> None:
     jobs.write_shards(tmp_path / "in", rows=40)
     assert execute(prepare(jobs.job(pair, tmp_path / "in", tmp_path / "out"))) == 0
-    words = ["compact", str(tmp_path / "out"), "--target-size", "1MiB"]
-    result = CliRunner().invoke(cli.app, words, catch_exceptions=False)
-    assert result.exit_code == 0
-    assert "1 files instead of 6" in result.stdout
-    assert "nothing to do" in CliRunner().invoke(cli.app, words).stdout
-    result = CliRunner().invoke(cli.app, ["audit", str(tmp_path / "out"), "--share", "1"], catch_exceptions=False)
-    assert result.exit_code == 0
+    assert "1 files instead of 6" in calls.succeed("compact", tmp_path / "out", "--target-size", "1MiB")
+    assert "nothing to do" in calls.succeed("compact", tmp_path / "out", "--target-size", "1MiB")
+    calls.succeed("audit", tmp_path / "out", "--share", "1")
     assert json.loads((tmp_path / "out" / "_audit.json").read_text())["comparisons"][0]["equal"] == 40
 
 
@@ -412,13 +407,13 @@ def test_a_size_has_a_unit(place: Path, monkeypatch: pytest.MonkeyPatch, text: s
     monkeypatch.setattr(
         "exspec.jobs.commands.compact.merge", lambda _, target, __: given.append(target) or Compacted(1, 1, 0)
     )
-    assert CliRunner().invoke(cli.app, ["compact", str(place / "out"), "--target-size", text]).exit_code == 0
+    calls.succeed("compact", place / "out", "--target-size", text)
     assert given == [bytes_]
 
 
 @pytest.mark.parametrize("text", ["large", "-1", "0", "10 apples"])
 def test_an_invalid_size_is_refused(text: str) -> None:
-    result = CliRunner().invoke(cli.app, ["compact", "out", "--target-size", text], env={"COLUMNS": "200"})
+    result = calls.call("compact", "out", "--target-size", text)
     assert result.exit_code == 2
     assert "expected bytes with a unit, such as 256MiB" in result.stderr
 

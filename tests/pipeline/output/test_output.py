@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 
+from exspec.actors.engine import EngineStatistics
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Chunk, Plan, Shard
 from exspec.pipeline.output import lease
+from exspec.pipeline.output.collect import Collector
 from exspec.pipeline.output.compact import compact
 from exspec.pipeline.output.owner import BusyError, Output, take
+from exspec.pipeline.output.parts import Task
 from exspec.pipeline.output.state import File, State, Summary
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
@@ -235,3 +239,37 @@ def test_a_million_chunks_fit_a_small_memory() -> None:
         state.apply({"kind": "swap", "new": new, "old": []})
     assert sum(1 for _ in state.missing()) == 1_000_000 - 5000
     assert psutil.Process().memory_info().rss - before < 64 << 20
+
+
+class Kept:
+    """A writer that records commits."""
+
+    def __init__(self) -> None:
+        self.files: list[File] = []
+
+    def commit(self, files: list[File]) -> None:
+        self.files += files
+
+
+def result(first: int, actor: str, prefill: int, found: int, set_aside: str = "") -> dict[str, Any]:
+    chunk = Chunk(plan().shards[0], 0, first, 8)
+    engine = EngineStatistics(prefill_tokens=prefill, cached_tokens=found)
+    file = vars(File("", f"staged-{first}", 1, "", 1, [])) | {"chunks": [vars(summary(chunk))]}
+    return {"task": Task(chunk), "actor": actor, "engine": engine, "set_aside": set_aside, "file": file}
+
+
+def test_the_prefill_counts_of_chunks_sum_to_what_the_engines_did() -> None:
+    """With two actors, a chunk that is set aside, and a result that overtakes an earlier one."""
+    writer = Kept()
+    collector = Collector(writer, Counter())  # type: ignore[arg-type]
+    for received in (
+        result(0, "a", 100, 0),
+        result(8, "b", 70, 30),
+        result(24, "a", 180, 120, set_aside="why"),
+        result(32, "a", 260, 240),
+        result(16, "a", 200, 150),
+    ):
+        collector.add(received)
+    collector.flush()
+    counts = {s.first: (s.prefill_tokens, s.found_tokens) for file in writer.files for s in file.chunks}
+    assert counts == {0: (100, 0), 8: (70, 30), 32: (160, 240), 16: (0, 0)}

@@ -9,9 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from typer.testing import CliRunner
 
-from exspec.jobs import cli
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.output import parts
 from exspec.pipeline.output.columns import GENERATED, completed, conform
@@ -20,6 +18,7 @@ from exspec.pipeline.output.owner import read_output, take
 from exspec.pipeline.output.report import rewrite
 from exspec.pipeline.output.state import FORMAT, State, Summary
 from exspec.pipeline.storage import Folder
+from tests.jobs import calls
 from tests.pipeline import jobs
 from tests.pipeline.in_process import in_process
 
@@ -70,18 +69,16 @@ def test_an_older_output_is_resumed_compacted_and_read(pair: Pair, place: Path) 
     assert figures["errors"] == 1
     assert figures["completion_tokens"] == sum(row["completion_tokens"] or 0 for row in jobs.read_output(out).values())
 
-    words = ["--columns", "id", "--columns", "forced"]
-    assert CliRunner().invoke(cli.app, ["convert", str(out), str(place / "some.csv"), *words]).exit_code == 0
+    calls.succeed("convert", out, place / "some.csv", "--columns", "id", "--columns", "forced")
     with (place / "some.csv").open(newline="") as file:
         found = {row["id"]: row["forced"] for row in csv.DictReader(file)}
     assert len(found) == ROWS
     assert all((found[name] == "") == (name in before or name == str(REFUSED)) for name in found)
 
-    assert CliRunner().invoke(cli.app, ["convert", str(out), str(place / "all.jsonl")]).exit_code == 0
+    calls.succeed("convert", out, place / "all.jsonl")
     rows = [json.loads(line) for line in (place / "all.jsonl").read_text().splitlines()]
     assert all(list(row) == list(rows[-1]) and set(NEW) <= set(row) for row in rows)
-    partitioned = ["convert", str(out), str(place / "by"), "--partition-by", "finish_reason", "--columns", "forced"]
-    assert CliRunner().invoke(cli.app, partitioned).exit_code == 0
+    calls.succeed("convert", out, place / "by", "--partition-by", "finish_reason", "--columns", "forced")
 
     compact(Folder(str(out)), 1 << 20)
     (file,) = out.glob("part-*")
@@ -156,4 +153,4 @@ def test_a_newer_output_is_refused_by_name(pair: Pair, place: Path, description:
                 read_output(Folder(str(place / "out")))
         for command, *more in (["report"], ["convert", "x.csv"], ["compact"], ["audit"]):
             with pytest.raises(JobError, match=message):
-                CliRunner().invoke(cli.app, [command, str(place / "out"), *more], catch_exceptions=False)
+                calls.call(command, place / "out", *more)
