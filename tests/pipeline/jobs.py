@@ -22,6 +22,7 @@ from tests import tiny
 from tests.tiny import ArithmeticModel
 
 WORDS = [f"w{i}" for i in range(tiny.VOCABULARY)]
+Pair = tuple[str, str]  # folders of a target and a draft
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -30,7 +31,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made)
 
 
-def save_pair(folder: Path) -> tuple[str, str]:
+def save_pair(folder: Path) -> Pair:
     """A tiny target and draft in folders of their own."""
     for name, seed in (("target", 0), ("draft", 1)):
         tiny.model(seed=seed, max_position_embeddings=64).save_pretrained(folder / name)
@@ -161,7 +162,7 @@ class BreaksOff:
         return block
 
 
-def job(pair: tuple[str, str], source: Any, output: Any, **settings: Any) -> Job:
+def job(pair: Pair, source: Any, output: Any, **settings: Any) -> Job:
     return Job(**{
         "target": pair[0], "draft": pair[1], "input": [str(source)], "output": str(output), "rows_per_chunk": 8,
         "actors": "1",
@@ -172,7 +173,7 @@ def job(pair: tuple[str, str], source: Any, output: Any, **settings: Any) -> Job
 
 
 def run(
-    pair: tuple[str, str],
+    pair: Pair,
     place: Path,
     rows: int | None = None,
     load: Any = None,

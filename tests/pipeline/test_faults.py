@@ -23,7 +23,6 @@ from tests.pipeline import jobs
 from tests.pipeline.generators import generators
 
 ROOT = Path(__file__).parents[2]
-Pair = tuple[str, str]
 
 
 class Reaper(threading.Thread):
@@ -54,7 +53,7 @@ class Reaper(threading.Thread):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
-def test_actors_killed_at_random_moments(pair: Pair, tmp_path: Path) -> None:
+def test_actors_killed_at_random_moments(pair: jobs.Pair, tmp_path: Path) -> None:
     with Reaper(tmp_path / "out", count=3, seed=1) as reaper:
         assert jobs.run(pair, tmp_path, 240, jobs.ArithmeticLoader(0.05), actors="2", attempts=20) == 0
     assert reaper.killed, "the job ended before anything died"
@@ -66,7 +65,7 @@ def test_actors_killed_at_random_moments(pair: Pair, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("ray_session")
 @pytest.mark.parametrize(("most", "attempts"), [(4, 4), (3, 2)])
 def test_an_actor_out_of_memory_comes_back_with_a_smaller_window(
-    pair: Pair, tmp_path: Path, most: int, attempts: int
+    pair: jobs.Pair, tmp_path: Path, most: int, attempts: int
 ) -> None:
     """A window of 4, its batch, fits at last. If even that is too much, the chunk is set aside."""
     code = jobs.run(pair, tmp_path, 20, jobs.ForgetfulLoader(most), rows_per_chunk=20, attempts=attempts)
@@ -81,7 +80,7 @@ def test_an_actor_out_of_memory_comes_back_with_a_smaller_window(
 
 
 @pytest.mark.parametrize("attention", ["gathered", "auto"])
-def test_a_smaller_window_has_fewer_pages(pair: Pair, tmp_path: Path, attention: AttentionName) -> None:
+def test_a_smaller_window_has_fewer_pages(pair: jobs.Pair, tmp_path: Path, attention: AttentionName) -> None:
     """With either kind of attention. One row of the capacity always fits."""
     jobs.write_shards(tmp_path / "in", rows=20)
     job = jobs.job(pair, tmp_path / "in", tmp_path / "out")
@@ -94,7 +93,7 @@ def test_a_smaller_window_has_fewer_pages(pair: Pair, tmp_path: Path, attention:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
-def test_a_row_that_kills_its_process_becomes_an_error_row(pair: Pair, tmp_path: Path) -> None:
+def test_a_row_that_kills_its_process_becomes_an_error_row(pair: jobs.Pair, tmp_path: Path) -> None:
     poisoned = 29
     assert jobs.run(pair, tmp_path, 60, jobs.PoisonLoader(jobs.prompt(poisoned)), rows_per_chunk=20) == 0
     rows = jobs.read_output(tmp_path / "out")
@@ -104,7 +103,7 @@ def test_a_row_that_kills_its_process_becomes_an_error_row(pair: Pair, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
-def test_a_chunk_that_always_kills_is_set_aside_and_named(pair: Pair, tmp_path: Path, capsys: Any) -> None:
+def test_a_chunk_that_always_kills_is_set_aside_and_named(pair: jobs.Pair, tmp_path: Path, capsys: Any) -> None:
     """After the given number of attempts. The rest is decoded, and the exit code says that rows are missing."""
     settings = {"rows_per_chunk": 20, "attempts": 2}
     assert jobs.run(pair, tmp_path, 60, jobs.PoisonLoader(jobs.prompt(29)), **settings) == 1
@@ -133,7 +132,7 @@ def wait_for_parts(folder: Path, count: int, process: subprocess.Popen[bytes]) -
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
-def test_the_driver_killed_and_run_again(pair: Pair, tmp_path: Path) -> None:
+def test_the_driver_killed_and_run_again(pair: jobs.Pair, tmp_path: Path) -> None:
     jobs.write_shards(tmp_path / "in", rows=120)
     job = jobs.job(pair, tmp_path / "in", tmp_path / "out")
     driver = start_driver(job, tmp_path, 0.05)
@@ -149,7 +148,7 @@ def test_the_driver_killed_and_run_again(pair: Pair, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
-def test_the_pool_is_never_drained(pair: Pair, tmp_path: Path) -> None:
+def test_the_pool_is_never_drained(pair: jobs.Pair, tmp_path: Path) -> None:
     """With many chunks and heavy-tailed lengths, chunks in flight keep the rows of every round busy."""
     load = jobs.ArithmeticLoader(0.002)
     assert jobs.run(pair, tmp_path, 1200, load, rows_per_chunk=24, chunks_in_flight=6) == 0

@@ -18,21 +18,20 @@ from tests import tiny
 from tests.jobs import calls
 from tests.pipeline import jobs
 
-Pair = tuple[str, str]
 NOTE = "note: exspec ignores the model's generation config: bad_words_ids [[7], [8], [9], [11]], min_new_tokens 1"
 ASKS = {"repetition_penalty": 1.4, "suppress_tokens": [7, 8, 9, 11], "min_new_tokens": 1}
 BASE: dict[str, Any] = {"target": "t", "draft": "d", "input": "in", "output": "out"}
 
 
 @pytest.fixture(scope="module")
-def asking(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def asking(tmp_path_factory: pytest.TempPathFactory) -> jobs.Pair:
     """A pair whose target ships settings that change greedy tokens."""
     pair = jobs.save_pair(tmp_path_factory.mktemp("asking"))
     write(pair, **ASKS)
     return pair
 
 
-def write(pair: Pair, **settings: Any) -> None:
+def write(pair: jobs.Pair, **settings: Any) -> None:
     GenerationConfig(eos_token_id=list(tiny.ENDS), pad_token_id=0, **settings).save_pretrained(pair[0])
 
 
@@ -43,7 +42,7 @@ def completions(job: Job) -> list[str]:
 
 
 def test_with_the_models_own_settings_a_job_gives_what_its_generate_gives(
-    asking: Pair, source: Path, tmp_path: Path, capsys: Any
+    asking: jobs.Pair, source: Path, tmp_path: Path, capsys: Any
 ) -> None:
     own = completions(jobs.job(asking, source, tmp_path / "own", limit=30, model_sampling=True))
     assert own == [jobs.generated(asking[0], n) for n in range(30)]
@@ -58,14 +57,14 @@ def test_with_the_models_own_settings_a_job_gives_what_its_generate_gives(
     assert stored["fingerprint"]["repetition_penalty"] == 1.4, "what was resolved is stored"
 
 
-def test_an_audit_of_a_job_without_them_compares_without_them(asking: Pair, source: Path, tmp_path: Path) -> None:
+def test_an_audit_of_a_job_without_them_compares_without_them(asking: jobs.Pair, source: Path, tmp_path: Path) -> None:
     assert execute(prepare(jobs.job(asking, source, tmp_path / "out", limit=20))) == 0
     calls.succeed("audit", tmp_path / "out", "--share", "1")
     comparisons = json.loads((tmp_path / "out" / "_audit.json").read_text())["comparisons"]
     assert [(c["rows"], c["equal"]) for c in comparisons] == [(20, 20), (20, 20)]
 
 
-def test_plan_says_in_one_line_what_is_not_used(asking: Pair, source: Path, tmp_path: Path) -> None:
+def test_plan_says_in_one_line_what_is_not_used(asking: jobs.Pair, source: Path, tmp_path: Path) -> None:
     plan = ("plan", "--input", source, "--output", tmp_path / "out", "--target", asking[0])
     assert f"{NOTE}, repetition_penalty 1.4; --model" in calls.succeed(*plan)
     assert f"{NOTE}; --model-sampling uses it" in calls.succeed(*plan, "--repetition-penalty", "1")
@@ -125,7 +124,7 @@ def test_a_label_job_leaves_the_limits_out() -> None:
     ],
 )
 def test_what_a_job_cannot_have_is_refused_by_its_key(
-    pair: Pair, source: Path, tmp_path: Path, asks: dict[str, Any], message: str
+    pair: jobs.Pair, source: Path, tmp_path: Path, asks: dict[str, Any], message: str
 ) -> None:
     own = tmp_path / "target"
     shutil.copytree(pair[0], own)

@@ -9,10 +9,8 @@ from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
 from tests.pipeline import jobs
 
-Pair = tuple[str, str]
 
-
-def test_an_actor_begins_with_the_latest_completions(pair: Pair, tmp_path: Path) -> None:
+def test_an_actor_begins_with_the_latest_completions(pair: jobs.Pair, tmp_path: Path) -> None:
     jobs.write_shards(tmp_path / "in", rows=40)
     job = jobs.job(pair, tmp_path / "in", tmp_path / "out")
     assert execute(prepare(job)) == 0

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_node_lost_with_its_actor_and_its_chunks(pair: tuple[str, str], tmp_path: Path) -> None:
+def test_a_node_lost_with_its_actor_and_its_chunks(pair: jobs.Pair, tmp_path: Path) -> None:
     """Its chunks run again on the other node: every row once, exit code 0."""
     jobs.write_shards(tmp_path / "in", rows=120)
     job = jobs.job(pair, tmp_path / "in", tmp_path / "out", actors="2", attempts=20)

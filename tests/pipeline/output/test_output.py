@@ -30,8 +30,6 @@ from exspec.pipeline.storage import Folder
 from tests.pipeline import jobs
 from tests.pipeline.test_faults import start_driver, wait_for_parts
 
-Pair = tuple[str, str]
-
 
 def summary(chunk: Chunk, errors: int = 0) -> Summary:
     return Summary(chunk.number, chunk.first, chunk.rows, errors, 0, 0, [], [], 0, 0, {}, "a", {}, 0.0, 1.0, 1)
@@ -43,7 +41,7 @@ def staged(writer: Any, *chunks: Chunk) -> File:
     return File("", name, 4, "", 4, [summary(chunk) for chunk in chunks])
 
 
-def test_shards_of_one_base_name_in_many_folders(pair: Pair, tmp_path: Path) -> None:
+def test_shards_of_one_base_name_in_many_folders(pair: jobs.Pair, tmp_path: Path) -> None:
     """Names of parts must not collide, even if digests of the folders' paths begin with the same eight hex digits."""
     jobs.write_shards(tmp_path / "all", rows=8, shards=2)
     for shard, customer in enumerate((47060, 52539)):
@@ -55,7 +53,7 @@ def test_shards_of_one_base_name_in_many_folders(pair: Pair, tmp_path: Path) -> 
     assert ds.dataset(tmp_path / "out", format="parquet").count_rows() == 8
 
 
-def test_a_name_of_200_characters_and_one_with_a_colon(pair: Pair, tmp_path: Path) -> None:
+def test_a_name_of_200_characters_and_one_with_a_colon(pair: jobs.Pair, tmp_path: Path) -> None:
     jobs.write_shards(tmp_path / "in", rows=20, shards=2)
     (tmp_path / "in" / "shard-0.parquet").rename(tmp_path / "in" / f"{'x' * 200}.parquet")
     (tmp_path / "in" / "shard-1.parquet").rename(tmp_path / "in" / "a: b.parquet")
@@ -63,7 +61,7 @@ def test_a_name_of_200_characters_and_one_with_a_colon(pair: Pair, tmp_path: Pat
     jobs.assert_complete(tmp_path / "out", 20)
 
 
-def test_two_drivers_with_other_settings_prepared_at_once(pair: Pair, tmp_path: Path) -> None:
+def test_two_drivers_with_other_settings_prepared_at_once(pair: jobs.Pair, tmp_path: Path) -> None:
     """The second finds that the first has begun another job."""
     jobs.write_shards(tmp_path / "in", rows=20)
     one, two = (prepare(jobs.job(pair, tmp_path / "in", tmp_path / "out", max_new_tokens=n)) for n in (50, 60))
@@ -75,7 +73,7 @@ def test_two_drivers_with_other_settings_prepared_at_once(pair: Pair, tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_second_run_prints_the_owner_and_exits(pair: Pair, tmp_path: Path) -> None:
+def test_a_second_run_prints_the_owner_and_exits(pair: jobs.Pair, tmp_path: Path) -> None:
     """Run, retry, restart and compact while a run of another process owns the output, which is not disturbed."""
     jobs.write_shards(tmp_path / "in", rows=120)
     job = jobs.job(pair, tmp_path / "in", tmp_path / "out")
@@ -96,7 +94,7 @@ def test_a_second_run_prints_the_owner_and_exits(pair: Pair, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_driver_that_was_stopped_wakes_up_after_another_finished(
-    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: jobs.Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At its next commit it finds that it lost the output, and exits with 1."""
     jobs.write_shards(tmp_path / "in", rows=120)
@@ -116,7 +114,7 @@ def test_a_driver_that_was_stopped_wakes_up_after_another_finished(
     assert (tmp_path / "out" / "_SUCCESS").exists()
 
 
-def test_a_refused_run_leaves_the_marker(pair: Pair, tmp_path: Path) -> None:
+def test_a_refused_run_leaves_the_marker(pair: jobs.Pair, tmp_path: Path) -> None:
     assert jobs.run(pair, tmp_path, rows=20) == 0
     table = pq.read_table(tmp_path / "in" / "shard-0.parquet")
     pq.write_table(table, tmp_path / "in" / "shard-9.parquet")
@@ -126,7 +124,7 @@ def test_a_refused_run_leaves_the_marker(pair: Pair, tmp_path: Path) -> None:
         assert (tmp_path / "out" / "_SUCCESS").exists()
 
 
-def test_a_limit_may_grow_and_not_shrink(pair: Pair, tmp_path: Path) -> None:
+def test_a_limit_may_grow_and_not_shrink(pair: jobs.Pair, tmp_path: Path) -> None:
     """Even if it cuts a chunk in two. Finished rows stay."""
     assert jobs.run(pair, tmp_path, rows=60, limit=13) == 0
     with pytest.raises(JobError, match=r"limit: is 10, but 13 rows are done in .*; raise it"):
@@ -137,7 +135,7 @@ def test_a_limit_may_grow_and_not_shrink(pair: Pair, tmp_path: Path) -> None:
     jobs.assert_complete(tmp_path / "out", 60)
 
 
-def test_binary_ids_are_hexadecimal(pair: Pair, tmp_path: Path) -> None:
+def test_binary_ids_are_hexadecimal(pair: jobs.Pair, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     table = pa.table({"uid": [b"\x01\xff", None], "prompt": ["w1", "w2"], "budget": [2, 2]})
     pq.write_table(table, tmp_path / "in" / "s.parquet")
@@ -146,7 +144,7 @@ def test_binary_ids_are_hexadecimal(pair: Pair, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_an_actor_staged_for_a_driver_that_died_is_kept(pair: Pair, tmp_path: Path) -> None:
+def test_what_an_actor_staged_for_a_driver_that_died_is_kept(pair: jobs.Pair, tmp_path: Path) -> None:
     """The next run commits a complete staged part and does not decode it again; it removes half a part."""
     assert jobs.run(pair, tmp_path, rows=20, limit=5) == 0
     (whole,) = (tmp_path / "out").glob("part-*")

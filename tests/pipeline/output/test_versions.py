@@ -22,18 +22,17 @@ from tests.jobs import calls
 from tests.pipeline import jobs
 from tests.pipeline.in_process import in_process
 
-Pair = tuple[str, str]
 ROWS, REFUSED = 60, 5
 NEW = ["prompt_tokens_cut", "forced", "seconds_decode"]  # columns that the older version did not write
 FIGURES = ("produced", "prefill_tokens", "found_tokens", "forced", "reasons")  # of a summary, likewise
 
 
-def run(pair: Pair, place: Path, **options: Any) -> int:
+def run(pair: jobs.Pair, place: Path, **options: Any) -> int:
     return jobs.run(pair, place, load=jobs.RefusingLoader(jobs.prompt(REFUSED)), **options)
 
 
 @pytest.fixture(scope="module")
-def begun(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def begun(pair: jobs.Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Half a job, written by a version with fewer columns and figures, and one figure that was removed since."""
     place = tmp_path_factory.mktemp("begun")
     encode, stage = parts.encode, parts.PartSink.stage
@@ -59,7 +58,7 @@ def place(begun: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(begun, tmp_path / "job"))
 
 
-def test_an_older_output_is_resumed_compacted_and_read(pair: Pair, place: Path) -> None:
+def test_an_older_output_is_resumed_compacted_and_read(pair: jobs.Pair, place: Path) -> None:
     out = place / "out"
     before = jobs.read_output(out)
     assert run(pair, place) == 0
@@ -90,7 +89,7 @@ def test_an_older_output_is_resumed_compacted_and_read(pair: Pair, place: Path) 
 
 
 @pytest.mark.parametrize("merged", [False, True])
-def test_a_retry_changes_only_the_error_row(pair: Pair, place: Path, merged: bool) -> None:
+def test_a_retry_changes_only_the_error_row(pair: jobs.Pair, place: Path, merged: bool) -> None:
     """In a part, and in a file merged from older and newer parts."""
     out = place / "out"
     assert run(pair, place) == 0
@@ -139,7 +138,9 @@ NEWER = "out: is an output of exspec 7.1, in format 2; exspec .* reads up to for
     ],
     ids=["format", "shape"],
 )
-def test_a_newer_output_is_refused_by_name(pair: Pair, place: Path, description: dict[str, Any], message: str) -> None:
+def test_a_newer_output_is_refused_by_name(
+    pair: jobs.Pair, place: Path, description: dict[str, Any], message: str
+) -> None:
     with take(read_output(Folder(str(place / "out"))), "run") as writer:
         writer.describe(description)
     with pytest.raises(JobError, match=message):
