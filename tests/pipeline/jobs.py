@@ -3,6 +3,8 @@
 import json
 import os
 import random
+import subprocess
+import sys
 import time
 from functools import lru_cache
 from pathlib import Path
@@ -21,6 +23,7 @@ from exspec.pipeline.run import execute
 from tests import tiny
 from tests.tiny import ArithmeticModel
 
+ROOT = Path(__file__).parents[2]
 WORDS = [f"w{i}" for i in range(tiny.VOCABULARY)]
 Pair = tuple[str, str]  # folders of a target and a draft
 
@@ -186,6 +189,25 @@ def run(
         write_shards(place / "in", rows)
     made = job(pair, place / "in", place / "out", **settings)
     return execute(prepare(made, restart), retry_errors, load=load or ArithmeticLoader())
+
+
+def started(pair: Pair, place: Path, parts: int) -> subprocess.Popen[bytes]:
+    """Start a job over 120 rows in a process with its own Ray, and wait until it has committed some parts."""
+    write_shards(place / "in", rows=120)
+    (place / "job.json").write_text(job(pair, place / "in", place / "out").model_dump_json())
+    command = [sys.executable, "-m", "tests.pipeline.driver", str(place / "job.json"), "0.05"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for_parts(place / "out", parts, process)
+    return process
+
+
+def wait_for_parts(output: Path, count: int, process: subprocess.Popen[Any]) -> None:
+    """Wait until the running process has committed so many parts."""
+    deadline = time.monotonic() + 300
+    while len(list(output.glob("part-*"))) < count:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def report(folder: Path) -> dict[str, Any]:

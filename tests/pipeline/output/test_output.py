@@ -28,7 +28,6 @@ from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
 from exspec.pipeline.storage import Folder
 from tests.pipeline import jobs
-from tests.pipeline.test_faults import start_driver, wait_for_parts
 
 
 def summary(chunk: Chunk, errors: int = 0) -> Summary:
@@ -75,10 +74,7 @@ def test_two_drivers_with_other_settings_prepared_at_once(pair: jobs.Pair, tmp_p
 @pytest.mark.slow
 def test_a_second_run_prints_the_owner_and_exits(pair: jobs.Pair, tmp_path: Path) -> None:
     """Run, retry, restart and compact while a run of another process owns the output, which is not disturbed."""
-    jobs.write_shards(tmp_path / "in", rows=120)
-    job = jobs.job(pair, tmp_path / "in", tmp_path / "out")
-    driver = start_driver(job, tmp_path, 0.05)
-    wait_for_parts(tmp_path / "out", 1, driver)
+    driver = jobs.started(pair, tmp_path, parts=1)
     refusal = rf"output .*out: in use by run on .* \(process {driver.pid}\) since .*; nothing was changed"
     for options in ({}, {"restart": True}, {"retry_errors": True}):
         with pytest.raises(BusyError, match=refusal):
@@ -97,10 +93,7 @@ def test_a_driver_that_was_stopped_wakes_up_after_another_finished(
     pair: jobs.Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At its next commit it finds that it lost the output, and exits with 1."""
-    jobs.write_shards(tmp_path / "in", rows=120)
-    job = jobs.job(pair, tmp_path / "in", tmp_path / "out")
-    driver = start_driver(job, tmp_path, 0.05)
-    wait_for_parts(tmp_path / "out", 2, driver)
+    driver = jobs.started(pair, tmp_path, parts=2)
     os.kill(driver.pid, signal.SIGSTOP)
     try:
         monkeypatch.setattr(lease, "dead", lambda *_: True)
