@@ -10,29 +10,9 @@ from typing import Any, Self
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
-from transformers import (
-    Glm4Config,
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-)
-from transformers.generation.logits_process import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
-from transformers.models.auto import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from exspec.actors.engine import Completion, Engine, EngineConfig, Request, Sampling, SequenceStatistics
 from exspec.actors.engine.drafters.clover_head import CloverConfig, CloverHead
@@ -58,12 +38,12 @@ _SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "n
 _COMMON = {"vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT, "initializer_range": 0.3,
            "bos_token_id": None, "eos_token_id": list(ENDS), "pad_token_id": 0}  # fmt: skip
 FAMILIES: dict[str, PretrainedConfig] = {
-    "llama": LlamaConfig(**_COMMON, **_SHAPE),
-    "qwen2": Qwen2Config(**_COMMON, **_SHAPE),
-    "qwen3": Qwen3Config(**_COMMON, **_SHAPE, head_dim=16),
-    "glm4": Glm4Config(**_COMMON, **_SHAPE, head_dim=16, partial_rotary_factor=0.5),
-    "mistral": MistralConfig(**_COMMON, **_SHAPE, sliding_window=None),
-    "gpt2": GPT2Config(**{**_COMMON, "n_positions": CONTEXT, "n_embd": 32, "n_layer": 2, "n_head": 4}),
+    "llama": transformers.LlamaConfig(**_COMMON, **_SHAPE),
+    "qwen2": transformers.Qwen2Config(**_COMMON, **_SHAPE),
+    "qwen3": transformers.Qwen3Config(**_COMMON, **_SHAPE, head_dim=16),
+    "glm4": transformers.Glm4Config(**_COMMON, **_SHAPE, head_dim=16, partial_rotary_factor=0.5),
+    "mistral": transformers.MistralConfig(**_COMMON, **_SHAPE, sliding_window=None),
+    "gpt2": transformers.GPT2Config(**{**_COMMON, "n_positions": CONTEXT, "n_embd": 32, "n_layer": 2, "n_head": 4}),
 }
 
 
@@ -155,7 +135,7 @@ def greedy(target: PreTrainedModel, rows: Sequence[Sequence[int]], max_new_token
     return {i: generate(target, row, max_new_tokens) for i, row in enumerate(rows)}
 
 
-class Penalties(LogitsProcessor):  # type: ignore[misc]
+class Penalties(transformers.LogitsProcessor):  # type: ignore[misc]
     """OpenAI's presence and frequency penalties, which transformers lacks."""
 
     def __init__(self, prompt: int, sampling: Sampling) -> None:
@@ -178,22 +158,22 @@ def slow_decode(target: PreTrainedModel, requests: Sequence[Request]) -> dict[Ha
 @torch.inference_mode()
 def _slow_decode(target: PreTrainedModel, request: Request) -> list[int]:
     prompt, sampling = request.prompt, request.sampling
-    processors = LogitsProcessorList()
-    if request.min_new_tokens:
-        processors.append(MinNewTokensLengthLogitsProcessor(len(prompt), request.min_new_tokens, sorted(ENDS)))
+    processors = transformers.LogitsProcessorList()
+    if least := request.min_new_tokens:
+        processors.append(transformers.MinNewTokensLengthLogitsProcessor(len(prompt), least, sorted(ENDS)))
     if request.bad_words:
-        processors.append(NoBadWordsLogitsProcessor([list(word) for word in request.bad_words]))
+        processors.append(transformers.NoBadWordsLogitsProcessor([list(word) for word in request.bad_words]))
     if sampling.repetition_penalty != 1:
-        processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+        processors.append(transformers.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
     processors.append(Penalties(len(prompt), sampling))
     if sampling.temperature > 0:
-        processors.append(TemperatureLogitsWarper(sampling.temperature))
+        processors.append(transformers.TemperatureLogitsWarper(sampling.temperature))
         if sampling.top_k:
-            processors.append(TopKLogitsWarper(sampling.top_k))
+            processors.append(transformers.TopKLogitsWarper(sampling.top_k))
         if sampling.top_p < 1:
-            processors.append(TopPLogitsWarper(sampling.top_p))
+            processors.append(transformers.TopPLogitsWarper(sampling.top_p))
         if sampling.min_p:
-            processors.append(MinPLogitsWarper(sampling.min_p))
+            processors.append(transformers.MinPLogitsWarper(sampling.min_p))
     tokens = list(prompt)
     while len(tokens) < min(len(prompt) + request.max_new_tokens, CONTEXT):
         ids = torch.tensor([tokens])

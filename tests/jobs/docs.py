@@ -1,13 +1,12 @@
 """The pages of the commands: `python -m tests.jobs.docs` writes the generated part of each page, from the command line.
 
 The generated part, between two marks, holds synopsis, help and options; the rest of a page is written by hand. The
-settings of a job, which several commands take, have a page of their own. A command without a page gets one from a
-template, and a test fails until somebody has filled it in.
+settings of a job, which several commands take, have a page of their own. A command without a page gets one with only
+the generated part, and a test fails until somebody has written the rest.
 """
 
 import inspect
 import re
-import sys
 from collections.abc import Iterable
 from enum import EnumType
 from pathlib import Path
@@ -22,34 +21,9 @@ from exspec.pipeline.job.settings import Auto, Job, grouped
 FOLDER = Path(__file__).parents[2] / "jobs" / "docs"
 INDEX, SETTINGS = "README.md", "settings.md"
 BEGIN, END = "<!-- generated: python -m tests.jobs.docs -->", "<!-- end -->"
-UNWRITTEN = "(to be written)"
 HEADINGS = ("## Examples", "## What it writes", "## When it goes wrong")
 EXIT_CODES = ("## Exit codes\n", "\nExit codes: ")  # by hand, or in the command's help
 LATER = {"any": "May change", "any if exact": "May change if the job is exact"}
-TEMPLATE = f"""\
-# exspec {{name}}
-
-{UNWRITTEN}: what it does, and when to use it.
-
-## Examples
-
-{{examples}}
-
-## What it writes
-
-{UNWRITTEN}
-
-## Exit codes
-
-{UNWRITTEN}
-
-## When it goes wrong
-
-- `{UNWRITTEN}`: {UNWRITTEN}
-
-{BEGIN}
-{END}
-"""
 
 
 def commands() -> dict[str, Any]:
@@ -230,8 +204,8 @@ def pages() -> dict[Path, str]:
     made = {}
     for name, command in commands().items():
         path = FOLDER / f"{name}.md"
-        blank = TEMPLATE.format(name=name, examples="\n".join(f"    {line}" for line in examples(command)))
-        made[path] = renewed(path.read_text(encoding="utf-8") if path.exists() else blank, reference(name, command))
+        page = path.read_text(encoding="utf-8") if path.exists() else f"{BEGIN}\n{END}\n"
+        made[path] = renewed(page, reference(name, command))
     for name, part in ((INDEX, index()), (SETTINGS, settings_reference())):
         made[FOLDER / name] = renewed((FOLDER / name).read_text(encoding="utf-8"), part)
     return made
@@ -246,12 +220,9 @@ def guides() -> set[Path]:
 
 def main() -> None:
     for path, text in pages().items():
-        before = path.read_text(encoding="utf-8") if path.exists() else None
-        if text != before:
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
             path.write_text(text, encoding="utf-8")
-            print(f"{'renewed' if before else 'made from the template, to be filled in:'} {path}")
-    for orphan in sorted(set(FOLDER.glob("*.md")) - set(pages()) - guides()):
-        print(f"no such command, and not in {INDEX}: {orphan}", file=sys.stderr)
+            print(f"renewed {path}")
 
 
 if __name__ == "__main__":

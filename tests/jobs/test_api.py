@@ -19,7 +19,7 @@ Settings = dict[str, Any]
 
 
 @pytest.fixture
-def settings(pair: tuple[str, str]) -> Settings:
+def settings(pair: jobs.Pair) -> Settings:
     return {"target": pair[0], "draft": pair[1], "max_new_tokens": 6, **SHAPE}
 
 

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -13,6 +12,7 @@ import pytest
 from exspec.jobs.demo.shards import write_shards
 from tests.jobs.calls import MAIN, rows_of
 from tests.pipeline.generators import held
+from tests.pipeline.jobs import wait_for_parts
 
 SHAPE = ["--method", "plain", "--batch-size", "2", "--window", "2", "--rows-per-chunk", "4", "--actors", "1"]
 
@@ -28,21 +28,13 @@ def end(process: subprocess.Popen[str], code: int) -> str:
     return out + err
 
 
-def await_parts(out: Path, count: int, process: subprocess.Popen[str]) -> None:
-    until = time.monotonic() + 300
-    while len(list(out.glob("part-*"))) < count:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 def test_a_second_command_exits_and_a_command_after_a_kill_resumes(tmp_path: Path) -> None:
     write_shards(tmp_path / "in", 96, 3)
     run = ["run", "--input", "in", "--output", "out", "--quiet", *SHAPE]
     first = start(tmp_path, *run)
-    await_parts(tmp_path / "out", 2, first)
+    wait_for_parts(tmp_path / "out", 2, first)
     with held(psutil.Process(first.pid)):
         for words in (run, [*run, "--restart"], ["compact", "out"]):
             printed = end(start(tmp_path, *words), 2)
@@ -53,7 +45,7 @@ def test_a_second_command_exits_and_a_command_after_a_kill_resumes(tmp_path: Pat
     kept = {path.name for path in (tmp_path / "out").glob("part-*")}
     assert 2 <= len(kept) < 24
     waiting = start(tmp_path, *run)
-    await_parts(tmp_path / "out", len(kept) + 1, waiting)
+    wait_for_parts(tmp_path / "out", len(kept) + 1, waiting)
     after = start(tmp_path, *run, "--wait")  # like a nightly job, which starts whether or not the last one has ended
     assert "96 of 96 rows" in end(waiting, 0)
     assert "nothing to do: all 96 rows" in end(after, 0), "the process that it waited for did all rows"

@@ -13,10 +13,8 @@ from exspec.pipeline.run import execute
 from tests.jobs.calls import call, overwrite, succeed
 from tests.pipeline import jobs
 
-Pair = tuple[str, str]
 
-
-def run_job(pair: Pair, place: Path, **settings: Any) -> Path:
+def run_job(pair: jobs.Pair, place: Path, **settings: Any) -> Path:
     jobs.write_shards(place / "in", rows=40)
     assert execute(prepare(jobs.job(pair, place / "in", place / "out", **settings))) == 0
     return place / "out"
@@ -27,7 +25,7 @@ def read(output: Path, name: str) -> Any:
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.8, "seed": 3}, {"dtype": "bfloat16", "method": "plain"}])
-def test_an_audit_passes_a_correct_job_and_finds_one_changed_word(pair: Pair, tmp_path: Path, settings: Any) -> None:
+def test_an_audit_passes_a_correct_job_and_finds_a_changed_word(pair: jobs.Pair, tmp_path: Path, settings: Any) -> None:
     out = run_job(pair, tmp_path, **settings)
     succeed("audit", out, "--share", 1)
     plain, generate = read(out, "_audit.json")["comparisons"]
@@ -56,7 +54,7 @@ def test_an_audit_passes_a_correct_job_and_finds_one_changed_word(pair: Pair, tm
     assert "differs from plain decoding" in (out / "_report.html").read_text()
 
 
-def test_the_sample_has_rows_of_every_shard_and_error_rows(pair: Pair, tmp_path: Path) -> None:
+def test_the_sample_has_rows_of_every_shard_and_error_rows(pair: jobs.Pair, tmp_path: Path) -> None:
     jobs.write_shards(tmp_path / "in", rows=30)
     schema = pq.read_schema(tmp_path / "in" / "shard-0.parquet")
     wrong = pa.table({"key": [98, 99], "prompt": [None, "w1 w2"], "budget": [3, -1]}, schema=schema)
@@ -66,7 +64,7 @@ def test_the_sample_has_rows_of_every_shard_and_error_rows(pair: Pair, tmp_path:
     assert 4 <= read(tmp_path / "out", "_audit.json")["sample"] <= 5 + 4
 
 
-def test_reports_are_rebuilt_and_compared(pair: Pair, tmp_path: Path) -> None:
+def test_reports_are_rebuilt_and_compared(pair: jobs.Pair, tmp_path: Path) -> None:
     one, two = run_job(pair, tmp_path / "a"), run_job(pair, tmp_path / "b", method="plain")
     before = read(one, "_report.json")
     for name in ("_report.json", "_report.html"):

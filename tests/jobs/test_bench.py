@@ -21,22 +21,8 @@ from exspec.jobs.demo import DRAFT, TARGET
 from exspec.jobs.training.clover import new_head
 
 SPEC_BENCH = Path(__file__).parents[3] / "shared" / "data" / "spec_bench.jsonl"
-SMALL = [
-    "--kernels",
-    "eager",
-    "--limit",
-    "6",
-    "--repeats",
-    "1",
-    "--batch-size",
-    "4",
-    "--window",
-    "6",
-    "--max-new-tokens",
-    "12",
-    "--threads",
-    "1",
-]
+SMALL = ["--kernels", "eager", "--limit", "6", "--repeats", "1", "--batch-size", "4", "--window", "6",
+         "--max-new-tokens", "12", "--threads", "1"]  # fmt: skip
 
 
 def run(*options: str) -> dict[str, Any]:
@@ -80,17 +66,8 @@ def test_of_several_drafts_each_drafter_takes_the_first_that_it_can_use(tmp_path
     assert printed["methods"][1]["acceptance_rate"] > 0.5
     drafted, rounds = printed["methods"][3]["drafted"], printed["methods"][3]["tokens"]
     assert 0 < drafted <= rounds, "the head that can draft one token"
-    printed = run(
-        "--target",
-        str(TARGET),
-        *drafts,
-        "--methods",
-        "plain,exspec:3,auto",
-        "--drafter",
-        "clover",
-        "--tune-seconds",
-        "2",
-    )
+    tuned = ("--methods", "plain,exspec:3,auto", "--drafter", "clover", "--tune-seconds", "2")
+    printed = run("--target", str(TARGET), *drafts, *tuned)
     assert [row["drafter"] for row in printed["methods"]][:2] == ["none", "clover"]
 
 
@@ -105,11 +82,6 @@ def test_policies_and_lengths_are_methods_of_their_own() -> None:
     assert explicit["wasted"] < fixed["wasted"]
     assert explicit["drafted"] < fixed["drafted"]
     assert both["tokens_per_round"] <= 5
-
-
-def test_an_unknown_method_is_refused() -> None:
-    with pytest.raises(ValueError, match="--methods: 'exspec:x' is unknown, expected some of plain, eqspec"):
-        CliRunner().invoke(cli.app, ["bench", "--methods", "exspec:x"], catch_exceptions=False)
 
 
 @pytest.mark.slow
@@ -157,12 +129,10 @@ def test_a_columns_item_and_what_is_wrong_with_it(tmp_path: Path) -> None:
             ["--methods", "plain,magic"],
             "--methods: 'magic' is unknown, expected some of plain, eqspec, exspec, auto, generate, assisted",
         ),
+        (["--methods", "exspec:x"], "--methods: 'exspec:x' is unknown, expected some of plain, eqspec"),
         (["--draft", "somewhere"], "--draft: expected --target too, or neither (the demo pair)"),
         (["--target", "somewhere"], "--methods: assisted needs --draft; name the others"),
-        (
-            ["--drafter", "oracle"],
-            f"--drafter: expected one of auto, {', '.join(DRAFTERS)}, not 'oracle'",
-        ),
+        (["--drafter", "oracle"], f"--drafter: expected one of auto, {', '.join(DRAFTERS)}, not 'oracle'"),
         (["--prompts", "missing.jsonl"], "missing.jsonl: No such file or directory"),
         (["--max-new-tokens", "1024"], "no prompt is left that fits the model's context with 1024 new tokens"),
     ],

@@ -25,7 +25,7 @@ from tests.pipeline.in_process import in_process
 
 
 @pytest.fixture(scope="module")
-def output(pair: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def output(pair: jobs.Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("convert")
     jobs.write_shards(place / "in", rows=30)
     for path in (place / "in").iterdir():

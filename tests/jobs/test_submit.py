@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import tomllib
 import urllib.request
 import zipfile
@@ -25,6 +24,7 @@ from exspec.pipeline.errors import JobError
 from tests.jobs.calls import overwrite, rows_of
 from tests.jobs.cluster import Head, ray_head
 from tests.pipeline.generators import held
+from tests.pipeline.jobs import wait_for_parts
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
@@ -90,11 +90,7 @@ def test_a_job_is_followed_interrupted_followed_again_and_cancelled(head: Head, 
     assert "long is still running" in error
 
     with subprocess.Popen(follow, env=head.environment(), **pipes) as second:
-        until = time.monotonic() + PATIENCE
-        while not list(output.glob("part-*")):
-            assert second.poll() is None, second.communicate()
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        wait_for_parts(output, 1, second)
         with held(head.process):
             cancelled = exspec(head, "cancel", "long")
             printed, error = second.communicate(timeout=60)

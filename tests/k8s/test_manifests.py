@@ -30,10 +30,10 @@ from tests.k8s.manifests import (
     render,
 )
 
+pytestmark = needs_renderer
+
 ALL = ("base", *OVERLAYS)
 PAIRS = list(itertools.combinations(OVERLAYS, 2))
-
-
 SETTINGS: dict[str, type[Job]] = {"run": Job, "label": LabelJob}  # by command
 
 
@@ -49,11 +49,6 @@ def change(item: Any, path: str, value: Any) -> None:
     at(item, parent)[int(key) if key.isdigit() else key] = value
 
 
-def test_the_readme_has_every_pair_of_overlays() -> None:
-    assert {frozenset(pair) for pair in combinations()} == {frozenset(pair) for pair in PAIRS}
-
-
-@needs_renderer
 @pytest.mark.parametrize("name", ALL)
 def test_every_overlay_is_accepted(name: str) -> None:
     objects = overlay(name)
@@ -69,7 +64,6 @@ def own_job(pair: tuple[str, ...]) -> str:
     return yaml.safe_dump(job)
 
 
-@needs_renderer
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
 def test_the_table_of_combinations_is_true(pair: tuple[str, str]) -> None:
     """A pair that goes together renders to the same accepted objects in both orders. Other pairs do not."""
@@ -106,7 +100,6 @@ TYPOS = [
 ]
 
 
-@needs_renderer
 @pytest.mark.parametrize(("kind", "path", "value"), TYPOS, ids=[path for _, path, _ in TYPOS])
 def test_a_typo_is_found(kind: str, path: str, value: Any) -> None:
     if path.startswith("spec.") and kind == "RayJob" and ".spec." not in path and not schemas.CRDS.is_dir():
@@ -140,7 +133,6 @@ BROKEN = [
 ]
 
 
-@needs_renderer
 @pytest.mark.parametrize(("name", "path", "value", "text"), BROKEN, ids=[f"{n}-{t}" for n, _, _, t in BROKEN])
 def test_what_an_operator_refuses_is_a_problem(name: str, path: str, value: Any, text: str) -> None:
     objects = overlay(name)
@@ -148,7 +140,6 @@ def test_what_an_operator_refuses_is_a_problem(name: str, path: str, value: Any,
     assert any(text in problem for problem in rules.problems(objects)), rules.problems(objects)
 
 
-@needs_renderer
 @pytest.mark.parametrize("name", ALL)
 def test_the_command_accepts_the_job_file(name: str, tmp_path: Path) -> None:
     objects = overlay(name)
@@ -167,7 +158,6 @@ IDENTITIES = {
 }
 
 
-@needs_renderer
 @pytest.mark.parametrize("name", OVERLAYS)
 @pytest.mark.parametrize("identity", IDENTITIES)
 def test_every_overlay_works_with_a_clouds_identity(identity: str, name: str) -> None:
@@ -177,14 +167,12 @@ def test_every_overlay_works_with_a_clouds_identity(identity: str, name: str) ->
     assert not of_kind(objects, "PodMonitor")
 
 
-@needs_renderer
 def test_pods_that_read_and_write_have_azures_label() -> None:
     for place, template in pod_templates(of_kind(combine(("azure-identity",)), "RayJob")):
         used = template["metadata"]["labels"].get("azure.workload.identity/use")
         assert used == (None if place.endswith("submitter") else "true"), place
 
 
-@needs_renderer
 def test_only_googles_identity_opens_the_metadata_server() -> None:
     opened = {item["metadata"]["name"]: item["spec"] for item in of_kind(combine(("gcp-identity",)), "NetworkPolicy")}
     spec = opened["metadata-server"]
@@ -194,7 +182,6 @@ def test_only_googles_identity_opens_the_metadata_server() -> None:
     assert found == {(address, port) for address, numbers in ports.items() for port in numbers}
 
 
-@needs_renderer
 @pytest.mark.parametrize("name", ALL)
 def test_only_named_traffic_goes_in_or_out(name: str) -> None:
     """The default is to deny. Ray's ports are open to Ray's pods only, which may send HTTPS to the internet."""
@@ -213,7 +200,6 @@ def test_only_named_traffic_goes_in_or_out(name: str) -> None:
         assert block["cidr"] == "2000::/3" or "169.254.0.0/16" in block["except"], "the metadata service is open"
 
 
-@needs_renderer
 def test_spot_workers_and_a_head_on_demand() -> None:
     cluster = one(overlay("spot"), "RayJob")["spec"]["rayClusterSpec"]
     place = "spec.affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSelectorTerms"
@@ -228,7 +214,6 @@ def test_spot_workers_and_a_head_on_demand() -> None:
     assert wanted <= refused
 
 
-@needs_renderer
 def test_the_folder_in_the_readme_is_accepted(tmp_path: Path) -> None:
     text = (K8S / "README.md").read_text()
     found = re.search(r"^    # mine/kustomization.yaml\n(.*?)\n\n", text, re.MULTILINE | re.DOTALL)

@@ -1,5 +1,6 @@
 """The README and the pages are true: manifests render, commands and links exist, figures are those of the engine."""
 
+import itertools
 import os
 import re
 import runpy
@@ -21,7 +22,7 @@ from exspec.jobs.benchmarks.shapes import SHAPES
 from exspec.jobs.cli import app
 from exspec.pipeline.shape import LONGEST, SHARE
 from tests.k8s import checks, policy, schemas
-from tests.k8s.manifests import K8S, ROOT, Manifest, needs_renderer, of_kind, one, render
+from tests.k8s.manifests import K8S, OVERLAYS, ROOT, Manifest, combinations, needs_renderer, of_kind, one, render
 
 PAGES = [K8S / "README.md", *sorted((K8S / "docs").glob("*.md"))]
 FILE = re.compile(r"^( +)# (\S+\.yaml)\n((?:\1.*\n)+)", re.MULTILINE)
@@ -30,6 +31,10 @@ FILES = {(page, name): textwrap.dedent(body) for page in PAGES for _, name, body
 FILES |= {(K8S / "docs" / "models.md", "fill.yaml"): (K8S / "docs" / "fill.yaml").read_text()}
 FOLDERS = [(page, Path(name).parent) for page, name in FILES if Path(name).name == "kustomization.yaml"]
 OBJECTS = [(page, name) for page, name in FILES if "/" not in name]
+
+
+def test_the_readme_has_every_pair_of_overlays() -> None:
+    assert set(map(frozenset, combinations())) == set(map(frozenset, itertools.combinations(OVERLAYS, 2)))
 
 
 def rendered(page: Path, folder: Path, place: Path) -> list[Manifest]:

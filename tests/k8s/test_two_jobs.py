@@ -7,13 +7,10 @@ import pytest
 from tests.k8s import checks
 from tests.k8s.manifests import OVERLAYS, Manifest, containers, needs_renderer, of_kind, pod_templates, suffixed, values
 
+pytestmark = needs_renderer
+
 SHARED = {("Namespace", "exspec")}
-FOLLOWED = {
-    "ConfigMap",
-    "ServiceAccount",
-    "Role",
-    "CronJob",
-}  # other objects refer to them by name
+FOLLOWED = {"ConfigMap", "ServiceAccount", "Role", "CronJob"}  # other objects refer to them by name
 SECRETS = {"exspec-ray-token", "exspec-hub", "exspec-s3"}
 RAY = {  # labels that the operator gives a pod
     "head": {"ray.io/is-ray-node": "yes", "ray.io/node-type": "head"},
@@ -59,13 +56,11 @@ def jobs(request: pytest.FixtureRequest) -> dict[str, list[Manifest]]:
     return {suffix: suffixed(request.param, suffix) for suffix in ("-a", "-b")}
 
 
-@needs_renderer
 def test_both_are_valid(jobs: dict[str, list[Manifest]]) -> None:
     for objects in jobs.values():
         assert checks.problems(objects) == []
 
 
-@needs_renderer
 def test_they_share_only_the_namespace_and_the_secrets(jobs: dict[str, list[Manifest]]) -> None:
     assert named(jobs["-a"]) & named(jobs["-b"]) == SHARED
     for suffix, objects in jobs.items():
@@ -76,7 +71,6 @@ def test_they_share_only_the_namespace_and_the_secrets(jobs: dict[str, list[Mani
         assert "exspec-ray-token" in used
 
 
-@needs_renderer
 def test_every_selector_selects_only_pods_of_its_job(jobs: dict[str, list[Manifest]]) -> None:
     others = {"-a": "-b", "-b": "-a"}
     for suffix, objects in jobs.items():
@@ -92,7 +86,6 @@ def test_every_selector_selects_only_pods_of_its_job(jobs: dict[str, list[Manife
             assert scraped == {*own} - {"submitter"}
 
 
-@needs_renderer
 def test_the_objects_of_a_job_have_its_label(jobs: dict[str, list[Manifest]]) -> None:
     for suffix, objects in jobs.items():
         for item in objects:
@@ -101,7 +94,6 @@ def test_the_objects_of_a_job_have_its_label(jobs: dict[str, list[Manifest]]) ->
                 assert labels["app.kubernetes.io/instance"] == f"exspec{suffix}", item["metadata"]["name"]
 
 
-@needs_renderer
 def test_a_nightly_job_has_the_suffix() -> None:
     (cron,) = of_kind(suffixed("cron", "-b"), "CronJob")
     (container,) = containers(cron["spec"]["jobTemplate"]["spec"]["template"])

@@ -30,7 +30,7 @@ def moto() -> Iterator[dict[str, Any]]:
 
 
 @pytest.fixture(scope="session")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> jobs.Pair:
     return jobs.save_pair(tmp_path_factory.mktemp("pair"))
 
 

@@ -3,6 +3,8 @@
 import json
 import os
 import random
+import subprocess
+import sys
 import time
 from functools import lru_cache
 from pathlib import Path
@@ -21,7 +23,9 @@ from exspec.pipeline.run import execute
 from tests import tiny
 from tests.tiny import ArithmeticModel
 
+ROOT = Path(__file__).parents[2]
 WORDS = [f"w{i}" for i in range(tiny.VOCABULARY)]
+Pair = tuple[str, str]  # folders of a target and a draft
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -30,7 +34,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made)
 
 
-def save_pair(folder: Path) -> tuple[str, str]:
+def save_pair(folder: Path) -> Pair:
     """A tiny target and draft in folders of their own."""
     for name, seed in (("target", 0), ("draft", 1)):
         tiny.model(seed=seed, max_position_embeddings=64).save_pretrained(folder / name)
@@ -161,7 +165,7 @@ class BreaksOff:
         return block
 
 
-def job(pair: tuple[str, str], source: Any, output: Any, **settings: Any) -> Job:
+def job(pair: Pair, source: Any, output: Any, **settings: Any) -> Job:
     return Job(**{
         "target": pair[0], "draft": pair[1], "input": [str(source)], "output": str(output), "rows_per_chunk": 8,
         "actors": "1",
@@ -172,7 +176,7 @@ def job(pair: tuple[str, str], source: Any, output: Any, **settings: Any) -> Job
 
 
 def run(
-    pair: tuple[str, str],
+    pair: Pair,
     place: Path,
     rows: int | None = None,
     load: Any = None,
@@ -185,6 +189,25 @@ def run(
         write_shards(place / "in", rows)
     made = job(pair, place / "in", place / "out", **settings)
     return execute(prepare(made, restart), retry_errors, load=load or ArithmeticLoader())
+
+
+def started(pair: Pair, place: Path, parts: int) -> subprocess.Popen[bytes]:
+    """Start a job over 120 rows in a process with its own Ray, and wait until it has committed some parts."""
+    write_shards(place / "in", rows=120)
+    (place / "job.json").write_text(job(pair, place / "in", place / "out").model_dump_json())
+    command = [sys.executable, "-m", "tests.pipeline.driver", str(place / "job.json"), "0.05"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for_parts(place / "out", parts, process)
+    return process
+
+
+def wait_for_parts(output: Path, count: int, process: subprocess.Popen[Any]) -> None:
+    """Wait until the running process has committed so many parts."""
+    deadline = time.monotonic() + 300
+    while len(list(output.glob("part-*"))) < count:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def report(folder: Path) -> dict[str, Any]:

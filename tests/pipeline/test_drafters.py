@@ -58,10 +58,14 @@ def test_the_drafter_may_change_between_the_runs_of_a_job(models: dict[str, str]
 @pytest.mark.parametrize(
     ("draft", "settings", "message"),
     [
-        ("foreign", {}, "draft .*foreign: the head is for a vocabulary of 62"),
-        ("wide", {}, "draft .*wide: the head is for a vocabulary of 61 and hidden states of 64"),
+        ("foreign", {}, "draft .*foreign: the head is for a vocabulary of 62 and hidden states of 32, but the target"),
+        ("wide", {}, "draft .*wide: the head is for a vocabulary of 61 and hidden states of 64, but .* has 61 and 32$"),
         ("authors", {"drafter": "clover"}, "drafter clover: it needs a head of Clover as its draft"),
-        ("clover", {"drafter": "clover", "method": "eqspec"}, "drafter clover: method eqspec moves the KV"),
+        (
+            "clover",
+            {"drafter": "clover", "method": "eqspec"},
+            "drafter clover: method eqspec moves the KV, but not the features of the head",
+        ),
         ("authors", {"drafter": "model"}, "drafter model: the draft is a head for eagle3"),
         ("draft", {"drafter": "eagle3"}, "drafter eagle3: it needs a head of EAGLE-3 as its draft"),
         (None, {"drafter": "early_exit", "exit_depth": 3, "check_depth": 2}, "drafter early_exit: it leaves at"),

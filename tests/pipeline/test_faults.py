@@ -1,4 +1,4 @@
-"""No row is lost, doubled or different, whatever process dies, and whenever."""
+"""No row is lost, doubled or different, whatever process or node dies, and whenever."""
 
 import os
 import random
@@ -6,24 +6,16 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from exspec.actors.engine import EngineConfig
-from exspec.actors.engine.config import AttentionName
-from exspec.pipeline.cluster.graph import PairLoader
-from exspec.pipeline.job.settings import Job
-from exspec.pipeline.prepare import prepare
-from exspec.pipeline.run import execute
 from tests.pipeline import jobs
 from tests.pipeline.generators import generators
 
-ROOT = Path(__file__).parents[2]
-Pair = tuple[str, str]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_session")]
 
 
 class Reaper(threading.Thread):
@@ -52,9 +44,7 @@ class Reaper(threading.Thread):
         self.join()
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("ray_session")
-def test_actors_killed_at_random_moments(pair: Pair, tmp_path: Path) -> None:
+def test_actors_killed_at_random_moments(pair: jobs.Pair, tmp_path: Path) -> None:
     with Reaper(tmp_path / "out", count=3, seed=1) as reaper:
         assert jobs.run(pair, tmp_path, 240, jobs.ArithmeticLoader(0.05), actors="2", attempts=20) == 0
     assert reaper.killed, "the job ended before anything died"
@@ -62,11 +52,9 @@ def test_actors_killed_at_random_moments(pair: Pair, tmp_path: Path) -> None:
     assert jobs.report(tmp_path / "out")["repeated_chunks"] > 0
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("ray_session")
 @pytest.mark.parametrize(("most", "attempts"), [(4, 4), (3, 2)])
 def test_an_actor_out_of_memory_comes_back_with_a_smaller_window(
-    pair: Pair, tmp_path: Path, most: int, attempts: int
+    pair: jobs.Pair, tmp_path: Path, most: int, attempts: int
 ) -> None:
     """A window of 4, its batch, fits at last. If even that is too much, the chunk is set aside."""
     code = jobs.run(pair, tmp_path, 20, jobs.ForgetfulLoader(most), rows_per_chunk=20, attempts=attempts)
@@ -80,21 +68,7 @@ def test_an_actor_out_of_memory_comes_back_with_a_smaller_window(
         assert "died in each of 2 attempts (OutOfMemoryError: CUDA out of memory)" in report["set_aside"][0]
 
 
-@pytest.mark.parametrize("attention", ["gathered", "auto"])
-def test_a_smaller_window_has_fewer_pages(pair: Pair, tmp_path: Path, attention: AttentionName) -> None:
-    """With either kind of attention. One row of the capacity always fits."""
-    jobs.write_shards(tmp_path / "in", rows=20)
-    job = jobs.job(pair, tmp_path / "in", tmp_path / "out")
-    config = EngineConfig(batch_size=4, window=16, bucket=32, capacity=64, prefill_columns=8, attention=attention)
-    load = PairLoader(job, config, "cpu")
-    pages = {window: load(window)[0].config.page_count for window in (32, 16, 8, 2, 1)}
-    assert pages == {32: 128, 16: 128, 8: 64, 2: 16, 1: 8}
-    assert config.fewest_pages == 8
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("ray_session")
-def test_a_row_that_kills_its_process_becomes_an_error_row(pair: Pair, tmp_path: Path) -> None:
+def test_a_row_that_kills_its_process_becomes_an_error_row(pair: jobs.Pair, tmp_path: Path) -> None:
     poisoned = 29
     assert jobs.run(pair, tmp_path, 60, jobs.PoisonLoader(jobs.prompt(poisoned)), rows_per_chunk=20) == 0
     rows = jobs.read_output(tmp_path / "out")
@@ -102,9 +76,7 @@ def test_a_row_that_kills_its_process_becomes_an_error_row(pair: Pair, tmp_path:
     assert [n for n in range(60) if n != poisoned and rows[str(n)]["completion"] != jobs.expected(n)] == []
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("ray_session")
-def test_a_chunk_that_always_kills_is_set_aside_and_named(pair: Pair, tmp_path: Path, capsys: Any) -> None:
+def test_a_chunk_that_always_kills_is_set_aside_and_named(pair: jobs.Pair, tmp_path: Path, capsys: Any) -> None:
     """After the given number of attempts. The rest is decoded, and the exit code says that rows are missing."""
     settings = {"rows_per_chunk": 20, "attempts": 2}
     assert jobs.run(pair, tmp_path, 60, jobs.PoisonLoader(jobs.prompt(29)), **settings) == 1
@@ -117,41 +89,35 @@ def test_a_chunk_that_always_kills_is_set_aside_and_named(pair: Pair, tmp_path: 
     jobs.assert_complete(tmp_path / "out", 60)
 
 
-def start_driver(job: Job, folder: Path, seconds: float) -> subprocess.Popen[bytes]:
-    (folder / "job.json").write_text(job.model_dump_json())
-    command = [sys.executable, "-m", "tests.pipeline.driver", str(folder / "job.json"), str(seconds)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-
-def wait_for_parts(folder: Path, count: int, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 300
-    while len(list(folder.glob("part-*"))) < count:
-        assert process.poll() is None, "the driver ended before it could be killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("ray_session")
-def test_the_driver_killed_and_run_again(pair: Pair, tmp_path: Path) -> None:
-    jobs.write_shards(tmp_path / "in", rows=120)
-    job = jobs.job(pair, tmp_path / "in", tmp_path / "out")
-    driver = start_driver(job, tmp_path, 0.05)
-    wait_for_parts(tmp_path / "out", 3, driver)
+def test_the_driver_killed_and_run_again(pair: jobs.Pair, tmp_path: Path) -> None:
+    driver = jobs.started(pair, tmp_path, parts=3)
     driver.kill()
     driver.wait()
     kept = {p: p.stat().st_mtime_ns for p in (tmp_path / "out").glob("part-*")}
     assert 3 <= len(kept) < 15
-    assert execute(prepare(job), load=jobs.ArithmeticLoader()) == 0
+    assert jobs.run(pair, tmp_path) == 0
     jobs.assert_complete(tmp_path / "out", 120)
     assert all(p.stat().st_mtime_ns == then for p, then in kept.items())
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("ray_session")
-def test_the_pool_is_never_drained(pair: Pair, tmp_path: Path) -> None:
+def test_the_pool_is_never_drained(pair: jobs.Pair, tmp_path: Path) -> None:
     """With many chunks and heavy-tailed lengths, chunks in flight keep the rows of every round busy."""
     load = jobs.ArithmeticLoader(0.002)
     assert jobs.run(pair, tmp_path, 1200, load, rows_per_chunk=24, chunks_in_flight=6) == 0
     jobs.assert_complete(tmp_path / "out", 1200)
     assert jobs.report(tmp_path / "out")["occupancy"] > 0.9
+
+
+def test_a_node_lost_with_its_actor_and_its_chunks(pair: jobs.Pair, tmp_path: Path) -> None:
+    """Its chunks run again on the other node: every row once, exit code 0."""
+    jobs.write_shards(tmp_path / "in", rows=120)
+    job = jobs.job(pair, tmp_path / "in", tmp_path / "out", actors="2", attempts=20)
+    (tmp_path / "job.json").write_text(job.model_dump_json())
+    command = [sys.executable, "-m", "tests.pipeline.lost_node", str(tmp_path / "job.json"), "0.05"]
+    # The cluster of this test must not use a token of the tests' environment.
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_A")}
+    done = subprocess.run(command, cwd=jobs.ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "node lost after" in done.stdout
+    jobs.assert_complete(tmp_path / "out", 120)
+    assert jobs.report(tmp_path / "out")["repeated_chunks"] > 0, "nothing was in flight on the lost node"

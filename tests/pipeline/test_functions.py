@@ -67,7 +67,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("ray_session")
-def test_rows_are_made_before_and_columns_added_after(pair: tuple[str, str], own: Path) -> None:
+def test_rows_are_made_before_and_columns_added_after(pair: jobs.Pair, own: Path) -> None:
     assert jobs.run(pair, own, rows=30, map="mine:shorter", map_output="mine:count") == 0
     given = {row["key"]: row for path in (own / "in").iterdir() for row in pq.read_table(path).to_pylist()}
     rows = [row for path in (own / "out").glob("*.parquet") for row in pq.read_table(path).to_pylist()]
@@ -79,7 +79,7 @@ def test_rows_are_made_before_and_columns_added_after(pair: tuple[str, str], own
         assert row["prompt_tokens"] == len(words), "the prompt is what the function made"
 
 
-def test_other_code_is_another_job(pair: tuple[str, str], own: Path) -> None:
+def test_other_code_is_another_job(pair: jobs.Pair, own: Path) -> None:
     assert jobs.run(pair, own, rows=6, map="mine:shorter") == 0
     stored = stored_job(read_output(Folder(str(own / "out"))).state.description, {})
     assert stored.map == jobs.job(pair, own / "in", own / "out", map="mine:shorter").map, "the output has the code"
@@ -89,7 +89,7 @@ def test_other_code_is_another_job(pair: tuple[str, str], own: Path) -> None:
         prepare(jobs.job(pair, own / "in", own / "out", map="mine:shorter"))
 
 
-def test_a_function_that_fails_affects_only_its_chunks(pair: tuple[str, str], own: Path, capsys: Any) -> None:
+def test_a_function_that_fails_affects_only_its_chunks(pair: jobs.Pair, own: Path, capsys: Any) -> None:
     assert jobs.run(pair, own, rows=30, map="mine:for_many") == 1
     assert "map: mine:for_many: ValueError: the first row" in capsys.readouterr().out
     rows = jobs.read_output(own / "out")
@@ -97,7 +97,7 @@ def test_a_function_that_fails_affects_only_its_chunks(pair: tuple[str, str], ow
     assert len(rows) > 20
 
 
-def test_rows_in_another_order_are_refused(pair: tuple[str, str], own: Path, capsys: Any) -> None:
+def test_rows_in_another_order_are_refused(pair: jobs.Pair, own: Path, capsys: Any) -> None:
     assert jobs.run(pair, own, rows=12, map_output="mine:backwards") == 1
     assert "mine:backwards: changed the order of the rows" in capsys.readouterr().out
     assert not list((own / "out").glob("part-*"))
@@ -112,7 +112,7 @@ def test_rows_in_another_order_are_refused(pair: tuple[str, str], own: Path, cap
     ],
 )
 def test_an_unusable_function_is_refused_before_the_job_starts(
-    pair: tuple[str, str], own: Path, function: str, message: str
+    pair: jobs.Pair, own: Path, function: str, message: str
 ) -> None:
     jobs.write_shards(own / "in", rows=3)
     with pytest.raises(JobError) as refused:
@@ -121,7 +121,7 @@ def test_an_unusable_function_is_refused_before_the_job_starts(
 
 
 @pytest.mark.parametrize("name", ["mine", "mine:", "mi-ne:count", "no_such_module:count", "mine:1"])
-def test_a_function_that_is_nowhere_is_named(pair: tuple[str, str], own: Path, name: str) -> None:
+def test_a_function_that_is_nowhere_is_named(pair: jobs.Pair, own: Path, name: str) -> None:
     with pytest.raises(
         ValueError, match=r"expected module:function|no file no_such_module\.py below .*, and no module"
     ):
@@ -144,7 +144,7 @@ def test_an_invalid_result_is_refused(own: Path, function: str, message: str) ->
     assert message in str(refused.value)
 
 
-def test_the_fingerprint_has_a_digest_and_the_job_the_source(pair: tuple[str, str], own: Path) -> None:
+def test_the_fingerprint_has_a_digest_and_the_job_the_source(pair: jobs.Pair, own: Path) -> None:
     job = jobs.job(pair, own / "in", own / "out", map="mine:shorter")
     assert SOURCE in job.published()["map"]["source"]
     found = fingerprint(job, {})

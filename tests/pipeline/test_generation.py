@@ -6,11 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
-from typer.testing import CliRunner
+from transformers import GenerationConfig
 
-from exspec.jobs import cli
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job.fingerprint import differences, fingerprint
 from exspec.pipeline.job.generation import OwnSettings, note, own_settings, with_own
@@ -18,23 +15,23 @@ from exspec.pipeline.job.settings import Job
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
 from tests import tiny
+from tests.jobs import calls
 from tests.pipeline import jobs
 
-Pair = tuple[str, str]
 NOTE = "note: exspec ignores the model's generation config: bad_words_ids [[7], [8], [9], [11]], min_new_tokens 1"
 ASKS = {"repetition_penalty": 1.4, "suppress_tokens": [7, 8, 9, 11], "min_new_tokens": 1}
 BASE: dict[str, Any] = {"target": "t", "draft": "d", "input": "in", "output": "out"}
 
 
 @pytest.fixture(scope="module")
-def asking(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def asking(tmp_path_factory: pytest.TempPathFactory) -> jobs.Pair:
     """A pair whose target ships settings that change greedy tokens."""
     pair = jobs.save_pair(tmp_path_factory.mktemp("asking"))
     write(pair, **ASKS)
     return pair
 
 
-def write(pair: Pair, **settings: Any) -> None:
+def write(pair: jobs.Pair, **settings: Any) -> None:
     GenerationConfig(eos_token_id=list(tiny.ENDS), pad_token_id=0, **settings).save_pretrained(pair[0])
 
 
@@ -44,23 +41,11 @@ def completions(job: Job) -> list[str]:
     return [rows[str(n)]["completion"] for n in range(30)]
 
 
-def generated(folder: str, **settings: Any) -> list[str]:
-    target, words = AutoModelForCausalLM.from_pretrained(folder), jobs.tokenizer()
-    texts = []
-    for n in range(30):
-        ids = torch.tensor([jobs.prompt(n)])
-        mask = torch.ones_like(ids)
-        output = target.generate(input_ids=ids, attention_mask=mask, max_new_tokens=jobs.budget(n), **settings)
-        tokens = output[0, ids.shape[1] :].tolist()
-        texts.append(words.decode(tokens[:-1] if tokens[-1] in tiny.ENDS else tokens))
-    return texts
-
-
 def test_with_the_models_own_settings_a_job_gives_what_its_generate_gives(
-    asking: Pair, source: Path, tmp_path: Path, capsys: Any
+    asking: jobs.Pair, source: Path, tmp_path: Path, capsys: Any
 ) -> None:
     own = completions(jobs.job(asking, source, tmp_path / "own", limit=30, model_sampling=True))
-    assert own == generated(asking[0])
+    assert own == [jobs.generated(asking[0], n) for n in range(30)]
     assert "generation config" not in capsys.readouterr().out
     plain = completions(jobs.job(asking, source, tmp_path / "plain", limit=30))
     assert plain != own, "the settings change something"
@@ -72,23 +57,18 @@ def test_with_the_models_own_settings_a_job_gives_what_its_generate_gives(
     assert stored["fingerprint"]["repetition_penalty"] == 1.4, "what was resolved is stored"
 
 
-def test_an_audit_of_a_job_without_them_compares_without_them(asking: Pair, source: Path, tmp_path: Path) -> None:
+def test_an_audit_of_a_job_without_them_compares_without_them(asking: jobs.Pair, source: Path, tmp_path: Path) -> None:
     assert execute(prepare(jobs.job(asking, source, tmp_path / "out", limit=20))) == 0
-    result = CliRunner().invoke(cli.app, ["audit", str(tmp_path / "out"), "--share", "1"], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
+    calls.succeed("audit", tmp_path / "out", "--share", "1")
     comparisons = json.loads((tmp_path / "out" / "_audit.json").read_text())["comparisons"]
     assert [(c["rows"], c["equal"]) for c in comparisons] == [(20, 20), (20, 20)]
 
 
-def test_plan_says_in_one_line_what_is_not_used(asking: Pair, source: Path, tmp_path: Path) -> None:
-    options = ["plan", "--input", str(source), "--output", str(tmp_path / "out"), "--target", asking[0]]
-
-    def printed(*more: str) -> str:
-        return CliRunner().invoke(cli.app, [*options, *more], env={"COLUMNS": "300"}).stdout
-
-    assert f"{NOTE}, repetition_penalty 1.4; --model" in printed()
-    assert f"{NOTE}; --model-sampling uses it" in printed("--repetition-penalty", "1")
-    assert "generation config" not in printed("--model-sampling")
+def test_plan_says_in_one_line_what_is_not_used(asking: jobs.Pair, source: Path, tmp_path: Path) -> None:
+    plan = ("plan", "--input", source, "--output", tmp_path / "out", "--target", asking[0])
+    assert f"{NOTE}, repetition_penalty 1.4; --model" in calls.succeed(*plan)
+    assert f"{NOTE}; --model-sampling uses it" in calls.succeed(*plan, "--repetition-penalty", "1")
+    assert "generation config" not in calls.succeed(*plan, "--model-sampling")
 
 
 def test_the_fingerprint_has_the_resolved_settings() -> None:
@@ -144,7 +124,7 @@ def test_a_label_job_leaves_the_limits_out() -> None:
     ],
 )
 def test_what_a_job_cannot_have_is_refused_by_its_key(
-    pair: Pair, source: Path, tmp_path: Path, asks: dict[str, Any], message: str
+    pair: jobs.Pair, source: Path, tmp_path: Path, asks: dict[str, Any], message: str
 ) -> None:
     own = tmp_path / "target"
     shutil.copytree(pair[0], own)

@@ -27,7 +27,7 @@ def scrape(url: str, actors: set[str]) -> dict[str, float]:
 
 
 def test_counters_and_gauges_reach_the_exporter(
-    ray_session: str, pair: tuple[str, str], source: Path, tmp_path: Path
+    ray_session: str, pair: jobs.Pair, source: Path, tmp_path: Path
 ) -> None:
     job = jobs.job(pair, source, tmp_path / "out", id_column=None, max_new_tokens_column=None, max_new_tokens=9)
     assert execute(prepare(job)) == 0

@@ -16,10 +16,9 @@ from tests import tiny
 from tests.pipeline import jobs
 
 pytestmark = pytest.mark.usefixtures("ray_session")
-Pair = tuple[str, str]
 
 
-def test_rows_in_are_rows_out(pair: Pair, tmp_path: Path) -> None:
+def test_rows_in_are_rows_out(pair: jobs.Pair, tmp_path: Path) -> None:
     assert jobs.run(pair, tmp_path, rows=60) == 0
     jobs.assert_complete(tmp_path / "out", 60)
     report = jobs.report(tmp_path / "out")
@@ -35,13 +34,13 @@ def test_rows_in_are_rows_out(pair: Pair, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_elastic_pool_grows_and_loses_nothing(pair: Pair, tmp_path: Path) -> None:
+def test_an_elastic_pool_grows_and_loses_nothing(pair: jobs.Pair, tmp_path: Path) -> None:
     assert jobs.run(pair, tmp_path, 60, jobs.ArithmeticLoader(0.2), actors="1:2", rows_per_chunk=2) == 0
     jobs.assert_complete(tmp_path / "out", 60)
     assert len(jobs.report(tmp_path / "out")["rows_by_actor"]) == 2
 
 
-def test_a_real_pair_gives_what_generate_gives(pair: Pair, source: Path, tmp_path: Path) -> None:
+def test_a_real_pair_gives_what_generate_gives(pair: jobs.Pair, source: Path, tmp_path: Path) -> None:
     """With speculation, Ray and chunks, greedy tokens in float32 equal those of transformers."""
     job = jobs.job(pair, source, tmp_path / "out", actors="2", limit=30)
     assert execute(prepare(job)) == 0
@@ -60,7 +59,7 @@ def test_a_real_pair_gives_what_generate_gives(pair: Pair, source: Path, tmp_pat
 
 
 @pytest.mark.slow
-def test_what_is_auto_is_measured_once_and_kept(pair: Pair, source: Path, tmp_path: Path, capsys: Any) -> None:
+def test_what_is_auto_is_measured_once_and_kept(pair: jobs.Pair, source: Path, tmp_path: Path, capsys: Any) -> None:
     """The job stores its shape: a resumed run uses it, does not calibrate, and gives the same rows."""
     auto = dict.fromkeys(("method", "drafter", "batch_size", "window", "draft_tokens", "bucket"), "auto")
     out = tmp_path / "out"
@@ -83,14 +82,14 @@ def test_what_is_auto_is_measured_once_and_kept(pair: Pair, source: Path, tmp_pa
         assert again[str(n)]["completion"] == jobs.generated(pair[0], n)
 
 
-def test_a_device_that_the_cluster_lacks_is_refused(pair: Pair, tmp_path: Path) -> None:
+def test_a_device_that_the_cluster_lacks_is_refused(pair: jobs.Pair, tmp_path: Path) -> None:
     """Ray itself would wait for a GPU for ever."""
     with pytest.raises(JobError, match="an actor needs 1 GPU, but the cluster has 0"):
         jobs.run(pair, tmp_path, rows=60, device="cuda")
 
 
 @pytest.mark.slow
-def test_few_chunks_are_shared_out_among_the_actors(pair: tuple[str, str], tmp_path: Path) -> None:
+def test_few_chunks_are_shared_out_among_the_actors(pair: jobs.Pair, tmp_path: Path) -> None:
     """The first actor that is ready would have room for all of them."""
     (tmp_path / "loaded").mkdir()
     load = jobs.TogetherLoader(tmp_path / "loaded", actors=2)

@@ -19,7 +19,6 @@ from exspec.pipeline.run import execute
 from tests import tiny
 from tests.pipeline import jobs
 
-Pair = tuple[str, str]
 AUTO = dict.fromkeys(("method", "drafter", "batch_size", "window", "draft_tokens", "bucket"), "auto")
 
 
@@ -41,7 +40,7 @@ def run(job: Job, **options: Any) -> int:
     ],
 )
 def test_the_shape_of_a_new_job(
-    pair: Pair, source: Path, tmp_path: Path, draft: bool, settings: dict[str, Any], method: str, drafter: str,
+    pair: jobs.Pair, source: Path, tmp_path: Path, draft: bool, settings: dict[str, Any], method: str, drafter: str,
     measured: bool,
 ) -> None:  # fmt: skip
     given = (pair[0], pair[1] if draft else None)
@@ -50,7 +49,7 @@ def test_the_shape_of_a_new_job(
 
 
 def test_a_budget_leaves_fewer_pages_and_too_small_a_one_is_refused(
-    pair: Pair, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    pair: jobs.Pair, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = {"bucket": 16, "window": 40}
     prepared = prepare(jobs.job(pair, source, tmp_path / "out", memory_gib=0.0015, **settings))
@@ -65,7 +64,7 @@ def test_a_budget_leaves_fewer_pages_and_too_small_a_one_is_refused(
 
 @pytest.mark.slow
 def test_sampled_rows_have_their_own_seeds_and_a_second_run_samples_the_same(
-    pair: Pair, source: Path, tmp_path: Path
+    pair: jobs.Pair, source: Path, tmp_path: Path
 ) -> None:
     texts = []
     for name, settings in (
@@ -79,7 +78,7 @@ def test_sampled_rows_have_their_own_seeds_and_a_second_run_samples_the_same(
 
 
 @pytest.mark.slow
-def test_only_what_is_missing_runs_again(pair: Pair, source: Path, tmp_path: Path, capsys: Any) -> None:
+def test_only_what_is_missing_runs_again(pair: jobs.Pair, source: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out"
     job = jobs.job(pair, source, out)
     assert run(job) == 0
@@ -97,7 +96,7 @@ def test_only_what_is_missing_runs_again(pair: Pair, source: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_new_shards_are_appended_and_changed_ones_refused(pair: Pair, source: Path, tmp_path: Path) -> None:
+def test_new_shards_are_appended_and_changed_ones_refused(pair: jobs.Pair, source: Path, tmp_path: Path) -> None:
     job = jobs.job(pair, source, tmp_path / "out")
     assert run(job) == 0
     table = pa.table({"key": [60, 61], "prompt": ["w1 w2", "w3"], "budget": [2, 2]})
@@ -113,7 +112,7 @@ def test_new_shards_are_appended_and_changed_ones_refused(pair: Pair, source: Pa
 
 
 def test_another_job_in_the_same_output_is_refused_by_the_keys_that_differ(
-    pair: Pair, source: Path, tmp_path: Path, capsys: Any
+    pair: jobs.Pair, source: Path, tmp_path: Path, capsys: Any
 ) -> None:
     out = tmp_path / "out"
     assert run(jobs.job(pair, source, out)) == 0
@@ -130,7 +129,7 @@ def test_another_job_in_the_same_output_is_refused_by_the_keys_that_differ(
     assert "nothing to do" in capsys.readouterr().out
 
 
-def test_row_errors_are_data(pair: Pair, tmp_path: Path) -> None:
+def test_row_errors_are_data(pair: jobs.Pair, tmp_path: Path) -> None:
     """The job continues, every row is in the output, and a retry of the errors changes nothing else."""
     prompts: list[str | None] = ["w1 w2", None, "", "w3 " * 80, "w4"]
     (tmp_path / "in").mkdir()
@@ -170,7 +169,7 @@ def test_row_errors_are_data(pair: Pair, tmp_path: Path) -> None:
     ],
 )
 def test_a_problem_is_one_sentence(
-    pair: Pair, source: Path, tmp_path: Path, settings: dict[str, Any], message: str
+    pair: jobs.Pair, source: Path, tmp_path: Path, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(JobError) as error:
         prepare(jobs.job(pair, source, tmp_path / "out", **settings))
@@ -178,14 +177,14 @@ def test_a_problem_is_one_sentence(
     assert "\n" not in str(error.value)
 
 
-def test_all_problems_are_reported_at_once(pair: Pair, source: Path, tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once(pair: jobs.Pair, source: Path, tmp_path: Path) -> None:
     with pytest.raises(JobError) as error:
         prepare(jobs.job(pair, source, tmp_path / "out", prompt_column="x", draft="no/draft"))
     assert "prompt_column: 'x'" in str(error.value)
     assert "draft no/draft" in str(error.value)
 
 
-def test_bad_shards_are_named(pair: Pair, source: Path, tmp_path: Path) -> None:
+def test_bad_shards_are_named(pair: jobs.Pair, source: Path, tmp_path: Path) -> None:
     job = jobs.job(pair, source, tmp_path / "out")
 
     def refused(message: str) -> None:
@@ -203,14 +202,14 @@ def test_bad_shards_are_named(pair: Pair, source: Path, tmp_path: Path) -> None:
     refused("have no rows")
 
 
-def test_an_output_that_overlaps_its_input_is_refused(pair: Pair, source: Path) -> None:
+def test_an_output_that_overlaps_its_input_is_refused(pair: jobs.Pair, source: Path) -> None:
     """Its parts would be shards of the next run."""
     for output in (source, source / "out", source.parent):
         with pytest.raises(JobError, match="overlaps the input"):
             prepare(jobs.job(pair, source, output))
 
 
-def test_a_draft_with_too_short_a_context_is_refused(pair: Pair, source: Path, tmp_path: Path) -> None:
+def test_a_draft_with_too_short_a_context_is_refused(pair: jobs.Pair, source: Path, tmp_path: Path) -> None:
     tiny.model(seed=1, max_position_embeddings=32).save_pretrained(tmp_path / "draft")
     jobs.tokenizer().save_pretrained(tmp_path / "draft")
     job = jobs.job(pair, source, tmp_path / "out", draft=str(tmp_path / "draft"))
@@ -219,7 +218,7 @@ def test_a_draft_with_too_short_a_context_is_refused(pair: Pair, source: Path, t
     prepare(job.model_copy(update={"capacity": 32}))
 
 
-def test_a_retry_of_errors_runs_missing_chunks_too(pair: Pair, source: Path, tmp_path: Path) -> None:
+def test_a_retry_of_errors_runs_missing_chunks_too(pair: jobs.Pair, source: Path, tmp_path: Path) -> None:
     job = jobs.job(pair, source, tmp_path / "out")
     assert run(job) == 0
     sorted((tmp_path / "out").glob("part-*"))[0].unlink()
@@ -247,13 +246,13 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     ("options", "message"), [("ro", "Read-only file system"), ("size=512k", "No space left on device")]
 )
 def test_a_disk_that_cannot_be_written_is_refused(
-    pair: Pair, source: Path, small_disk: Any, options: str, message: str
+    pair: jobs.Pair, source: Path, small_disk: Any, options: str, message: str
 ) -> None:
     with pytest.raises(JobError, match=rf"disk/out: cannot be written: OSError: .*{message}"):
         prepare(jobs.job(pair, source, small_disk(options) / "out"))
 
 
-def test_an_output_below_a_file_is_refused(pair: Pair, source: Path, tmp_path: Path) -> None:
+def test_an_output_below_a_file_is_refused(pair: jobs.Pair, source: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(JobError, match="file/out: cannot be written: NotADirectoryError"):
         prepare(jobs.job(pair, source, tmp_path / "file" / "out"))
@@ -261,7 +260,7 @@ def test_an_output_below_a_file_is_refused(pair: Pair, source: Path, tmp_path: P
 
 @pytest.mark.slow
 def test_a_disk_that_fills_up_sets_chunks_aside_and_the_job_resumes(
-    pair: Pair, source: Path, small_disk: Any, capsys: Any
+    pair: jobs.Pair, source: Path, small_disk: Any, capsys: Any
 ) -> None:
     """A column of incompressible text makes all but the first few parts too large for the disk."""
     for i, path in enumerate(sorted(source.glob("*"))):
@@ -282,7 +281,7 @@ def test_a_disk_that_fills_up_sets_chunks_aside_and_the_job_resumes(
 
 
 @pytest.mark.slow
-def test_a_job_whose_rows_all_fail_is_a_failure(pair: Pair, source: Path, tmp_path: Path) -> None:
+def test_a_job_whose_rows_all_fail_is_a_failure(pair: jobs.Pair, source: Path, tmp_path: Path) -> None:
     """A job with more errors than max_error_share stops before the end."""
     template = "{{ prompt.nothing }}"
     assert run(jobs.job(pair, source, tmp_path / "one", prompt_template=template)) == 1
@@ -299,7 +298,7 @@ def test_a_job_whose_rows_all_fail_is_a_failure(pair: Pair, source: Path, tmp_pa
 
 
 @pytest.mark.slow
-def test_values_that_cannot_be_read_are_errors_of_their_rows(pair: Pair, tmp_path: Path) -> None:
+def test_values_that_cannot_be_read_are_errors_of_their_rows(pair: jobs.Pair, tmp_path: Path) -> None:
     """Carried columns are not read: any value comes out as it went in."""
     (tmp_path / "in").mkdir()
     broken = pa.array([b"good", b"\xff\xfe", b"good", b"good"]).cast(pa.binary()).view(pa.string())
@@ -322,7 +321,7 @@ def test_values_that_cannot_be_read_are_errors_of_their_rows(pair: Pair, tmp_pat
 
 
 def test_a_chunk_that_cannot_be_read_is_set_aside_by_name(
-    pair: Pair, source: Path, tmp_path: Path, capsys: Any
+    pair: jobs.Pair, source: Path, tmp_path: Path, capsys: Any
 ) -> None:
     """A damaged page: the other chunks are decoded, and the exit code says that rows are missing."""
     shard = source / "shard-1.parquet"
@@ -337,7 +336,7 @@ def test_a_chunk_that_cannot_be_read_is_set_aside_by_name(
     assert set(jobs.read_output(tmp_path / "out")) == {str(n) for n in range(60) if not 28 <= n < 40}
 
 
-def test_a_shard_rewritten_during_the_run_is_set_aside(pair: Pair, source: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_shard_rewritten_in_the_run_is_set_aside(pair: jobs.Pair, source: Path, tmp_path: Path, capsys: Any) -> None:
     """Old and new rows are never mixed."""
     prepared = prepare(jobs.job(pair, source, tmp_path / "out"))
     table = pq.read_table(source / "shard-1.parquet")
@@ -348,7 +347,7 @@ def test_a_shard_rewritten_during_the_run_is_set_aside(pair: Pair, source: Path,
     assert not (tmp_path / "out" / "_SUCCESS").exists()
 
 
-def test_another_kind_of_device_is_another_job(pair: Pair, source: Path, tmp_path: Path) -> None:
+def test_another_kind_of_device_is_another_job(pair: jobs.Pair, source: Path, tmp_path: Path) -> None:
     prepared = prepare(jobs.job(pair, source, tmp_path / "out", limit=8))
     assert execute(prepared, load=jobs.ArithmeticLoader()) == 0
     with pytest.raises(JobError, match="device was 'cpu' and is 'cuda'"):

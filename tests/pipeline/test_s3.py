@@ -22,8 +22,6 @@ from exspec.pipeline.run import execute
 from exspec.pipeline.storage import Folder
 from tests.pipeline import jobs
 
-Pair = tuple[str, str]
-
 
 @pytest.fixture(scope="module", params=["moto", "external"])
 def options(request: pytest.FixtureRequest, moto: dict[str, Any]) -> dict[str, Any]:
@@ -63,7 +61,7 @@ def fetch(options: dict[str, Any], bucket: str, folder: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 def test_a_job_from_bucket_to_bucket(
-    pair: Pair, options: dict[str, Any], bucket: str, tmp_path: Path, capsys: Any
+    pair: jobs.Pair, options: dict[str, Any], bucket: str, tmp_path: Path, capsys: Any
 ) -> None:
     job = jobs.job(pair, f"s3://{bucket}/in", f"s3://{bucket}/out", storage_options=options)
     assert execute(prepare(job), load=jobs.ArithmeticLoader()) == 0
@@ -79,7 +77,7 @@ def test_a_job_from_bucket_to_bucket(
 
 @pytest.mark.slow
 def test_a_restart_keeps_the_old_output_and_leaves_one_job(
-    pair: Pair, options: dict[str, Any], bucket: str, tmp_path: Path, capsys: Any
+    pair: jobs.Pair, options: dict[str, Any], bucket: str, tmp_path: Path, capsys: Any
 ) -> None:
     job = jobs.job(pair, f"s3://{bucket}/in", f"s3://{bucket}/out", storage_options=options)
     assert execute(prepare(job), load=jobs.ArithmeticLoader()) == 0
@@ -156,7 +154,7 @@ def faulty(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_a_store_that_throttles_and_cuts_connections(
-    pair: Pair, options: dict[str, Any], faulty: dict[str, Any], bucket: str, tmp_path: Path
+    pair: jobs.Pair, options: dict[str, Any], faulty: dict[str, Any], bucket: str, tmp_path: Path
 ) -> None:
     job = jobs.job(pair, f"s3://{bucket}/in", f"s3://{bucket}/out", storage_options=faulty)
     assert execute(prepare(job), load=jobs.ArithmeticLoader()) == 0
@@ -164,7 +162,7 @@ def test_a_store_that_throttles_and_cuts_connections(
     jobs.assert_complete(fetch(options, bucket, tmp_path / "one"), 60)
 
 
-def test_an_unknown_bucket_and_wrong_keys_are_one_sentence(pair: Pair, options: dict[str, Any], bucket: str) -> None:
+def test_unknown_buckets_and_wrong_keys_are_one_sentence(pair: jobs.Pair, options: dict[str, Any], bucket: str) -> None:
     with pytest.raises(JobError, match=r"input s3://no-such-bucket-here/in: ") as error:
         prepare(jobs.job(pair, "s3://no-such-bucket-here/in", f"s3://{bucket}/out", storage_options=options))
     assert "\n" not in str(error.value)

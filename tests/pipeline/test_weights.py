@@ -21,11 +21,9 @@ from exspec.pipeline.weights import cache_folder, local_model, model_digest, res
 from tests import tiny
 from tests.pipeline import jobs
 
-Pair = tuple[str, str]
-
 
 @pytest.fixture
-def stored(pair: Pair, moto: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def stored(pair: jobs.Pair, moto: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The URL of a folder with target and draft, in a new bucket. The cache is empty."""
     monkeypatch.setenv("EXSPEC_CACHE", str(tmp_path / "cache"))
     url = f"s3://models-{abs(hash(str(tmp_path)))}"
@@ -40,12 +38,12 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_hub_ids_and_folders_are_left_as_they_are(pair: Pair) -> None:
+def test_hub_ids_and_folders_are_left_as_they_are(pair: jobs.Pair) -> None:
     assert local_model("some/model", {}) == "some/model"
     assert local_model(pair[0], {}) == pair[0]
 
 
-def test_what_is_fetched_is_what_is_there(pair: Pair, stored: str, moto: dict[str, Any]) -> None:
+def test_what_is_fetched_is_what_is_there(pair: jobs.Pair, stored: str, moto: dict[str, Any]) -> None:
     place = local_model(f"{stored}/target", moto)
     assert Path(place).is_relative_to(cache_folder())
     assert contents(Path(place)) == contents(Path(pair[0]))
@@ -85,7 +83,7 @@ def fetch(log: Path, url: str, options: dict[str, Any], die_at: str = "") -> sub
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ)
 
 
-def test_processes_at_once_fetch_it_once(pair: Pair, stored: str, moto: dict[str, Any], tmp_path: Path) -> None:
+def test_processes_at_once_fetch_it_once(pair: jobs.Pair, stored: str, moto: dict[str, Any], tmp_path: Path) -> None:
     processes = [fetch(tmp_path / "log", f"{stored}/target", moto) for _ in range(3)]
     places = {process.communicate(timeout=60)[0] for process in processes}
     assert [process.returncode for process in processes] == [0, 0, 0]
@@ -95,7 +93,7 @@ def test_processes_at_once_fetch_it_once(pair: Pair, stored: str, moto: dict[str
 
 
 def test_a_download_killed_in_the_middle_leaves_nothing_that_looks_whole(
-    pair: Pair, stored: str, moto: dict[str, Any], tmp_path: Path
+    pair: jobs.Pair, stored: str, moto: dict[str, Any], tmp_path: Path
 ) -> None:
     killed = fetch(tmp_path / "log", f"{stored}/target", moto, die_at=".safetensors")
     assert killed.wait(timeout=60) == 9
@@ -153,7 +151,7 @@ def test_secrets_of_a_url_are_in_no_message(stored: str, moto: dict[str, Any], m
 
 
 @pytest.fixture
-def folder(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(pair: jobs.Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a model and a large file."""
     monkeypatch.setenv("EXSPEC_CACHE", str(tmp_path / "cache"))
     shutil.copytree(pair[0], tmp_path / "model")
@@ -246,7 +244,7 @@ def test_a_revision_is_resolved_once_to_a_commit(hub: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("hub")
-def test_what_is_not_a_revision_of_the_hub_stays(pair: Pair, tmp_path: Path) -> None:
+def test_what_is_not_a_revision_of_the_hub_stays(pair: jobs.Pair, tmp_path: Path) -> None:
     for names, revision in (
         (pair, "main"),
         (("s3://bucket/model", "memory://model"), None),

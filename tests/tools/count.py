@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import prod
 from types import SimpleNamespace
@@ -46,6 +46,7 @@ from exspec.actors.engine.tokens.sampling import Sampler
 from exspec.actors.exactness import Waits
 from exspec.jobs.benchmarks.models import build, kv_bytes, model_bytes
 from exspec.jobs.benchmarks.shapes import SHAPES, pair_names
+from tests.tools.host import host_milliseconds
 
 WINDOWS = 1, 3  # W in multiples of B
 ROUNDS = 4  # whose waits are counted
@@ -425,47 +426,37 @@ def _waits_of(step: Callable[[], None]) -> int:
     return reads.count + len(operations.names)
 
 
-@dataclass(frozen=True)
-class Settings:
-    """pair: TARGET:DRAFT. batches: B, and the tokens of its longest row."""
-
-    pair: str
-    draft_tokens: int = 5
-    batches: tuple[tuple[int, int], ...] = ((8, 512), (32, 1024), (64, 1024))
-
-    def __post_init__(self) -> None:
-        pair_names(self.pair)
-
-
-def count(settings: Settings) -> dict[str, Any]:
-    """All figures but the host's.
+def count(
+    names: str, drafted: int = 5, batches: tuple[tuple[int, int], ...] = ((8, 512), (32, 1024), (64, 1024))
+) -> dict[str, Any]:
+    """All figures but the host's. names: TARGET:DRAFT. batches: B, and the tokens of its longest row.
 
     verify_kernels, draft_kernels: of one verify and of a whole draft, with the choice of tokens and the copies of a
     recording's input and output. before: the same without compiling. of_attention: the kernels among them that prepare
     attention. bytes_ratio: see `bytes_ratio`, by B and W. waits: how often a round waits for the device.
     """
-    pair = Pair(*pair_names(settings.pair))
-    rows, longest = settings.batches[0]
-    shape = partial(resolved, drafted=settings.draft_tokens)
+    pair = Pair(*pair_names(names))
+    rows, longest = batches[0]
+    shape = partial(resolved, drafted=drafted)
     config = shape(rows, rows, longest, kernels="compiled")
-    verify, drafted = pair.forwards(config)
+    verify, draft = pair.forwards(config)
     before = pair.forwards(replace(config, kernels="eager"))
-    target, draft = (model.config for model in pair.models)
+    target_config, draft_config = (model.config for model in pair.models)
     beside = {
-        "verify": attention_kernels(target, config, [config.width]),
-        "draft": attention_kernels(draft, config, draft_widths(config)),
+        "verify": attention_kernels(target_config, config, [config.width]),
+        "draft": attention_kernels(draft_config, config, draft_widths(config)),
     }
     ratios: dict[str, dict[str, float]] = {}
     small = build("tiny", torch.float32, "cpu"), build("tiny", torch.float32, "cpu")
-    for rows, longest in settings.batches:
-        lengths = random_lengths(rows, longest, settings.draft_tokens)
+    for rows, longest in batches:
+        lengths = random_lengths(rows, longest, drafted)
         ratios[str(rows)] = {}
         for window in (times * rows for times in WINDOWS):
             config = shape(rows, window, longest, kernels="compiled")
             ratios[str(rows)][str(window)] = round(bytes_ratio(pair, config, pair.forwards(config), lengths), 4)
     return {
         "verify_kernels": verify.kernels,
-        "draft_kernels": drafted.kernels,
+        "draft_kernels": draft.kernels,
         "of_attention": beside,
         "before": {"verify_kernels": before[0].kernels, "draft_kernels": before[1].kernels},
         "bytes_ratio": ratios,
@@ -473,34 +464,12 @@ def count(settings: Settings) -> dict[str, Any]:
     }
 
 
-def run(settings: Settings) -> None:
-    """Count, and print: a table, and last a line with one JSON object."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from tests.tools.host import host_milliseconds
-
-    found = count(settings) | {"host_ms": host_milliseconds()}
-    table = Table(title=f"a round of {settings.pair}, K={settings.draft_tokens}")
-    for name in ("", "counted", "before"):
-        table.add_column(name)
-    rows = settings.batches[0][0]
-    for name in ("verify", "draft"):
-        kernels = f"{name}_kernels"
-        table.add_row(f"kernels of a {name}, B={rows}", str(found[kernels]), str(found["before"][kernels]))
-        table.add_row("  of them to prepare attention", str(found["of_attention"][name]), "")
-    for size, windows in found["bytes_ratio"].items():
-        for window, ratio in windows.items():
-            table.add_row(f"bytes moved / needed, B={size}, W={window}", str(ratio), "")
-    for name, number in found["waits"].items():
-        table.add_row(f"waits of a round, {name}", str(number), "")
-    for name, number in found["host_ms"].items():
-        table.add_row(f"ms of the host in a round, {name}", str(number), "")
-    Console().print(table)
-    print(json.dumps(found))
+def main(names: str) -> None:
+    """Count, and print the figures as one line of JSON."""
+    print(json.dumps(count(names) | {"host_ms": host_milliseconds()}))
 
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python -m tests.tools.count TARGET:DRAFT")
-    run(Settings(sys.argv[1]))
+    main(sys.argv[1])

@@ -1,17 +1,14 @@
-"""Measures the pipeline at scale without decoding: `python -m tests.tools.scale plan|resume|rows`.
+"""Measures the pipeline at scale without decoding: `python -m tests.tools.scale plan|resume`.
 
 Each prints one JSON line. plan: read the footers of 10,000 shards with 100 million rows. resume: plan these in chunks
-of 64 rows, commit 1.6 million parts, report, and start again. rows: run 2 million rows with an engine that returns at
-once.
+of 64 rows, commit 1.6 million parts, report, and start again.
 """
 
 import json
-import os
 import pickle
 import resource
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -22,7 +19,6 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from exspec.actors.engine import Completion, EngineConfig, EngineStatistics, Request, SequenceStatistics
 from exspec.pipeline.cluster.graph import read_together
 from exspec.pipeline.input.plan import Chunk, Plan, Shard
 from exspec.pipeline.input.shards import find_shards
@@ -30,10 +26,8 @@ from exspec.pipeline.output.owner import Output, take
 from exspec.pipeline.output.parts import Task
 from exspec.pipeline.output.report import Report
 from exspec.pipeline.output.state import File, Summary
-from exspec.pipeline.prepare import prepare
-from exspec.pipeline.run import execute, finished
+from exspec.pipeline.run import finished
 from exspec.pipeline.storage import Folder
-from tests.pipeline import jobs
 
 
 def plan(folder: Path) -> dict[str, Any]:
@@ -105,73 +99,8 @@ def batched(items: Iterable[Chunk], size: int) -> Iterator[list[Chunk]]:
         yield batch
 
 
-class Instant:
-    """An engine whose sequences finish when they are submitted."""
-
-    busy = False
-    config = EngineConfig()
-    statistics = EngineStatistics()
-
-    def __init__(self) -> None:
-        self.done: list[Completion] = []
-
-    def submit(self, request: Request) -> None:
-        self.done.append(Completion(request.id, [1], "length", None, SequenceStatistics(1, 1, 1)))
-
-    def step(self) -> None:
-        pass
-
-    def take(self) -> list[Completion]:
-        done, self.done = self.done, []
-        return done
-
-
-def instant(_: int | None) -> tuple[Any, Any]:
-    return Instant(), jobs.tokenizer()
-
-
-def rows(folder: Path) -> dict[str, Any]:
-    count = 2_000_000
-    (folder / "in").mkdir()
-    for i in range(20):
-        keys = range(i * count // 20, (i + 1) * count // 20)
-        pq.write_table(pa.table({"key": keys, "prompt": ["w1 w2 w3"] * len(keys)}), folder / "in" / f"s-{i:02}.parquet",
-                       row_group_size=10_000)  # fmt: skip
-    pair = jobs.save_pair(folder / "pair")
-    settings: dict[str, Any] = {"rows_per_chunk": 5000, "max_new_tokens_column": None, "max_new_tokens": 4}
-    job = jobs.job(pair, folder / "in", folder / "out", **settings)
-    memory: dict[int, int] = {}  # MiB by the number of parts
-    over = threading.Event()
-
-    def watch() -> None:
-        while not over.wait(2):
-            parts = len(list((folder / "out").glob("part-*")))
-            memory[parts] = psutil.Process().memory_info().rss // 2**20
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    start = time.perf_counter()
-    code = execute(prepare(job), load=instant)
-    seconds = time.perf_counter() - start
-    over.set()
-    watcher.join()
-    chunks = count // settings["rows_per_chunk"]
-    return {
-        "rows": count,
-        "exit_code": code,
-        "seconds": round(seconds, 1),
-        "microseconds_per_row": round(seconds / count * 1e6, 1),
-        "driver_mib_by_share_done": {
-            f"{share:.0%}": next(mib for parts, mib in sorted(memory.items()) if parts >= share * chunks - 8)
-            for share in (0.25, 0.5, 0.75, 1)
-        },
-    }
-
-
 if __name__ == "__main__":
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ["PYTHONPATH"] = str(Path.cwd())
     with tempfile.TemporaryDirectory() as place:
-        figures = {"plan": plan, "resume": resume, "rows": rows}[sys.argv[1]](Path(place))
+        figures = {"plan": plan, "resume": resume}[sys.argv[1]](Path(place))
     figures["peak_mib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
     print(json.dumps(figures))

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import transformers
 
+from exspec.actors.exactness import check_forward
 from tests.tools import families
 from tests.tools.families import Trial
 
@@ -14,9 +15,20 @@ def known() -> dict[str, Any]:
     return dict(families.configurations())
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "llama, dynamic NTK", "phi3, longrope", "granitemoe"])
+WINDOWS = ["mistral", "gemma2", "gemma3_text"]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "llama, dynamic NTK", "phi3, longrope", "granitemoe", *WINDOWS])
 def test_a_family_that_works_works_in_both_dtypes(known: dict[str, Any], family: str) -> None:
     assert families.trial(family, known[family]) == Trial(family, "works")
+
+
+@pytest.mark.parametrize("family", WINDOWS)
+def test_the_check_leaves_the_window_as_it_was(known: dict[str, Any], family: str) -> None:
+    """It has fewer tokens than the window, and must still find a difference."""
+    model = families.build(known[family]())
+    check_forward(model, family)
+    assert model.config.sliding_window == 16
 
 
 @pytest.mark.parametrize(

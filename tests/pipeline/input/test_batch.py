@@ -100,7 +100,7 @@ def test_labels_ignore_max_tokens() -> None:
         made.request(row(prompt="x", stop="y"), SHARD, 0)
 
 
-def test_a_batch_file_in_and_a_batch_file_out(pair: tuple[str, str], tmp_path: Path) -> None:
+def test_a_batch_file_in_and_a_batch_file_out(pair: jobs.Pair, tmp_path: Path) -> None:
     call = {"method": "POST", "url": "/v1/completions"}
     lines = [
         {"custom_id": f"r{i}", **call, "body": {"prompt": text, "max_tokens": 1 + i}}

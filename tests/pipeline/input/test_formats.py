@@ -167,7 +167,7 @@ def test_an_unchanged_file_is_not_scanned_again(tmp_path: Path, monkeypatch: pyt
     assert (again, same) == (found, schema)
 
 
-def test_a_job_over_json_lines(pair: tuple[str, str], tmp_path: Path) -> None:
+def test_a_job_over_json_lines(pair: jobs.Pair, tmp_path: Path) -> None:
     jobs.write_shards(tmp_path / "parquet", rows=50)
     (tmp_path / "in").mkdir()
     for path in (tmp_path / "parquet").iterdir():

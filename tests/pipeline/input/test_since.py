@@ -9,11 +9,9 @@ import pytest
 from exspec.pipeline.errors import JobError
 from tests.pipeline import jobs
 
-Pair = tuple[str, str]
-
 
 @pytest.mark.slow
-def test_each_row_once_though_old_shards_go_and_late_ones_look_old(pair: Pair, tmp_path: Path) -> None:
+def test_each_row_once_though_old_shards_go_and_late_ones_look_old(pair: jobs.Pair, tmp_path: Path) -> None:
     jobs.write_shards(tmp_path / "all", rows=60, shards=4)
     arrive = [tmp_path / "all" / f"shard-{i}.parquet" for i in range(4)]
     shown = tmp_path / "in"
@@ -36,7 +34,7 @@ def test_each_row_once_though_old_shards_go_and_late_ones_look_old(pair: Pair, t
 
 
 @pytest.mark.slow
-def test_a_changed_or_unfinished_shard_is_not_skipped(pair: Pair, tmp_path: Path) -> None:
+def test_a_changed_or_unfinished_shard_is_not_skipped(pair: jobs.Pair, tmp_path: Path) -> None:
     assert jobs.run(pair, tmp_path, rows=60, since="last") == 0
     lost = sorted((tmp_path / "out").glob("part-0000001-*"))[0]
     lost.unlink()
@@ -49,7 +47,7 @@ def test_a_changed_or_unfinished_shard_is_not_skipped(pair: Pair, tmp_path: Path
         jobs.run(pair, tmp_path, since="last")
 
 
-def test_a_date_skips_older_shards(pair: Pair, tmp_path: Path) -> None:
+def test_a_date_skips_older_shards(pair: jobs.Pair, tmp_path: Path) -> None:
     jobs.write_shards(tmp_path / "in", rows=60)
     for old in ("shard-1", "shard-2"):
         os.utime(tmp_path / "in" / f"{old}.parquet", (0, 0))
@@ -59,7 +57,7 @@ def test_a_date_skips_older_shards(pair: Pair, tmp_path: Path) -> None:
         jobs.run(pair, tmp_path / "other", rows=9, since="2999-01-01")
 
 
-def test_a_new_shard_must_have_the_columns_of_the_first_run(pair: Pair, tmp_path: Path) -> None:
+def test_a_new_shard_must_have_the_columns_of_the_first_run(pair: jobs.Pair, tmp_path: Path) -> None:
     jobs.write_shards(tmp_path / "in", rows=20, shards=1)
     assert jobs.run(pair, tmp_path, since="last") == 0
     table = pq.read_table(tmp_path / "in" / "shard-0.parquet")

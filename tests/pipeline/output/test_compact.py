@@ -13,10 +13,8 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 import s3fs
-from typer.testing import CliRunner
 
 from exspec.actors.generator import Origin
-from exspec.jobs import cli
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Plan, Shard
 from exspec.pipeline.output import lease
@@ -29,17 +27,17 @@ from exspec.pipeline.output.report import rebuild
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
 from exspec.pipeline.storage import Folder
+from tests.jobs import calls
 from tests.pipeline import jobs
 from tests.pipeline.in_process import in_process
 
-Pair = tuple[str, str]
 ROWS, REFUSED = 60, 29
 SMALL, LARGE = 12_000, 1 << 20  # the first makes several merged files out of nine parts, the second one
 SCHEMA = 16_000  # bytes of a footer beside the summaries, at most
 
 
 @pytest.fixture(scope="module")
-def finished(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(pair: jobs.Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished job of nine parts, and its input. Tests copy it."""
     place = tmp_path_factory.mktemp("finished")
     with in_process():
@@ -150,7 +148,7 @@ def test_a_target_too_small_for_two_files_changes_nothing(place: Path) -> None:
     assert {p: p.stat().st_mtime_ns for p in (place / "out").glob("part-*")} == before
 
 
-def test_the_last_file_grows_with_the_output(pair: Pair, place: Path, capsys: Any) -> None:
+def test_the_last_file_grows_with_the_output(pair: jobs.Pair, place: Path, capsys: Any) -> None:
     """New shards add their chunks, and no other chunk runs again. After compaction the rows are in one file."""
     out = place / "out"
     compact(Folder(str(out)), LARGE)
@@ -178,7 +176,7 @@ def test_the_report_stays_the_same(place: Path) -> None:
     assert rebuild(read_output(folder)).figures() == before
 
 
-def test_an_error_row_in_a_merged_file_is_decoded_again(pair: Pair, place: Path) -> None:
+def test_an_error_row_in_a_merged_file_is_decoded_again(pair: jobs.Pair, place: Path) -> None:
     """Other rows stay as they are, and all rows stay in one file."""
     out = place / "out"
     compact(Folder(str(out)), LARGE)
@@ -259,7 +257,7 @@ def test_a_reader_that_stops_leaves_no_threads(finished: Path, tmp_path: Path) -
         assert set(threading.enumerate()) <= before
 
 
-def test_killed_after_any_operation_nothing_is_lost(pair: Pair, finished: Path, tmp_path: Path) -> None:
+def test_killed_after_any_operation_nothing_is_lost(pair: jobs.Pair, finished: Path, tmp_path: Path) -> None:
     """At every point, no row is visible twice, and exspec reads all rows. Compaction or a run repairs the output."""
     before = visible(finished / "out")
     rows = by_contents(Folder(str(finished / "out")))
@@ -326,7 +324,7 @@ def test_killed_while_an_error_is_mended(finished: Path, tmp_path: Path) -> None
     assert operations > 5
 
 
-def test_a_part_mended_after_the_kill_wins(pair: Pair, place: Path) -> None:
+def test_a_part_mended_after_the_kill_wins(pair: jobs.Pair, place: Path) -> None:
     """The staged file of a killed compaction must not replace a part that was mended since."""
     folder = Folder(str(place / "out"))
     killed_after(3, folder, lambda f: compact(f, LARGE))
@@ -335,7 +333,7 @@ def test_a_part_mended_after_the_kill_wins(pair: Pair, place: Path) -> None:
     assert not any(visible(place / "out")["error"].to_pylist())
 
 
-def test_a_file_that_was_replaced_and_comes_back_is_removed(pair: Pair, place: Path) -> None:
+def test_a_file_that_was_replaced_and_comes_back_is_removed(pair: jobs.Pair, place: Path) -> None:
     """As after restoring a folder from a backup: the log says that the rows are in another file."""
     out = place / "out"
     late = files(out)[4]
@@ -348,7 +346,7 @@ def test_a_file_that_was_replaced_and_comes_back_is_removed(pair: Pair, place: P
     assert not (out / late).exists()
 
 
-def test_foreign_files_are_named_and_left_alone(pair: Pair, place: Path) -> None:
+def test_foreign_files_are_named_and_left_alone(pair: jobs.Pair, place: Path) -> None:
     (place / "out" / "mine.parquet").write_bytes(b"")
     with pytest.raises(JobError, match=r"out: has mine.parquet, which this job did not write"):
         jobs.run(pair, place)
@@ -362,7 +360,7 @@ def test_an_unfinished_output_is_refused(place: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "text", "gone"])
-def test_a_damaged_file_is_decoded_again(pair: Pair, place: Path, capsys: Any, damage: str) -> None:
+def test_a_damaged_file_is_decoded_again(pair: jobs.Pair, place: Path, capsys: Any, damage: str) -> None:
     """A run notices the size and repairs it, even if the job is marked as done."""
     out = place / "out"
     compact(Folder(str(out)), LARGE)
@@ -393,16 +391,12 @@ def test_flipped_bytes_are_named_and_nothing_is_removed(place: Path) -> None:
     assert len(files(place / "out")) == 9
 
 
-def test_an_audit_reads_merged_files(pair: Pair, tmp_path: Path) -> None:
+def test_an_audit_reads_merged_files(pair: jobs.Pair, tmp_path: Path) -> None:
     jobs.write_shards(tmp_path / "in", rows=40)
     assert execute(prepare(jobs.job(pair, tmp_path / "in", tmp_path / "out"))) == 0
-    words = ["compact", str(tmp_path / "out"), "--target-size", "1MiB"]
-    result = CliRunner().invoke(cli.app, words, catch_exceptions=False)
-    assert result.exit_code == 0
-    assert "1 files instead of 6" in result.stdout
-    assert "nothing to do" in CliRunner().invoke(cli.app, words).stdout
-    result = CliRunner().invoke(cli.app, ["audit", str(tmp_path / "out"), "--share", "1"], catch_exceptions=False)
-    assert result.exit_code == 0
+    assert "1 files instead of 6" in calls.succeed("compact", tmp_path / "out", "--target-size", "1MiB")
+    assert "nothing to do" in calls.succeed("compact", tmp_path / "out", "--target-size", "1MiB")
+    calls.succeed("audit", tmp_path / "out", "--share", "1")
     assert json.loads((tmp_path / "out" / "_audit.json").read_text())["comparisons"][0]["equal"] == 40
 
 
@@ -412,13 +406,13 @@ def test_a_size_has_a_unit(place: Path, monkeypatch: pytest.MonkeyPatch, text: s
     monkeypatch.setattr(
         "exspec.jobs.commands.compact.merge", lambda _, target, __: given.append(target) or Compacted(1, 1, 0)
     )
-    assert CliRunner().invoke(cli.app, ["compact", str(place / "out"), "--target-size", text]).exit_code == 0
+    calls.succeed("compact", place / "out", "--target-size", text)
     assert given == [bytes_]
 
 
 @pytest.mark.parametrize("text", ["large", "-1", "0", "10 apples"])
 def test_an_invalid_size_is_refused(text: str) -> None:
-    result = CliRunner().invoke(cli.app, ["compact", "out", "--target-size", text], env={"COLUMNS": "200"})
+    result = calls.call("compact", "out", "--target-size", text)
     assert result.exit_code == 2
     assert "expected bytes with a unit, such as 256MiB" in result.stderr
 

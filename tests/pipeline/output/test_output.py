@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,19 +15,19 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 
+from exspec.actors.engine import EngineStatistics
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Chunk, Plan, Shard
 from exspec.pipeline.output import lease
+from exspec.pipeline.output.collect import Collector
 from exspec.pipeline.output.compact import compact
 from exspec.pipeline.output.owner import BusyError, Output, take
+from exspec.pipeline.output.parts import Task
 from exspec.pipeline.output.state import File, State, Summary
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
 from exspec.pipeline.storage import Folder
 from tests.pipeline import jobs
-from tests.pipeline.test_faults import start_driver, wait_for_parts
-
-Pair = tuple[str, str]
 
 
 def summary(chunk: Chunk, errors: int = 0) -> Summary:
@@ -39,7 +40,7 @@ def staged(writer: Any, *chunks: Chunk) -> File:
     return File("", name, 4, "", 4, [summary(chunk) for chunk in chunks])
 
 
-def test_shards_of_one_base_name_in_many_folders(pair: Pair, tmp_path: Path) -> None:
+def test_shards_of_one_base_name_in_many_folders(pair: jobs.Pair, tmp_path: Path) -> None:
     """Names of parts must not collide, even if digests of the folders' paths begin with the same eight hex digits."""
     jobs.write_shards(tmp_path / "all", rows=8, shards=2)
     for shard, customer in enumerate((47060, 52539)):
@@ -51,7 +52,7 @@ def test_shards_of_one_base_name_in_many_folders(pair: Pair, tmp_path: Path) -> 
     assert ds.dataset(tmp_path / "out", format="parquet").count_rows() == 8
 
 
-def test_a_name_of_200_characters_and_one_with_a_colon(pair: Pair, tmp_path: Path) -> None:
+def test_a_name_of_200_characters_and_one_with_a_colon(pair: jobs.Pair, tmp_path: Path) -> None:
     jobs.write_shards(tmp_path / "in", rows=20, shards=2)
     (tmp_path / "in" / "shard-0.parquet").rename(tmp_path / "in" / f"{'x' * 200}.parquet")
     (tmp_path / "in" / "shard-1.parquet").rename(tmp_path / "in" / "a: b.parquet")
@@ -59,7 +60,7 @@ def test_a_name_of_200_characters_and_one_with_a_colon(pair: Pair, tmp_path: Pat
     jobs.assert_complete(tmp_path / "out", 20)
 
 
-def test_two_drivers_with_other_settings_prepared_at_once(pair: Pair, tmp_path: Path) -> None:
+def test_two_drivers_with_other_settings_prepared_at_once(pair: jobs.Pair, tmp_path: Path) -> None:
     """The second finds that the first has begun another job."""
     jobs.write_shards(tmp_path / "in", rows=20)
     one, two = (prepare(jobs.job(pair, tmp_path / "in", tmp_path / "out", max_new_tokens=n)) for n in (50, 60))
@@ -71,12 +72,9 @@ def test_two_drivers_with_other_settings_prepared_at_once(pair: Pair, tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_second_run_prints_the_owner_and_exits(pair: Pair, tmp_path: Path) -> None:
+def test_a_second_run_prints_the_owner_and_exits(pair: jobs.Pair, tmp_path: Path) -> None:
     """Run, retry, restart and compact while a run of another process owns the output, which is not disturbed."""
-    jobs.write_shards(tmp_path / "in", rows=120)
-    job = jobs.job(pair, tmp_path / "in", tmp_path / "out")
-    driver = start_driver(job, tmp_path, 0.05)
-    wait_for_parts(tmp_path / "out", 1, driver)
+    driver = jobs.started(pair, tmp_path, parts=1)
     refusal = rf"output .*out: in use by run on .* \(process {driver.pid}\) since .*; nothing was changed"
     for options in ({}, {"restart": True}, {"retry_errors": True}):
         with pytest.raises(BusyError, match=refusal):
@@ -92,13 +90,10 @@ def test_a_second_run_prints_the_owner_and_exits(pair: Pair, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_driver_that_was_stopped_wakes_up_after_another_finished(
-    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: jobs.Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At its next commit it finds that it lost the output, and exits with 1."""
-    jobs.write_shards(tmp_path / "in", rows=120)
-    job = jobs.job(pair, tmp_path / "in", tmp_path / "out")
-    driver = start_driver(job, tmp_path, 0.05)
-    wait_for_parts(tmp_path / "out", 2, driver)
+    driver = jobs.started(pair, tmp_path, parts=2)
     os.kill(driver.pid, signal.SIGSTOP)
     try:
         monkeypatch.setattr(lease, "dead", lambda *_: True)
@@ -107,12 +102,12 @@ def test_a_driver_that_was_stopped_wakes_up_after_another_finished(
         os.kill(driver.pid, signal.SIGCONT)
     jobs.assert_complete(tmp_path / "out", 120)
     before = {p.name: p.read_bytes() for p in (tmp_path / "out").glob("part-*")}
-    assert driver.wait(timeout=60) == 1
+    assert driver.wait(timeout=240) == 1
     assert {p.name: p.read_bytes() for p in (tmp_path / "out").glob("part-*")} == before
     assert (tmp_path / "out" / "_SUCCESS").exists()
 
 
-def test_a_refused_run_leaves_the_marker(pair: Pair, tmp_path: Path) -> None:
+def test_a_refused_run_leaves_the_marker(pair: jobs.Pair, tmp_path: Path) -> None:
     assert jobs.run(pair, tmp_path, rows=20) == 0
     table = pq.read_table(tmp_path / "in" / "shard-0.parquet")
     pq.write_table(table, tmp_path / "in" / "shard-9.parquet")
@@ -122,7 +117,7 @@ def test_a_refused_run_leaves_the_marker(pair: Pair, tmp_path: Path) -> None:
         assert (tmp_path / "out" / "_SUCCESS").exists()
 
 
-def test_a_limit_may_grow_and_not_shrink(pair: Pair, tmp_path: Path) -> None:
+def test_a_limit_may_grow_and_not_shrink(pair: jobs.Pair, tmp_path: Path) -> None:
     """Even if it cuts a chunk in two. Finished rows stay."""
     assert jobs.run(pair, tmp_path, rows=60, limit=13) == 0
     with pytest.raises(JobError, match=r"limit: is 10, but 13 rows are done in .*; raise it"):
@@ -133,7 +128,7 @@ def test_a_limit_may_grow_and_not_shrink(pair: Pair, tmp_path: Path) -> None:
     jobs.assert_complete(tmp_path / "out", 60)
 
 
-def test_binary_ids_are_hexadecimal(pair: Pair, tmp_path: Path) -> None:
+def test_binary_ids_are_hexadecimal(pair: jobs.Pair, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     table = pa.table({"uid": [b"\x01\xff", None], "prompt": ["w1", "w2"], "budget": [2, 2]})
     pq.write_table(table, tmp_path / "in" / "s.parquet")
@@ -142,7 +137,7 @@ def test_binary_ids_are_hexadecimal(pair: Pair, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_an_actor_staged_for_a_driver_that_died_is_kept(pair: Pair, tmp_path: Path) -> None:
+def test_what_an_actor_staged_for_a_driver_that_died_is_kept(pair: jobs.Pair, tmp_path: Path) -> None:
     """The next run commits a complete staged part and does not decode it again; it removes half a part."""
     assert jobs.run(pair, tmp_path, rows=20, limit=5) == 0
     (whole,) = (tmp_path / "out").glob("part-*")
@@ -235,3 +230,37 @@ def test_a_million_chunks_fit_a_small_memory() -> None:
         state.apply({"kind": "swap", "new": new, "old": []})
     assert sum(1 for _ in state.missing()) == 1_000_000 - 5000
     assert psutil.Process().memory_info().rss - before < 64 << 20
+
+
+class Kept:
+    """A writer that records commits."""
+
+    def __init__(self) -> None:
+        self.files: list[File] = []
+
+    def commit(self, files: list[File]) -> None:
+        self.files += files
+
+
+def result(first: int, actor: str, prefill: int, found: int, set_aside: str = "") -> dict[str, Any]:
+    chunk = Chunk(plan().shards[0], 0, first, 8)
+    engine = EngineStatistics(prefill_tokens=prefill, cached_tokens=found)
+    file = vars(File("", f"staged-{first}", 1, "", 1, [])) | {"chunks": [vars(summary(chunk))]}
+    return {"task": Task(chunk), "actor": actor, "engine": engine, "set_aside": set_aside, "file": file}
+
+
+def test_the_prefill_counts_of_chunks_sum_to_what_the_engines_did() -> None:
+    """With two actors, a chunk that is set aside, and a result that overtakes an earlier one."""
+    writer = Kept()
+    collector = Collector(writer, Counter())  # type: ignore[arg-type]
+    for received in (
+        result(0, "a", 100, 0),
+        result(8, "b", 70, 30),
+        result(24, "a", 180, 120, set_aside="why"),
+        result(32, "a", 260, 240),
+        result(16, "a", 200, 150),
+    ):
+        collector.add(received)
+    collector.flush()
+    counts = {s.first: (s.prefill_tokens, s.found_tokens) for file in writer.files for s in file.chunks}
+    assert counts == {0: (100, 0), 8: (70, 30), 32: (160, 240), 16: (0, 0)}

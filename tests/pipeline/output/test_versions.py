@@ -9,9 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from typer.testing import CliRunner
 
-from exspec.jobs import cli
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.output import parts
 from exspec.pipeline.output.columns import GENERATED, completed, conform
@@ -20,21 +18,21 @@ from exspec.pipeline.output.owner import read_output, take
 from exspec.pipeline.output.report import rewrite
 from exspec.pipeline.output.state import FORMAT, State, Summary
 from exspec.pipeline.storage import Folder
+from tests.jobs import calls
 from tests.pipeline import jobs
 from tests.pipeline.in_process import in_process
 
-Pair = tuple[str, str]
 ROWS, REFUSED = 60, 5
 NEW = ["prompt_tokens_cut", "forced", "seconds_decode"]  # columns that the older version did not write
 FIGURES = ("produced", "prefill_tokens", "found_tokens", "forced", "reasons")  # of a summary, likewise
 
 
-def run(pair: Pair, place: Path, **options: Any) -> int:
+def run(pair: jobs.Pair, place: Path, **options: Any) -> int:
     return jobs.run(pair, place, load=jobs.RefusingLoader(jobs.prompt(REFUSED)), **options)
 
 
 @pytest.fixture(scope="module")
-def begun(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def begun(pair: jobs.Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Half a job, written by a version with fewer columns and figures, and one figure that was removed since."""
     place = tmp_path_factory.mktemp("begun")
     encode, stage = parts.encode, parts.PartSink.stage
@@ -60,7 +58,7 @@ def place(begun: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(begun, tmp_path / "job"))
 
 
-def test_an_older_output_is_resumed_compacted_and_read(pair: Pair, place: Path) -> None:
+def test_an_older_output_is_resumed_compacted_and_read(pair: jobs.Pair, place: Path) -> None:
     out = place / "out"
     before = jobs.read_output(out)
     assert run(pair, place) == 0
@@ -70,18 +68,16 @@ def test_an_older_output_is_resumed_compacted_and_read(pair: Pair, place: Path) 
     assert figures["errors"] == 1
     assert figures["completion_tokens"] == sum(row["completion_tokens"] or 0 for row in jobs.read_output(out).values())
 
-    words = ["--columns", "id", "--columns", "forced"]
-    assert CliRunner().invoke(cli.app, ["convert", str(out), str(place / "some.csv"), *words]).exit_code == 0
+    calls.succeed("convert", out, place / "some.csv", "--columns", "id", "--columns", "forced")
     with (place / "some.csv").open(newline="") as file:
         found = {row["id"]: row["forced"] for row in csv.DictReader(file)}
     assert len(found) == ROWS
     assert all((found[name] == "") == (name in before or name == str(REFUSED)) for name in found)
 
-    assert CliRunner().invoke(cli.app, ["convert", str(out), str(place / "all.jsonl")]).exit_code == 0
+    calls.succeed("convert", out, place / "all.jsonl")
     rows = [json.loads(line) for line in (place / "all.jsonl").read_text().splitlines()]
     assert all(list(row) == list(rows[-1]) and set(NEW) <= set(row) for row in rows)
-    partitioned = ["convert", str(out), str(place / "by"), "--partition-by", "finish_reason", "--columns", "forced"]
-    assert CliRunner().invoke(cli.app, partitioned).exit_code == 0
+    calls.succeed("convert", out, place / "by", "--partition-by", "finish_reason", "--columns", "forced")
 
     compact(Folder(str(out)), 1 << 20)
     (file,) = out.glob("part-*")
@@ -93,7 +89,7 @@ def test_an_older_output_is_resumed_compacted_and_read(pair: Pair, place: Path) 
 
 
 @pytest.mark.parametrize("merged", [False, True])
-def test_a_retry_changes_only_the_error_row(pair: Pair, place: Path, merged: bool) -> None:
+def test_a_retry_changes_only_the_error_row(pair: jobs.Pair, place: Path, merged: bool) -> None:
     """In a part, and in a file merged from older and newer parts."""
     out = place / "out"
     assert run(pair, place) == 0
@@ -142,7 +138,9 @@ NEWER = "out: is an output of exspec 7.1, in format 2; exspec .* reads up to for
     ],
     ids=["format", "shape"],
 )
-def test_a_newer_output_is_refused_by_name(pair: Pair, place: Path, description: dict[str, Any], message: str) -> None:
+def test_a_newer_output_is_refused_by_name(
+    pair: jobs.Pair, place: Path, description: dict[str, Any], message: str
+) -> None:
     with take(read_output(Folder(str(place / "out"))), "run") as writer:
         writer.describe(description)
     with pytest.raises(JobError, match=message):
@@ -156,4 +154,4 @@ def test_a_newer_output_is_refused_by_name(pair: Pair, place: Path, description:
                 read_output(Folder(str(place / "out")))
         for command, *more in (["report"], ["convert", "x.csv"], ["compact"], ["audit"]):
             with pytest.raises(JobError, match=message):
-                CliRunner().invoke(cli.app, [command, str(place / "out"), *more], catch_exceptions=False)
+                calls.call(command, place / "out", *more)

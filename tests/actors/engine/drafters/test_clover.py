@@ -1,8 +1,6 @@
 """Clover: drafts equal those of a forward without a cache, its folder is checked, and training starts well."""
 
 import json
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from exspec.actors.engine import Engine, EngineConfig, Sampling
+from exspec.actors.engine import Engine, Sampling
 from exspec.actors.engine.drafters.clover import Clover
-from exspec.actors.engine.drafters.clover_head import CloverConfig, CloverHead
-from exspec.actors.engine.drafters.lookup import available
+from exspec.actors.engine.drafters.clover_head import CloverHead
 from exspec.actors.engine.layers.spans import layers_of
 from exspec.actors.engine.shape.calibration import calibrate
 from exspec.actors.engine.shape.candidates import candidates
 from exspec.actors.engine.shape.plan import Models
 from exspec.actors.exactness import ModelError
-from exspec.actors.models import load_pair
-from exspec.jobs.demo import TARGET
-from exspec.jobs.demo.messages import examples
-from exspec.jobs.training.clover import LastHidden, new_head, train
-from exspec.jobs.training.demo import prompt_text
+from exspec.jobs.training.clover import LastHidden, new_head
 from tests import tiny
 from tests.actors.engine.drafters.slow import ENGINES, PROMPTS, Slow, check_drafts
 
@@ -100,23 +93,6 @@ def test_a_wrong_config_is_refused(change: dict[str, Any], message: str, tmp_pat
         tiny.load_head(tmp_path)
 
 
-def test_a_head_for_another_target_or_method_is_refused() -> None:
-    target, config = tiny.deep(5), EngineConfig(drafter="clover")
-    head = tiny.clover(target).config
-    refusal = partial(Clover.refusal, target.config)
-    assert (
-        refusal(None, config) == refusal(tiny.head(target).config, config) == ("it needs a head of Clover as its draft")
-    )
-    assert refusal(CloverConfig(vocab_size=61, hidden_size=64), config) == (
-        "the head is for a vocabulary of 61 and hidden states of 64, but the target has 61 and 32"
-    )
-    assert (
-        refusal(head, replace(config, method="eqspec"))
-        == "method eqspec moves the KV, but not the features of the head"
-    )
-    assert available(target.config, head, config) == ["clover", "suffix", "early_exit"]
-
-
 def kv(engine: Any, slot: int, length: int) -> list[Tensor]:
     """Keys and values of a slot's first tokens, by layer."""
     pages, size = engine.pool.store.table[slot], engine.config.page_size
@@ -176,19 +152,3 @@ def test_training_starts_from_the_last_layer_of_a_llama(family: str) -> None:
         assert torch.equal(given, hidden)
     engine = tiny.engine(target, "clover", head)
     assert tiny.decode(engine, tiny.requests(PROMPTS, 6)) == tiny.greedy(target, PROMPTS, 6)
-
-
-@pytest.mark.slow
-def test_drafts_of_a_head_trained_for_a_minute_are_accepted() -> None:
-    pair = load_pair(str(TARGET), None)
-    words, stream = pair.tokenizer, examples(seed=78)
-    end = words.convert_tokens_to_ids("<|end|>")
-    rows = [
-        (words(prompt_text(e.message))["input_ids"], [*words(e.completion)["input_ids"], end])
-        for e in (next(stream) for _ in range(512))
-    ]
-    head = train(pair.target, rows, 3, minutes=1000, steps=60).eval()
-    engine = Engine(pair.target, head, EngineConfig(drafter="clover", draft_tokens=3, capacity=1024))
-    prompts = [words(prompt_text(next(stream).message))["input_ids"] for _ in range(16)]
-    rate = tiny.total(tiny.run(engine, tiny.requests(prompts, 60))).acceptance_rate
-    assert rate > 0.15, "an untrained head has less than 0.01"

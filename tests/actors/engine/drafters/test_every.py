@@ -205,8 +205,10 @@ def test_every_drafter_is_planned_for_and_calibrated(name: str) -> None:
 
 
 def test_a_missing_draft_or_unknown_drafter_is_refused() -> None:
-    with pytest.raises(ValueError, match="method exspec with the drafter model: it needs a draft model"):
-        Engine(tiny.model(), None, EngineConfig())
+    needed = {"model": "a draft model", "clover": "a head of Clover", "eagle3": "a head of EAGLE-3"}
+    for name, draft in needed.items():
+        with pytest.raises(ValueError, match=f"method exspec with the drafter {name}: it needs {draft}"):
+            Engine(tiny.model(), None, EngineConfig(drafter=name))
     with pytest.raises(ValueError, match=f"drafter: expected one of {', '.join(DRAFTERS)}, not 'medusa'"):
         EngineConfig(drafter="medusa")
     with pytest.raises(ValueError, match="method exspec needs a drafter; use method plain to decode without one"):

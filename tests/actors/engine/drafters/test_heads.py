@@ -1,5 +1,6 @@
 """What holds for the heads of Clover and of EAGLE-3 alike."""
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +9,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from exspec.actors.engine import Engine, EngineConfig
 from exspec.actors.exactness import ModelError
 from exspec.actors.models import load_pair
 from exspec.jobs.demo import TARGET
+from exspec.jobs.demo.messages import examples
+from exspec.jobs.training.clover import train
+from exspec.jobs.training.demo import prompt_text
 from tests import tiny
 from tests.actors.engine.drafters.slow import Slow, slow_engine
 from tests.actors.engine.drafters.test_clover import SlowClover
 from tests.actors.engine.drafters.test_eagle3 import SlowEagle3, as_published
+from tests.tools import train_eagle3
 
 HEADS: dict[str, Any] = {"clover": tiny.clover, "eagle3": tiny.head}
 both = pytest.mark.parametrize("drafter", HEADS)
@@ -89,3 +95,25 @@ def test_a_pair_of_a_target_and_a_head_loads(drafter: str, tmp_path: Path) -> No
     other = save(drafter, tiny.deep(5), tmp_path / "other")
     with pytest.raises(ModelError, match="other: the head is for a vocabulary of 61"):
         load_pair(str(TARGET), str(other))
+
+
+@pytest.mark.slow
+@both
+def test_drafts_of_a_head_trained_for_a_minute_are_accepted(drafter: str, tmp_path: Path) -> None:
+    pair = load_pair(str(TARGET), None, torch.float32)
+    words, stream = pair.tokenizer, examples(seed=78)
+    prompts = [words(prompt_text(next(stream).message))["input_ids"] for _ in range(16)]
+    head: Any
+    if drafter == "eagle3":
+        train_eagle3.main(tmp_path / "head", minutes=1000, steps=60)
+        head = load_pair(str(TARGET), str(tmp_path / "head"), torch.float32).draft
+    else:
+        end = words.convert_tokens_to_ids("<|end|>")
+        rows = [
+            (words(prompt_text(e.message))["input_ids"], [*words(e.completion)["input_ids"], end])
+            for e in islice(stream, 512)
+        ]
+        head = train(pair.target, rows, 3, minutes=1000, steps=60).eval()
+    engine = Engine(pair.target, head, EngineConfig(drafter=drafter, draft_tokens=3, capacity=1024))
+    rate = tiny.total(tiny.run(engine, tiny.requests(prompts, 60))).acceptance_rate
+    assert rate > 0.15, "an untrained head has less than 0.01"
