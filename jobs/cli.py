@@ -75,8 +75,8 @@ def _size(text: str) -> int:
         raise typer.BadParameter(f"expected bytes with a unit, such as 256MiB or 1GB, not {text!r}") from error
 
 
-Restart = Annotated[bool, typer.Option(help="Move the output aside and start over.")]
-RetryErrors = Annotated[bool, typer.Option(help="Run the rows that have an error again.")]
+Restart = Annotated[bool, typer.Option(help="Copy the output aside and start over.")]
+RetryErrors = Annotated[bool, typer.Option(help="Run rows again whose error a retry may cure.")]
 Price = Annotated[float | None, typer.Option(min=0, help="Price of a GPU for an hour, to print the cost.")]
 Quiet = Annotated[bool, typer.Option(help="Show no progress.")]
 OutputFolder = Annotated[str, typer.Argument(help="Output folder of a finished job: a path or an fsspec URL.")]

@@ -8,14 +8,14 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from exspec.pipeline.cluster.connect import find_token, show_token
+from exspec.pipeline.cluster.connect import find_token
 from exspec.pipeline.errors import JobError
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -40,7 +40,6 @@ class Cluster:
     """
 
     def __init__(self, address: str | None = None) -> None:
-        show_token()
         from ray.job_submission import JobSubmissionClient
 
         for name in NOISY_LOGGERS:
@@ -51,8 +50,10 @@ class Cluster:
                 f"address {self.address}: expected the URL of the cluster's dashboard, such as http://HOST:8265"
             )
         os.environ["RAY_API_SERVER_ADDRESS"] = self.address  # Ray's client prefers its variables to its arguments
+        token = find_token()
+        headers = {"Authorization": f"Bearer {token}"} if token else None
         with self._errors():
-            self.client = JobSubmissionClient(self.address)
+            self.client = JobSubmissionClient(self.address, headers=headers)
 
     @contextmanager
     def _errors(self, job: str | None = None) -> Iterator[None]:
@@ -104,23 +105,28 @@ class Cluster:
     def follow(self, job: str) -> int:
         """Print a job's log from the start until the job ends, and return the exit code for how it ended. Ctrl-C leaves
         the job running."""
-        self.details(job)  # raises now if there is no such job
+        details = self.details(job)  # raises now if there is no such job
         printed, answered = 0, time.monotonic()  # printed: characters
         try:
             while True:
                 try:
                     details = self.details(job)
-                    answered = time.monotonic()
-                    with suppress(JobError):
-                        log = self.logs(job)  # after the details: if these say that the job has ended, the log is whole
-                        print(log[printed:], end="", flush=True)
-                        printed = max(printed, len(log))
+                    if not details.status.is_terminal():
+                        answered = time.monotonic()  # it need not have a log yet
+                    log = self.logs(job)  # after the details: if these say that the job has ended, the log is whole
+                    print(log[printed:], end="", flush=True)
+                    printed = max(printed, len(log))
                     if details.status.is_terminal():
                         break
                 except JobError as error:
                     if time.monotonic() - answered > PATIENCE:
-                        raise JobError(f"{error}; {job} may still be running: exspec logs {job} --follow") from error
-                time.sleep(1 + printed / 2**20)  # the whole log is fetched every time
+                        if not details.status.is_terminal():
+                            raise JobError(
+                                f"{error}; {job} may still be running: exspec logs {job} --follow"
+                            ) from error
+                        print(f"the end of the log cannot be read ({error}); exspec logs {job}", file=sys.stderr)
+                        break
+                time.sleep(min(1 + printed / 2**20, 30))  # the whole log is fetched every time
         except KeyboardInterrupt:
             print(
                 f"\n{job} is still running. To follow it: exspec logs {job} --follow. To stop it: exspec cancel {job}",

@@ -163,7 +163,7 @@ def as_json(value: Any) -> str:
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):  # a map is a list of tuples
         return [_plain(item) for item in value]
     if isinstance(value, bytes):
         return value.hex()

@@ -10,7 +10,7 @@ from typing import Any
 
 import jinja2
 
-from exspec.pipeline.job.kinds import DEFAULTS
+from exspec.pipeline.job.kinds import DEFAULTS, SETTINGS
 from exspec.pipeline.output.reasons import Reasons
 from exspec.pipeline.output.totals import Totals
 
@@ -109,8 +109,11 @@ def _numbers(figures: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _settings(written: dict[str, Any]) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
-    """The settings that are not at their defaults; and the other settings, shape and versions."""
-    given = {n: v for n, v in written["job"].items() if n not in DEFAULTS or DEFAULTS[n] != v}
+    """The settings that are not at their defaults; and the other settings, shape and versions.
+
+    Settings that this version does not know are among the others.
+    """
+    given = {n: v for n, v in written["job"].items() if n in SETTINGS and (n not in DEFAULTS or DEFAULTS[n] != v)}
     rest = {n: v for n, v in written["job"].items() if n not in given}
     rest |= written["shape"] | written["versions"] | {"device": written["device"]}
     return _listed(given), _listed(rest)

@@ -108,8 +108,14 @@ def test_an_output_with_missing_rows_is_refused(output: Path, tmp_path: Path) ->
 
 
 def test_json_of_bytes_nan_and_infinity() -> None:
-    given = {"a": math.nan, "b": [1.5, -math.inf], "c": {"d": b"\x01\xff"}, "e": None}
-    assert json.loads(as_json(given)) == {"a": None, "b": [1.5, None], "c": {"d": "01ff"}, "e": None}
+    given = {"a": math.nan, "b": [1.5, -math.inf], "c": {"d": b"\x01\xff"}, "e": None, "map": [("k", math.nan)]}
+    assert json.loads(as_json(given)) == {
+        "a": None,
+        "b": [1.5, None],
+        "c": {"d": "01ff"},
+        "e": None,
+        "map": [["k", None]],
+    }
 
 
 @pytest.mark.parametrize(

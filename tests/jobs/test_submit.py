@@ -228,11 +228,21 @@ def test_other_failures_have_their_own_code(status: str, driver: int | None, cod
         assert exit_code(details) == code
 
 
+def test_the_token_is_sent_even_if_ray_was_imported_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray itself adds the token only if its variables were set at its import."""
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "")  # Cluster sets it
+    monkeypatch.setattr("ray.job_submission.JobSubmissionClient", lambda _, headers: headers)
+    assert Cluster("http://there").client == {"Authorization": "Bearer secret"}
+
+
 class Faltering:
-    """A client whose log grows, once by half a line, and whose dashboard is down for a while."""
+    """A client whose log grows, twice by half a line, and cannot be read at times, also after the job's end. Its
+    dashboard is down for a while."""
 
     def __init__(self) -> None:
-        self.logs = ["one\ntw", None, "one\ntwo\nth", "one\ntwo\nthree\n"]
+        self.logs = ["one\ntw", None, "one\ntwo\nth", None, "one\ntwo\nthree\n"]
         self.asked, self.away = 0, False
 
     def get_job_logs(self, job: str) -> str:
@@ -247,7 +257,7 @@ class Faltering:
         if self.asked == 2 and not self.away:
             self.away = True
             raise ConnectionError("away")
-        status = JobStatus.SUCCEEDED if self.asked == len(self.logs) - 1 else JobStatus.RUNNING
+        status = JobStatus.SUCCEEDED if self.asked >= len(self.logs) - 2 else JobStatus.RUNNING
         return SimpleNamespace(submission_id=job, status=status, driver_exit_code=0)
 
 

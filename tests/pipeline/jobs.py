@@ -205,7 +205,7 @@ def wait_for_parts(output: Path, count: int, process: subprocess.Popen[Any]) -> 
     """Wait until the running process has committed so many parts."""
     deadline = time.monotonic() + 300
     while len(list(output.glob("part-*"))) < count:
-        assert process.poll() is None, process.communicate()
+        assert process.poll() is None, f"the driver ended with {process.returncode} before it had so many parts"
         assert time.monotonic() < deadline
         time.sleep(0.02)
 

@@ -25,7 +25,6 @@ def test_a_family_that_works_works_in_both_dtypes(known: dict[str, Any], family:
 
 @pytest.mark.parametrize("family", WINDOWS)
 def test_the_check_leaves_the_window_as_it_was(known: dict[str, Any], family: str) -> None:
-    """It has fewer tokens than the window, and must still find a difference."""
     model = families.build(known[family]())
     check_forward(model, family)
     assert model.config.sliding_window == 16

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from exspec.pipeline.errors import JobError
+from exspec.pipeline.job.settings import Job
 from exspec.pipeline.output import parts
 from exspec.pipeline.output.columns import GENERATED, completed, conform
 from exspec.pipeline.output.compact import compact
@@ -33,9 +34,10 @@ def run(pair: jobs.Pair, place: Path, **options: Any) -> int:
 
 @pytest.fixture(scope="module")
 def begun(pair: jobs.Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Half a job, written by a version with fewer columns and figures, and one figure that was removed since."""
+    """Half a job, written by a version with fewer columns and figures, and with a figure and a setting that were
+    removed since."""
     place = tmp_path_factory.mktemp("begun")
-    encode, stage = parts.encode, parts.PartSink.stage
+    encode, stage, published = parts.encode, parts.PartSink.stage, Job.published
 
     def older(summary: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in summary.items() if name not in FIGURES} | {"gone": 7}
@@ -47,6 +49,7 @@ def begun(pair: jobs.Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch, in_process():
         patch.setattr(parts, "encode", lambda table, *rest: encode(table.drop_columns(NEW), *rest))
         patch.setattr(parts.PartSink, "stage", staged)
+        patch.setattr(Job, "published", lambda job: published(job) | {"gone": 7})
         assert run(pair, place, rows=ROWS, limit=30) == 0
     for path in (place / "out").glob("part-*"):
         assert not set(NEW) & set(pq.read_schema(path).names)
@@ -61,6 +64,8 @@ def place(begun: Path, tmp_path: Path) -> Path:
 def test_an_older_output_is_resumed_compacted_and_read(pair: jobs.Pair, place: Path) -> None:
     out = place / "out"
     before = jobs.read_output(out)
+    assert read_output(Folder(str(out))).state.description["job"]["gone"] == 7
+    calls.succeed("report", out)
     assert run(pair, place) == 0
     assert set(jobs.read_output(out)) == {str(n) for n in range(ROWS)}
     _, figures = rewrite(read_output(Folder(str(out))))
