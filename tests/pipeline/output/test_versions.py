@@ -11,11 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.job.settings import Job
+from exspec.pipeline.input.plan import Plan
 from exspec.pipeline.output import parts
 from exspec.pipeline.output.columns import GENERATED, completed, conform
 from exspec.pipeline.output.compact import compact
-from exspec.pipeline.output.owner import read_output, take
+from exspec.pipeline.output.owner import Writer, read_output, take
 from exspec.pipeline.output.report import rewrite
 from exspec.pipeline.output.state import FORMAT, State, Summary
 from exspec.pipeline.storage import Folder
@@ -37,7 +37,7 @@ def begun(pair: jobs.Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Half a job, written by a version with fewer columns and figures, and with a figure and a setting that were
     removed since."""
     place = tmp_path_factory.mktemp("begun")
-    encode, stage, published = parts.encode, parts.PartSink.stage, Job.published
+    encode, stage, begin = parts.encode, parts.PartSink.stage, Writer.begin
 
     def older(summary: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in summary.items() if name not in FIGURES} | {"gone": 7}
@@ -46,10 +46,13 @@ def begun(pair: jobs.Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
         made = stage(*given)
         return made | {"chunks": [older(summary) for summary in made["chunks"]]}
 
+    def began(writer: Writer, description: dict[str, Any], plan: Plan) -> None:
+        begin(writer, description | {"job": description["job"] | {"gone": 7}}, plan)
+
     with pytest.MonkeyPatch.context() as patch, in_process():
         patch.setattr(parts, "encode", lambda table, *rest: encode(table.drop_columns(NEW), *rest))
         patch.setattr(parts.PartSink, "stage", staged)
-        patch.setattr(Job, "published", lambda job: published(job) | {"gone": 7})
+        patch.setattr(Writer, "begin", began)
         assert run(pair, place, rows=ROWS, limit=30) == 0
     for path in (place / "out").glob("part-*"):
         assert not set(NEW) & set(pq.read_schema(path).names)
