@@ -220,7 +220,7 @@ def page(trials: list[Trial]) -> str:
         f"in batches of 4, with itself as the draft. In float32 {NEW} tokens of each must equal those of `generate`.",
         "In bfloat16 they must equal those of the engine for the prompt alone.",
         "",
-        f"{len(works)} of {len(trials)} work, some of them in float32 only.",
+        f"{len(works)} of {len(trials)} work, {sum(bool(t.narrow) for t in works)} of them in float32 only.",
         "",
         "## Works",
         "",

@@ -49,7 +49,7 @@ def test_a_family_that_cannot_be_built_is_listed_and_not_counted() -> None:
     made = families.trial("odd", fails)
     assert made == Trial("odd", families.BUILD, "KeyError: 'size'")
     page = families.page([made, Trial("good", "works")])
-    assert "1 of 2 work." in page
+    assert "1 of 2 work, 0 of them in float32 only." in page
     assert "- KeyError: `odd`" in page
 
 
