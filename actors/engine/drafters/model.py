@@ -84,7 +84,7 @@ class DraftModel(Drafter):
         for i in range(rows.most):
             if i > 0:
                 logits, state = self._next(rows.batch(tokens[:, -1:], i), state)
-            logits = rows.allowed(logits, torch.full_like(rows.pending[:, None], i))
+            logits = rows.allowed(logits, i)
             token = rows.sampler.propose(logits, (rows.starts + 1 + i)[:, None], tokens)
             tokens = torch.cat([tokens, token], dim=1)
             chance, kept = self.confidence.survives(chance, logits, token)
