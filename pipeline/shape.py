@@ -63,7 +63,8 @@ def shape_of(job: Job, models: Sequence[PretrainedConfig], rows: int, stored: di
     columns                              default                        stored, or as many as the drafts had
     pages, attention                     this machine                   this machine
 
-    A job of few rows and one with eqspec take defaults instead of calibrating.
+    A job of few rows and one with eqspec take defaults instead of calibrating. A job that began plain stays plain
+    unless it names a drafter and its forwards have columns for drafts.
     Raises JobError for settings that exclude each other.
     """
     target, draft = models[0], models[1] if len(models) > 1 else None
