@@ -14,6 +14,7 @@ from typing import Any
 
 from filelock import FileLock
 
+from exspec.actors.engine.cache import cache_folder
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job.settings import Job
 from exspec.pipeline.secrets import anonymous, redacted
@@ -50,12 +51,6 @@ def local_model(name: str, options: dict[str, Any], weights: bool = True) -> str
         return str(_fetched(source, files, whole))
     light = [f for f in files if Path(f.name).suffix not in WEIGHTS]
     return str(_fetched(source, light, whole.with_name(f"{whole.name}-without-weights")))
-
-
-def cache_folder() -> Path:
-    """EXSPEC_CACHE, or exspec in the user's cache folder. It should be on a local disk of the node."""
-    user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("EXSPEC_CACHE") or Path(user) / "exspec")
 
 
 def resolved(job: Job) -> Job:

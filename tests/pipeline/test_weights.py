@@ -12,12 +12,13 @@ import pytest
 import s3fs
 import torch
 
+from exspec.actors.engine.cache import cache_folder
 from exspec.actors.models import Source, load_model
 from exspec.pipeline import storage
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
-from exspec.pipeline.weights import cache_folder, local_model, model_digest, resolved
+from exspec.pipeline.weights import local_model, model_digest, resolved
 from tests import tiny
 from tests.pipeline import jobs
 

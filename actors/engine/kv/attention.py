@@ -34,6 +34,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from exspec.actors.engine.cache import cache_folder
+
 T = TypeVar("T")
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, float, int, float], Tensor]
 
@@ -248,7 +250,7 @@ def load_kernel() -> None:
     """
     if torch.__version__ < "2.10":
         raise RuntimeError(f"torch {torch.__version__} lacks the interface for kernels; expected 2.10 or later")
-    path = kernel_folder() / f"attention-{_digest()}.so"
+    path = cache_folder() / "kernels" / f"attention-{_digest()}.so"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         # Several processes may do this at once; each renames a complete file into place.
@@ -276,12 +278,6 @@ def _digest() -> str:
     parts = {line for line in described if line.startswith(names)} if cpu.exists() else set(described)
     text = "\n".join([SOURCE.read_text(), torch.__version__, platform.machine(), *_command(), *sorted(parts)])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def kernel_folder() -> Path:
-    """EXSPEC_CACHE, or exspec in the user's cache folder."""
-    user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("EXSPEC_CACHE") or Path(user) / "exspec") / "kernels"
 
 
 def paged_attention(attend: Attend) -> Callable[..., tuple[Tensor, None]]:

@@ -24,7 +24,8 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from exspec.actors.engine.kv.attention import first_line, kernel_folder
+from exspec.actors.engine.cache import cache_folder
+from exspec.actors.engine.kv.attention import first_line
 from exspec.actors.engine.kv.forward import Forward, Traced, forward_of
 from exspec.actors.engine.layers.spans import layers_of
 
@@ -43,9 +44,9 @@ class Code:
 
     @property
     def folder(self) -> Path:
-        """The compiler's cache folder, kept for later processes: TORCHINDUCTOR_CACHE_DIR, or one in `kernel_folder`."""
+        """The compiler's cache folder, kept for later processes: TORCHINDUCTOR_CACHE_DIR, or one in `cache_folder`."""
         if os.environ.get(FOLDER) in (None, default_cache_dir()):  # torch sets this default on import
-            os.environ[FOLDER] = str(kernel_folder() / "compiled")
+            os.environ[FOLDER] = str(cache_folder() / "kernels" / "compiled")
         return Path(os.environ[FOLDER])
 
     def __str__(self) -> str:
