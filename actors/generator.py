@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import pyarrow as pa
@@ -197,23 +197,27 @@ class Generator:
         stop = StopStrings(self.tokenizer, row["_stop"], min_new_tokens) if row["_stop"] else None
         try:
             sampling = Sampling(**self.sampling | json.loads(row["_sampling"]))
+            request = Request(name, row["_prompt"], row["_max_new_tokens"], sampling, stop=stop, **asked(self.answers))
         except ValueError as error:
             message = str(error)
             return lambda: RowResult(None, None, message, prompt, lasting=True)
-        request = Request(name, row["_prompt"], row["_max_new_tokens"], sampling, stop=stop)
-        future = self.engine.submit(replace(request, **asked(self.answers)))
+        future = self.engine.submit(request)
 
         def result() -> RowResult:
             error = future.exception()
             if isinstance(error, RequestError):
                 return RowResult(None, None, str(error).split(": ", 1)[-1], prompt)
-            completion = future.result()
-            text = completion_text(self.tokenizer, completion, stop)
             try:
+                completion = future.result()
+                text = completion_text(self.tokenizer, completion, stop)
                 values = self.answers.read(completion, text)
                 return RowResult(completion, text, None, prompt, values, cut=row["_cut"])
             except AnswerError as invalid:  # decoding again would give the same text
                 return RowResult(None, None, str(invalid), prompt, lasting=True)
+            except Exception as own:  # of the row's stop check, constraint or text
+                if self.engine.failed:
+                    raise
+                return RowResult(None, None, f"{type(own).__name__}: {own}", prompt)
 
         return result
 
