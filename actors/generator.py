@@ -207,17 +207,17 @@ class Generator:
             error = future.exception()
             if isinstance(error, RequestError):
                 return RowResult(None, None, str(error).split(": ", 1)[-1], prompt)
+            if error and not self.engine.failed:  # of the row's stop check or constraint
+                return RowResult(None, None, f"{type(error).__name__}: {error}", prompt)
+            completion = future.result()
             try:
-                completion = future.result()
                 text = completion_text(self.tokenizer, completion, stop)
                 values = self.answers.read(completion, text)
                 return RowResult(completion, text, None, prompt, values, cut=row["_cut"])
             except AnswerError as invalid:  # decoding again would give the same text
                 return RowResult(None, None, str(invalid), prompt, lasting=True)
-            except Exception as own:  # of the row's stop check, constraint or text
-                if self.engine.failed:
-                    raise
-                return RowResult(None, None, f"{type(own).__name__}: {own}", prompt)
+            except Exception as failed:  # of the tokenizer
+                return RowResult(None, None, f"{type(failed).__name__}: {failed}", prompt)
 
         return result
 

@@ -145,7 +145,7 @@ class Completion:
     stopped_by: int | str | None
     statistics: SequenceStatistics
     scores: list[Scores] = field(default_factory=list)
-    error: Exception | None = None
+    error: BaseException | None = None
 
 
 class RequestError(ValueError):

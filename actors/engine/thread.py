@@ -70,7 +70,7 @@ class EngineThread:
                 try:
                     self._engine.submit(request)
                     self._futures[request.id] = future
-                except Exception as error:  # its own functions may raise anything
+                except BaseException as error:  # its own functions may raise anything
                     future.set_exception(error)
                 wait = False
         except Empty:

@@ -1,5 +1,6 @@
 """Poisoned requests to a shared engine: each ends alone, and its neighbours get exactly their tokens."""
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from fractions import Fraction
@@ -128,6 +129,8 @@ POISONS: dict[str, tuple[dict[str, Any], str | None]] = {
     "a stop check that raises at once": ({"stop": lambda: fail}, "on purpose"),
     "a stop check that raises later": ({"stop": lambda: late(0)}, "on purpose"),
     "a stop check that recurses": ({"stop": lambda: (f := lambda t: f(t))}, "recursion"),
+    "a stop check that exits": ({"stop": lambda: sys.exit}, "SystemExit"),
+    "a stop whose making exits": ({"stop": sys.exit}, "SystemExit"),
     "a stop check that is none": ({"stop": lambda: 5}, "not callable"),
     "a stop whose making raises": ({"stop": fail}, "on purpose"),
     "a stop that takes an argument": ({"stop": lambda _: None}, "missing 1 required positional argument"),
@@ -209,17 +212,6 @@ def test_a_future_that_was_cancelled_does_not_hold_up_later_callers() -> None:
             thread.submit(Request(i, [1])).cancel()
         with pytest.raises(OwnError):
             thread.submit(Request("last", [1])).result(timeout=60)
-
-
-def test_a_stop_check_that_ends_the_thread_is_told_to_every_caller() -> None:
-    """The fault: SystemExit ended the engine's thread without a word, and its callers waited for ever."""
-
-    def leave(_: int) -> None:
-        raise SystemExit
-
-    with EngineThread(tiny.engine(ArithmeticModel(), method="plain", capacity=64)) as thread:
-        futures = [thread.submit(Request(i, [1], stop=lambda: leave)) for i in range(2)]
-        assert [type(future.exception(timeout=60)) for future in futures] == [SystemExit] * 2
 
 
 def test_a_stop_check_that_raises_costs_a_job_one_row(

@@ -25,7 +25,7 @@ class Sequence:
         self.request = request
         self.tokens = list(request.prompt)
         self.constraint: Constraint | None = None
-        self.error: Exception | None = None  # of one of the request's own functions
+        self.error: BaseException | None = None  # of one of the request's own functions
         self.scores: list[Scores] = []
         self.limit = min(len(self.tokens) + request.max_new_tokens, longest)  # tokens at most, prompt included
         self.slot = -1
@@ -58,7 +58,9 @@ class Sequence:
         if self.error is None:
             try:
                 return function(*arguments)
-            except Exception as error:
+            except BaseException as error:  # SystemExit and panics of Rust code too
+                if isinstance(error, KeyboardInterrupt):
+                    raise
                 self.error = error
         return otherwise
 
