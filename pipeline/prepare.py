@@ -151,7 +151,8 @@ def prepare(job: Job, restart: bool = False) -> Prepared:
     columns = check(lambda: mapped(job, found[1])) if found else None
     prompts = None
     if columns is not None:
-        job = _with_ids(job, columns)
+        carried = earlier.description["job"].get("carry") if earlier else None
+        job = check(lambda: _with_ids(job, columns, carried)) or job
         check(lambda: _check_columns(job, columns))
         check(lambda: added_columns(job.map_output, output_schema(job, columns)))
         if models:
@@ -169,10 +170,10 @@ def prepare(job: Job, restart: bool = False) -> Prepared:
     return prepared.resumed(earlier) if earlier else prepared
 
 
-def _with_ids(job: Job, schema: pa.Schema) -> Job:
-    """The job with its id column; an empty name means none."""
+def _with_ids(job: Job, schema: pa.Schema, before: list[str] | None) -> Job:
+    """The job with its id column; an empty name means none. before: the columns that an earlier run carries."""
     if is_batch(job, schema):
-        return of_batch(job, schema)
+        return of_batch(job, schema, before)
     found = "id" if job.id_column is None and "id" in schema.names else job.id_column
     return job.model_copy(update={"id_column": found or None})
 

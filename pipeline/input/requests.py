@@ -7,6 +7,7 @@ import pyarrow as pa
 
 from exspec.actors.engine import Request
 from exspec.pipeline.errors import JobError
+from exspec.pipeline.input.batch import BODY, MODEL, add_model, with_model
 from exspec.pipeline.input.plan import Chunk, Shard
 from exspec.pipeline.input.prompts import Prompts
 from exspec.pipeline.input.reading import Unreadable, read_ranges
@@ -25,9 +26,9 @@ class Asked:
 
 
 def mapped(job: Job, schema: pa.Schema) -> pa.Schema:
-    """The schema of the input after `map`. Raises JobError."""
+    """The schema of the input after `map`, with the models that batch requests name. Raises JobError."""
     try:
-        return job.map.makes(schema) if job.map else schema
+        return with_model(job, job.map.makes(schema) if job.map else schema)
     except FunctionError as error:
         raise JobError(f"map: {error}") from error
 
@@ -39,15 +40,15 @@ def read_mapped(
 
     Raises as `read_ranges` does.
     """
-    if job.map is None:
-        yield from read_ranges(shard, ranges, columns, job.storage_options, schema)
-        return
-    for table in read_ranges(shard, ranges, None, job.storage_options, schema):
+    lacks_model = MODEL in columns and MODEL not in schema.names
+    named = list(dict.fromkeys(BODY if name == MODEL and lacks_model else name for name in columns))
+    for table in read_ranges(shard, ranges, None if job.map else named, job.storage_options, schema):
         if isinstance(table, Unreadable):
             yield table
             continue
         try:
-            yield job.map(table).select(columns)
+            found = job.map(table) if job.map else table
+            yield (found if set(columns) <= set(found.column_names) else add_model(found)).select(columns)
         except FunctionError as error:
             yield Unreadable(f"map: {error}")
 

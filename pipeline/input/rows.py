@@ -16,6 +16,12 @@ class RowError(ValueError):
 Row = dict[str, Any] | RowError
 
 
+def are_texts(value: Any) -> bool:
+    """Whether a value is one text or a list of texts, none of them empty."""
+    texts = value if isinstance(value, list) else [value]
+    return all(isinstance(text, str) and text and text.encode(errors="replace").decode() == text for text in texts)
+
+
 def rows(table: pa.Table, columns: Sequence[str]) -> Iterator[Row]:
     """The rows of a table as dicts of these columns; or the first RowError among the values of a row."""
     found = {name: values(table, name) for name in columns}
