@@ -60,11 +60,11 @@ class Message(BaseModel, strict=True):
 
 
 class _Used(BaseModel, strict=True, extra="forbid", allow_inf_nan=False):
-    model: str = _field("text, which the answer repeats", min_length=1)
+    model: str = _field("text", min_length=1)
     messages: list[Message] = _field("a list of messages with role and content")
     prompt: str = _field("text")
     max_tokens: int = _field("a whole number from 1 up", ge=1, le=LARGEST_INT)
-    max_completion_tokens: int = _field("a whole number from 1 up; max_tokens overrides it", ge=1, le=LARGEST_INT)
+    max_completion_tokens: int = _field("a whole number from 1 up", ge=1, le=LARGEST_INT)
     temperature: float = _field("a number from 0 up", ge=0, le=LARGEST)
     top_p: float = _field("a number above 0, at most 1", gt=0, le=1)
     top_k: int = _field("a whole number from 0 up", ge=0, le=LARGEST_INT)
@@ -72,7 +72,7 @@ class _Used(BaseModel, strict=True, extra="forbid", allow_inf_nan=False):
     repetition_penalty: float = _field("a number above 0", ge=SMALLEST, le=LARGEST)
     presence_penalty: float = _field(f"a number from {-HIGHEST} to {HIGHEST}", ge=-HIGHEST, le=HIGHEST)
     frequency_penalty: float = _field(f"a number from {-HIGHEST} to {HIGHEST}", ge=-HIGHEST, le=HIGHEST)
-    seed: int = _field("a whole number of 63 bits", ge=0, lt=2**63)
+    seed: int = _field("a whole number from 0 to 2**63 - 1", ge=0, lt=2**63)
     stop: Annotated[Any, _check(are_texts)] = _field("text, or a list of texts, none of them empty")
 
 

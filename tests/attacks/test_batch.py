@@ -40,7 +40,10 @@ def request(body: Any, method: Any = "POST", url: Any = CHAT) -> Request:
 
 # What is changed in a chat request; and the reason, or None if it is decoded.
 BODIES: list[tuple[dict[str, Any], str | None]] = [
-    ({"max_completion_tokens": "zz", "max_tokens": 3}, "max_completion_tokens: expected a whole number from 1 up; "),
+    (
+        {"max_completion_tokens": "zz", "max_tokens": 3},
+        'body.max_completion_tokens: expected a whole number from 1 up, not "zz"',
+    ),
     ({"max_completion_tokens": -3, "max_tokens": 3}, "not -3"),
     ({"max_completion_tokens": 5}, None),
     ({"max_tokens": 0}, "body.max_tokens: expected a whole number from 1 up, not 0"),
@@ -61,7 +64,7 @@ BODIES: list[tuple[dict[str, Any], str | None]] = [
     ({"temperature": [0.5]}, "body.temperature: expected a number from 0 up, not list"),
     ({"temperature": 1}, None),
     ({"presence_penalty": -101}, "body.presence_penalty: expected a number from -100 to 100, not -101"),
-    ({"seed": True}, "body.seed: expected a whole number of 63 bits, not true"),
+    ({"seed": True}, "body.seed: expected a whole number from 0 to 2**63 - 1, not true"),
     ({"seed": "7"}, 'not "7"'),
     ({"stop": ""}, "body.stop: expected text, or a list of texts, none of them empty"),
     ({"stop": ["a", 5]}, "body.stop: expected text, or a list of texts, none of them empty, not list"),
@@ -90,8 +93,8 @@ BODIES: list[tuple[dict[str, Any], str | None]] = [
     ({"stream": True}, "body.stream: expected false, not true"),
     ({"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "flex"}, None),
     ({"model": "gpt"}, None),
-    ({"model": 5}, "body.model: expected text, which the answer repeats, not 5"),
-    ({"model": "\ud800"}, 'body.model: expected text, which the answer repeats, not "\\ud800"'),
+    ({"model": 5}, "body.model: expected text, not 5"),
+    ({"model": "\ud800"}, 'body.model: expected text, not "\\ud800"'),
     ({"reasoning_effort": "high"}, "body.reasoning_effort: not supported; leave it out"),
     ({"\ud800": 1}, "body: expected names of text, not "),
     ({"": 1}, "body.: not supported; leave it out"),

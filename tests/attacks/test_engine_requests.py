@@ -202,6 +202,13 @@ def test_a_poisoned_request_ends_alone(method: str, poison: str) -> None:
     assert len(engine.pool.free) == engine.config.slots
 
 
+def test_an_end_token_of_the_model_beyond_its_vocabulary_is_not_barred() -> None:
+    engine = tiny.engine(ArithmeticModel(), method="plain", capacity=64)
+    engine.end_ids = frozenset([END, 10**6])
+    (done,) = tiny.run(engine, [Request("a", [3, 1], max_new_tokens=9, min_new_tokens=2)]).values()
+    assert done.tokens == ArithmeticModel.continuation([3, 1], 9)
+
+
 def test_a_future_that_was_cancelled_does_not_hold_up_later_callers() -> None:
     """The fault: after the engine's failure, a cancelled future ended the loop that answers the others."""
     engine = tiny.engine(ArithmeticModel(), method="plain", capacity=64)

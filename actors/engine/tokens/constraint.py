@@ -123,7 +123,8 @@ class Barred(Constraint):
     """
 
     def __init__(self, vocabulary: int, ends: Set[int], least: int, words: Iterable[tuple[int, ...]]) -> None:
-        self.vocabulary, self.ends, self.least, self.words = vocabulary, frozenset(ends), least, tuple(words)
+        self.vocabulary, self.least, self.words = vocabulary, least, tuple(words)
+        self.ends = frozenset(end for end in ends if end < vocabulary)  # a model's config may name others
         self.tokens: list[int] = []
         self._masks: dict[frozenset[int], Words] = {}
 
