@@ -155,7 +155,11 @@ def fields(row: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {name: given.get(name) for name in COLUMNS.values()}
     found["max_tokens"] = given.get("max_tokens", given.get("max_completion_tokens"))
     found["sampling"] = {name: given[name] for name in SHARED if name in given}
-    return found | {"prompt": given.get("prompt") or [_flat(message) for message in given.get("messages", [])]}
+    messages = [
+        message | {"content": "".join(part["text"] for part in _parts(message["content"]))}
+        for message in given.get("messages", [])
+    ]
+    return found | {"prompt": given.get("prompt") or messages}
 
 
 def _problem(error: Any) -> str:
@@ -171,11 +175,6 @@ def _problem(error: Any) -> str:
 
 def _shown(value: Any) -> str:
     return json.dumps(value)[:80] if isinstance(value, str | int | float | None) else type(value).__name__
-
-
-def _flat(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with content parts, joined to one text."""
-    return message | {"content": "".join(part["text"] for part in _parts(message["content"]))}
 
 
 def answer(row: dict[str, Any], model: str, created: int) -> dict[str, Any]:

@@ -202,6 +202,14 @@ def test_a_poisoned_request_ends_alone(method: str, poison: str) -> None:
     assert len(engine.pool.free) == engine.config.slots
 
 
+def test_a_callback_that_raises_costs_nobody_a_token() -> None:
+    with EngineThread(tiny.engine(ArithmeticModel(), method="plain", capacity=64)) as thread:
+        futures = [thread.submit(Request(i, row, max_new_tokens=9)) for i, row in enumerate(ROWS)]
+        futures[0].add_done_callback(fail)
+        for row, future in zip(ROWS, futures, strict=True):
+            assert future.result(timeout=60).tokens == ArithmeticModel.continuation(row, 9)
+
+
 def test_an_end_token_of_the_model_beyond_its_vocabulary_is_not_barred() -> None:
     engine = tiny.engine(ArithmeticModel(), method="plain", capacity=64)
     engine.end_ids = frozenset([END, 10**6])
