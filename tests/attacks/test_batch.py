@@ -20,7 +20,7 @@ from exspec.pipeline.input import batch
 from exspec.pipeline.input.plan import Shard
 from exspec.pipeline.input.prompts import Prompts
 from exspec.pipeline.input.rows import RowError
-from exspec.pipeline.job.settings import Job
+from exspec.pipeline.job.settings import SHARED, Job
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
 from tests.pipeline import jobs
@@ -228,8 +228,8 @@ def arrived(body: dict[str, Any]) -> None:
     made, given = request(body), {name: value for name, value in body.items() if value is not None}
     longest = given.get("max_tokens", given.get("max_completion_tokens", PROMPTS.job.max_new_tokens))
     assert (made.max_new_tokens, made.sampling.temperature) == (longest, given.get("temperature", 0))
-    shared = {name: getattr(made.sampling, name) for name in batch.SHARED}
-    assert shared == {name: given.get(name, getattr(PROMPTS.job, name)) for name in batch.SHARED}
+    shared = {name: getattr(made.sampling, name) for name in SHARED}
+    assert shared == {name: given.get(name, getattr(PROMPTS.job, name)) for name in SHARED}
     assert "seed" not in given or made.sampling.seed == given["seed"]
     stop: Any = made.stop
     texts = given.get("stop") or []
@@ -277,9 +277,9 @@ def test_an_answer_has_the_name_of_the_model_that_was_asked_for(pair: jobs.Pair,
         table = pa.Table.from_pylist([line | {"body": body} for line, body in zip(given, bodies, strict=True)])
         pq.write_table(table, tmp_path / "in" / "a.parquet")
     assert decoded(job(pair, tmp_path)) == 0
-    bodies = [answer["response"]["body"] for answer in answers(tmp_path)]
-    assert [body["model"] for body in bodies] == ["org/name", "other", pair[0]] * 2
-    assert all(body["choices"][0]["text"] for body in bodies)
+    given_back = [answer["response"]["body"] for answer in answers(tmp_path)]
+    assert [body["model"] for body in given_back] == ["org/name", "other", pair[0]] * 2
+    assert all(body["choices"][0]["text"] for body in given_back)
 
 
 def test_a_file_without_methods_and_urls_is_refused_before_it_is_decoded(pair: jobs.Pair, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from exspec.actors import generator
 from exspec.actors.engine import EngineThread, Request, Sampling
 from exspec.actors.engine.tokens.constraint import Automaton, Constraint, Node, chain
-from exspec.actors.stop_strings import StopMatcher
+from exspec.actors.stop_strings import StopMatcher, completion_text
 from tests import tiny
 from tests.pipeline import jobs
 from tests.pipeline.in_process import in_process
@@ -36,6 +36,10 @@ class OwnError(RuntimeError):
 
 def fail(*_: object) -> Any:
     raise OwnError("on purpose")
+
+
+def recurse(token: int) -> Any:
+    return recurse(token)
 
 
 def late(_: object, tokens: int = 3) -> Callable[[int], None]:
@@ -110,25 +114,25 @@ POISONS: dict[str, tuple[dict[str, Any], str | None]] = {
     "a prompt of small numpy numbers": ({"prompt": np.array([60] * 20, np.uint8)}, None),
     "a prompt that is text": ({"prompt": "abc"}, "prompt: expected whole numbers, not str"),
     "a prompt that is a tensor": ({"prompt": torch.tensor([1, 2])}, "prompt: expected whole numbers, not Tensor"),
-    "a numpy seed": ({"sampling": lambda: Sampling(temperature=1.0, seed=np.int64(2**62))}, None),
-    "a numpy seed of eight bits": ({"sampling": lambda: Sampling(temperature=1.0, seed=np.uint8(255))}, None),
+    "a numpy seed": ({"sampling": {"temperature": 1.0, "seed": np.int64(2**62)}}, None),
+    "a numpy seed of eight bits": ({"sampling": {"temperature": 1.0, "seed": np.uint8(255)}}, None),
     "a numpy top_k and temperature": (
-        {"sampling": lambda: Sampling(temperature=np.float32(0.5), top_k=np.uint8(200), top_p=np.float32(0.5))},
+        {"sampling": {"temperature": np.float32(0.5), "top_k": np.uint8(200), "top_p": np.float32(0.5)}},
         None,
     ),
-    "a temperature that is a fraction": ({"sampling": lambda: Sampling(temperature=Fraction(1, 3))}, None),
-    "a penalty that is a fraction": ({"sampling": lambda: Sampling(presence_penalty=Fraction(1, 3))}, None),
+    "a temperature that is a fraction": ({"sampling": {"temperature": Fraction(1, 3)}}, None),
+    "a penalty that is a fraction": ({"sampling": {"presence_penalty": Fraction(1, 3)}}, None),
     "a temperature that is not a number": (
-        {"sampling": lambda: Sampling(top_p=float("nan"))},
+        {"sampling": {"top_p": float("nan")}},
         "top_p: expected",
     ),
     "no sampling": ({"sampling": None}, "sampling: expected Sampling, not NoneType"),
-    "sampling that is a dict": ({"sampling": {"top_k": 3}}, "sampling: expected Sampling, not dict"),
+    "sampling that is a list": ({"sampling": [3]}, "sampling: expected Sampling, not list"),
     "a numpy max_new_tokens": ({"max_new_tokens": np.int8(3)}, None),
     "half a scored token": ({"scored": 2.5}, "scored: expected whole numbers, not float"),
     "a stop check that raises at once": ({"stop": lambda: fail}, "on purpose"),
     "a stop check that raises later": ({"stop": lambda: late(0)}, "on purpose"),
-    "a stop check that recurses": ({"stop": lambda: (f := lambda t: f(t))}, "recursion"),
+    "a stop check that recurses": ({"stop": lambda: recurse}, "recursion"),
     "a stop check that exits": ({"stop": lambda: sys.exit}, "SystemExit"),
     "a stop whose making exits": ({"stop": sys.exit}, "SystemExit"),
     "a stop check that is none": ({"stop": lambda: 5}, "not callable"),
@@ -164,9 +168,9 @@ ROWS = tiny.prompts(7, longest=20)
 
 
 def made(changes: dict[str, Any]) -> Request:
-    given = {"id": "poisoned", "prompt": [3, 1], "max_new_tokens": 9} | changes
-    sampling = given.get("sampling")
-    return Request(**given | ({"sampling": sampling()} if callable(sampling) else {}))
+    given: dict[str, Any] = {"id": "poisoned", "prompt": [3, 1], "max_new_tokens": 9} | changes
+    sampling = changes.get("sampling")
+    return Request(**given | ({"sampling": Sampling(**sampling)} if isinstance(sampling, dict) else {}))
 
 
 def outcome(thread: EngineThread, changes: dict[str, Any]) -> BaseException | None:
@@ -252,7 +256,7 @@ def test_a_completion_that_cannot_be_decoded_costs_a_job_one_row(
     pair: jobs.Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs.write_shards(tmp_path / "in", 24)
-    text = generator.completion_text
+    text = completion_text
     bad = ArithmeticModel.continuation(jobs.prompt(5), jobs.budget(5))
     odd = lambda tokenizer, completion, stop: fail() if completion.tokens == bad else text(tokenizer, completion, stop)  # noqa: E731
     monkeypatch.setattr(generator, "completion_text", odd)
