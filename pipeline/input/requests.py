@@ -7,11 +7,12 @@ import pyarrow as pa
 
 from exspec.actors.engine import Request
 from exspec.pipeline.errors import JobError
+from exspec.pipeline.input.formats import spread
 from exspec.pipeline.input.plan import Chunk, Shard
 from exspec.pipeline.input.prompts import Prompts
 from exspec.pipeline.input.reading import Unreadable, read_ranges
-from exspec.pipeline.input.rows import Row, RowError, rows
-from exspec.pipeline.job.functions import FunctionError
+from exspec.pipeline.input.rows import BAD, Row, RowError, rows
+from exspec.pipeline.job.functions import Function, FunctionError
 from exspec.pipeline.job.settings import Job
 
 
@@ -47,9 +48,18 @@ def read_mapped(
             yield table
             continue
         try:
-            yield job.map(table).select(columns)
+            yield _map(job.map, table, columns)
         except FunctionError as error:
             yield Unreadable(f"map: {error}")
+
+
+def _map(function: Function, table: pa.Table, columns: Sequence[str]) -> pa.Table:
+    """The columns of a table after `map`, which does not get lines that cannot be read. Raises FunctionError."""
+    if BAD not in table.column_names:
+        return function(table).select(columns)
+    good = table[BAD].is_null()
+    made = spread(function(table.filter(good).drop_columns([BAD])), good.to_pylist())
+    return made.append_column(BAD, table[BAD]).select([*columns, BAD])
 
 
 def requests(
