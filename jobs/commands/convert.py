@@ -75,8 +75,7 @@ def partition(
         raise JobError(f"{folder}: already exists; expected a new folder")
     names = _columns(done, [*(columns or []), *by])
     remaining = tables(done, list(dict.fromkeys([*columns, *by])) if columns else names)
-    # Names of columns become names of folders, quoted like the values.
-    quoted = {name: quote(name, safe="") for name in by}
+    quoted = {name: _folder(name) for name in by}
     remaining = (t.rename_columns([quoted.get(name, name) for name in t.column_names]) for t in remaining)
     first = next(remaining)
     try:
@@ -94,6 +93,12 @@ def partition(
         raise JobError(f"--partition-by {', '.join(by)}: {first_line(error)}") from error
     target.write(SUCCESS, b"")
     return done.state.rows
+
+
+def _folder(name: str) -> str:
+    """The name of a column in the name of a folder, quoted like the values. Readers skip folders with _ or . first."""
+    quoted = quote(name, safe="")
+    return f"%{ord(name[0]):02X}{quoted[1:]}" if name[:1] in ("_", ".") else quoted
 
 
 def convert(
@@ -119,8 +124,8 @@ def convert(
         WRITERS[suffix](path, list(map(formulas.text, names)) if each is formulas else names, found, each)
     if formulas.found and not quote_formulas:
         print(
-            f"{formulas.found} values of the CSV begin like a formula (=, +, -, @, tab or CR), which a spreadsheet may run; "
-            "exspec convert --quote-formulas puts ' before them"
+            f"{formulas.found} values of the CSV begin like a formula (=, +, -, @, tab or CR), which a spreadsheet may "
+            "run; exspec convert --quote-formulas puts ' before them"
         )
     return done.state.rows
 

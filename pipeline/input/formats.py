@@ -20,7 +20,6 @@ from exspec.pipeline.input.rows import BAD
 ROWS = 4096  # per table
 BUFFER = 1 << 20  # bytes per fetch
 BLOCK = 4 << 20  # bytes of CSV decoded at once, unless a row is larger
-CSV = pc.ParseOptions(newlines_in_values=True)
 LARGEST_ROW = 64 << 20  # bytes of a CSV row: a quote that is not closed must not read a large file into memory
 UNFIT = (pa.ArrowException, OverflowError, UnicodeEncodeError, RecursionError)  # a value that no column can hold
 Open = Callable[[], io.RawIOBase]
@@ -50,7 +49,8 @@ def scan(name: str, opened: Open, bad_lines: bool = False) -> tuple[int, pa.Sche
                 raise FormatError(f"{reason}; correct it, or set bad_lines to error")
             found = found.remove(found.get_field_index(BAD))
         if not found.equals(schema):
-            schema = _joined(schema, found, f"rows {rows} to {rows + table.num_rows - 1}, from 0", bad_lines)
+            place = f"rows {rows} to {rows + table.num_rows - 1}, from 0"
+            schema = _joined(schema, found, place, bad_lines) if rows else found
         rows += table.num_rows
     return rows, schema
 
@@ -104,9 +104,10 @@ def _json_lines(stream: Any, schema: pa.Schema | None) -> Iterator[Part]:
 
 def _object(line: bytes) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row = json.loads(line.rstrip())
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"not JSON: {error}") from error
+        place = f"{error.msg} (column {error.colno})" if isinstance(error, json.JSONDecodeError) else error
+        raise FormatError(f"not JSON: {place}") from error
     if not isinstance(row, dict):
         raise FormatError(f"expected an object, not {type(row).__name__}")
     if {BODY, ID} <= row.keys() and isinstance(row[BODY], dict):
@@ -158,20 +159,23 @@ def bare(rows: int) -> pa.Table:
 # stray, and only its line is lost. Before the end of the file (BEGUN), a value may go on in the bytes that come next.
 _INSIDE = rb'[^"]*+(?:""[^"]*+)*+'
 _VALUE = rb'%b"(?=[,\r\n]|\Z)|[^"\r\n]*+(?:""[^"\r\n]*+)*+"|(?P<stray>[^\r\n]*)' % _INSIDE
-WHOLE = re.compile(rb'"(?<![^,\r\n]")(?:%b)' % _VALUE)
-BEGUN = re.compile(rb'"(?<![^,\r\n]")(?:%b\Z|%b)' % (_INSIDE, _VALUE))
+_OPENS = rb'"(?<![^,\r\n]")'
+WHOLE = re.compile(rb"%b(?:%b)" % (_OPENS, _VALUE))
+BEGUN = re.compile(rb"%b(?:%b\Z|%b)" % (_OPENS, _INSIDE, _VALUE))
+STRAY = re.compile(_OPENS)
 
 
 class CsvRow(NamedTuple):
-    """A row that is not blank. line: its first. shape: its bytes with an x for each byte of a value in quotes."""
+    """A row that is not blank. line: its first. end: its offset. shape: as `_shape` makes it."""
 
     line: int
+    end: int
     content: bytes
     shape: bytes
 
     def fault(self, columns: int) -> str | None:
         """Why the row cannot be read, if so."""
-        if self.shape.startswith(b'"') or b',"' in self.shape:
+        if STRAY.search(self.shape):
             return "a quote opens a value here, and no quote before a comma or line end closes it"
         if (found := self.shape.count(b",") + 1) != columns:
             return f"{found} columns, expected {columns} as in the header"
@@ -182,58 +186,74 @@ class CsvRow(NamedTuple):
         return None
 
 
-def spread(table: pa.Table, given: Iterable[bool]) -> pa.Table:
-    """The rows of a table in the places that are True; the other places are null."""
-    number = count()
-    return table.take(pa.array([next(number) if here else None for here in given], pa.int64()))
+class CsvColumns:
+    """Makes tables of text: what looks like a number may be an id with a leading 0. An empty value is null."""
+
+    def __init__(self, header: CsvRow) -> None:
+        if fault := header.fault(header.shape.count(b",") + 1):
+            raise FormatError(f"line {header.line}: {fault}")
+        self.names = next(csv.reader([header.content.decode("utf-8-sig")]))
+        self.schema = pa.schema([(name, pa.string()) for name in self.names])
+        self.values = pc.ConvertOptions(
+            column_types=self.schema, null_values=[""], strings_can_be_null=True, quoted_strings_can_be_null=False
+        )
+
+    def table(self, content: bytes) -> pa.Table:
+        """The rows in these bytes. Raises ArrowInvalid."""
+        content = b"\n" + content  # Arrow skips a blank line; after it, a byte order mark is text
+        whole = pc.ReadOptions(column_names=self.names, block_size=len(content) + 1, use_threads=False)
+        return pc.read_csv(pa.BufferReader(content), whole, pc.ParseOptions(newlines_in_values=True), self.values)
+
+    def part(self, line: int, content: bytes, shape: bytes) -> Part:
+        """The rows in these bytes, one by one if they are not all good. line: the first."""
+        with suppress(pa.ArrowInvalid):
+            if not STRAY.search(shape):
+                return self.table(content), {}
+        rows = list(_csv_rows(line, content, shape))
+        faults = [row.fault(len(self.names)) for row in rows]
+        good = [row.content for row, fault in zip(rows, faults, strict=True) if not fault]
+        table = self.table(b"".join(good)) if good else self.schema.empty_table()
+        bad = {i: f"line {rows[i].line}: {fault}" for i, fault in enumerate(faults) if fault}
+        return spread(table, [not fault for fault in faults]), bad
 
 
 def _csv(stream: Any, schema: pa.Schema | None) -> Iterator[Part]:  # noqa: ARG001
-    """All values are text, or null if empty: what looks like a number may be an id with a leading 0."""
-    names: list[str] = []
-    for rows in _csv_rows(stream):
-        if not names:
-            names = _header(rows.pop(0))
-            texts = pa.schema([(name, pa.string()) for name in names])
-            values = pc.ConvertOptions(
-                column_types=texts, null_values=[""], strings_can_be_null=True, quoted_strings_can_be_null=False
-            )
-        faults = [row.fault(len(names)) for row in rows]
-        good = [row.content for row, fault in zip(rows, faults, strict=True) if not fault]
-        content = b"".join([b"\n", *good])  # Arrow skips a blank line; after it, a byte order mark is text
-        whole = pc.ReadOptions(column_names=names, block_size=len(content) + 1, use_threads=False)
-        table = pc.read_csv(pa.BufferReader(content), whole, CSV, values) if good else texts.empty_table()
-        table = table if len(good) == len(rows) else spread(table, [not fault for fault in faults])
-        yield table, {i: f"line {rows[i].line}: {fault}" for i, fault in enumerate(faults) if fault}
-    if not names:
+    columns = None
+    for line, content, shape in _csv_blocks(stream):
+        if columns:
+            yield columns.part(line, content, shape)
+        elif header := next(_csv_rows(line, content, shape), None):
+            columns, end = CsvColumns(header), header.end
+            yield columns.part(header.line + len(header.content.splitlines()), content[end:], shape[end:])
+    if not columns:
         raise FormatError("Empty CSV file, expected a line with the names of the columns")
 
 
-def _header(row: CsvRow) -> list[str]:
-    columns = row.shape.count(b",") + 1
-    if fault := row.fault(columns):
-        raise FormatError(f"line {row.line}: {fault}")
-    return next(csv.reader([row.content.decode("utf-8-sig")]))
-
-
-def _csv_rows(stream: Any) -> Iterator[list[CsvRow]]:
+def _csv_blocks(stream: Any) -> Iterator[tuple[int, bytes, bytes]]:
+    """Whole rows: the number of their first line, their bytes and their shape."""
     rest, line, more = b"", 1, True
     while more:
-        content = rest + (read := stream.read(max(BLOCK, len(rest))))
-        more, rows, at = bool(read), [], 0
-        shapes = _shape(content, more).splitlines(keepends=True)
-        for shape in shapes[:-1] if more else shapes:  # the last may go on
-            row = content[at : at + len(shape)]
-            if shape.strip(b"\r\n"):
-                rows.append(CsvRow(line, row, shape))
-            line += len(row.splitlines()) if b'"' in row else 1
-            at += len(shape)
-        if len(rest := content[at:]) > LARGEST_ROW:
+        read = stream.read(max(BLOCK, len(rest)))
+        content, more = rest + read, bool(read)
+        shape = _shape(content, more)
+        end = shape.rfind(b"\n") + 1 or shape.rfind(b"\r", 0, -1) + 1  # a line feed may follow on the last byte
+        end = end if more else len(content)
+        if end:
+            yield line, content[:end], shape[:end]
+        line += len(content[:end].splitlines())
+        if len(rest := content[end:]) > LARGEST_ROW:
             raise FormatError(
                 f"line {line}: the row that begins here is longer than {LARGEST_ROW >> 20} MiB; shorten it"
             )
-        if rows:
-            yield rows
+
+
+def _csv_rows(line: int, content: bytes, shape: bytes) -> Iterator[CsvRow]:
+    end = 0
+    for row in shape.splitlines(keepends=True):
+        begin, end = end, end + len(row)
+        if row.strip(b"\r\n"):
+            yield CsvRow(line, end, content[begin:end], row)
+        line += len(content[begin:end].splitlines())
 
 
 def _shape(content: bytes, more: bool) -> bytes:
@@ -242,6 +262,12 @@ def _shape(content: bytes, more: bool) -> bytes:
         return content
     pattern = BEGUN if more else WHOLE
     return pattern.sub(lambda value: value[0] if value["stray"] is not None else b"x" * len(value[0]), content)
+
+
+def spread(table: pa.Table, given: Iterable[bool]) -> pa.Table:
+    """The rows of a table in the places that are True; the other places are null."""
+    number = count()
+    return table.take(pa.array([next(number) if here else None for here in given], pa.int64()))
 
 
 def _arrow(stream: Any, schema: pa.Schema | None) -> Iterator[Part]:  # noqa: ARG001

@@ -205,10 +205,10 @@ def _typed(table: pa.Table, shard: Shard, columns: Sequence[str] | None, schema:
         return bare(table.num_rows)
 
     def column(field: pa.Field) -> Any:
-        if field.name in present:
-            return table[field.name].cast(field.type)
         if field.name in given:
             return pa.repeat(values[field.name][0], table.num_rows).cast(field.type)
+        if field.name in present:
+            return table[field.name].cast(field.type)
         return pa.nulls(table.num_rows, field.type)
 
     return pa.table([column(field) for field in fields], schema=pa.schema(fields))

@@ -16,7 +16,7 @@ from exspec.pipeline.input.formats import SUFFIXES, FormatError, scan, suffix_of
 from exspec.pipeline.input.plan import Plan, Shard, decode_row, decode_schema, encode_row
 from exspec.pipeline.input.reading import FORMAT, Bytes, RangeFile, read_footer
 from exspec.pipeline.input.schemas import nullable, refuse_duplicates, unified
-from exspec.pipeline.input.snapshot import locate, probe
+from exspec.pipeline.input.snapshot import IrregularError, locate, probe
 from exspec.pipeline.input.tables import TableVersion, find_tables, read_iceberg, read_table
 from exspec.pipeline.storage import at_once, attempt
 
@@ -289,11 +289,14 @@ def _footer(
             return replace(known, url=location.url, stamp=stamp), schema  # without footer, it would be scanned
         rows, found = _read(location, file, bad_lines)
     except FORMAT as error:
+        if isinstance(error, IrregularError):
+            raise
         if isinstance(error, FormatError):
             raise JobError(f"{location.url}: {error}") from error
-        whole = file.refused or not file.fetches or suffix_of(location.name)
+        opened = file.fetches or isinstance(error, pa.ArrowInvalid)
+        whole = file.refused or not opened or suffix_of(location.name)
         what = "cannot be read" if whole else "not a Parquet file"
-        if not whole and not location.name.endswith(".parquet"):
+        if not (whole or location.name.endswith(".parquet")):
             what += f", and its suffix names no other format; exspec reads {SUFFIXES}"
         raise JobError(f"{location.url}: {what} ({first_line(file.refused or error)})") from error
     refuse_duplicates(location.url, found)

@@ -1,4 +1,4 @@
-"""Odd files and folders: each costs at most its own lines, or is refused with its name. The next one is one more line."""
+"""Odd files and folders: each costs at most its own lines, or is refused by name. The next one is one more line."""
 
 import csv
 import gzip
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -19,10 +18,10 @@ from hypothesis import strategies as st
 
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input import formats, shards
-from exspec.pipeline.input.formats import FormatError, read, scan
+from exspec.pipeline.input.formats import read, scan
 from exspec.pipeline.input.plan import Shard, decode_row
 from exspec.pipeline.input.reading import Unreadable, read_ranges
-from exspec.pipeline.input.rows import BAD, RowError, rows
+from exspec.pipeline.input.rows import RowError, rows
 from exspec.pipeline.input.schemas import refuse_duplicates, unified
 from exspec.pipeline.input.shards import find_shards
 from exspec.pipeline.job.settings import Job
@@ -30,7 +29,7 @@ from exspec.pipeline.output.columns import carried_columns
 from exspec.pipeline.output.owner import read_output
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.storage import Folder
-from tests.jobs.calls import call, rows_of, succeed
+from tests.jobs.calls import rows_of, succeed
 from tests.pipeline import jobs
 from tests.pipeline.in_process import in_process
 
@@ -135,11 +134,12 @@ BAD_LINES = {
         b"a,b\n1,2\nx,\xff\n3,4\n",
         [one(a="1", b="2"), "line 3: byte 0xff is not UTF-8 text", one(a="3", b="4")],
     ),
-    "only bad lines": ("a.csv", b"a,b\n1\n", ["line 2: 1 columns, expected 2 as in the header"]),
+    "only bad lines of JSON": ("a.jsonl", b"{\n", ["line 1: not JSON: "]),
+    "only bad lines of a CSV": ("a.csv", b"a,b\n1\n", ["line 2: 1 columns, expected 2 as in the header"]),
     "broken JSON": (
         "a.jsonl",
         b'{"a": 1}\n{"a":\n{"a": 3}\n',
-        [one(a=1), "line 2: not JSON: Expecting value: line 1 column 6 (char 5)", one(a=3)],
+        [one(a=1), "line 2: not JSON: Expecting value (column 6)", one(a=3)],
     ),
     "a byte in JSON that is not UTF-8": (
         "a.ndjson",
@@ -195,7 +195,7 @@ BAD_LINES = {
         b'{"custom_id": "1", "body": {"prompt": "w1"}}\n{"custom_id": "2", "bo',
         [
             one(custom_id="1", body='{"prompt": "w1"}'),
-            "line 2: not JSON: Unterminated string starting at: line 1 column 20 (char 19)",
+            "line 2: not JSON: Unterminated string starting at (column 20)",
         ],
     ),
 }  # fmt: skip
@@ -217,7 +217,7 @@ def test_a_bad_line_costs_one_row(name: str, content: bytes, expected: Rows, tmp
     first = next(row for row in given if isinstance(row, str))
     with pytest.raises(JobError) as error:
         found(tmp_path)
-    if "thousands" not in str(content[:9]) and len(given) < formats.ROWS:
+    if len(given) < formats.ROWS:  # else types are compared by table
         assert str(error.value) == f"file://{tmp_path / name}: {first}; correct it, or set bad_lines to error"
 
 
@@ -243,7 +243,7 @@ REFUSED = {
         "the column name '_exspec_bad_line' is reserved",
     ),
     "a reserved name in a CSV": ("a.csv", b"_exspec_bad_line\nx\n", "the column name '_exspec_bad_line' is reserved"),
-    "two columns of one name": ("a.csv", b"a,a\n1,2\n", "2 columns are called 'a'"),
+    "two columns of one name": ("a.csv", b"a,a\n1,2\n", "2 columns are called 'a'; expected unique names"),
     "a .tsv": (
         "p.tsv",
         b"a\tb\n",
@@ -294,12 +294,9 @@ IRREGULAR = {
 @pytest.mark.parametrize("name", ["b.jsonl", "b.csv", "b.parquet", "b.arrow"])
 def test_only_regular_files_are_read(make: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # the name of a socket is short
-    (tmp_path / name.replace("b", "a")).write_bytes(b"")
     make(tmp_path / name)
     for place in (tmp_path, tmp_path / name, tmp_path / "*[b].*"):
-        with pytest.raises(
-            JobError, match=rf"{name}: cannot be read \(is not a regular file but a pipe, socket, device"
-        ):
+        with pytest.raises(JobError, match=rf"{name}: is a pipe, socket, device or folder; expected a regular file"):
             found(place)
 
 
@@ -311,7 +308,7 @@ def test_a_file_that_becomes_a_pipe_is_not_read(tmp_path: Path) -> None:
     os.mkfifo(place)
     (table,) = read_ranges(shard, [(0, 1)], None, {}, schema)
     assert isinstance(table, Unreadable)
-    assert table.reason.startswith("has changed since it was planned: it is not a regular file")
+    assert table.reason.startswith("has changed since it was planned: it is no longer a regular file")
 
 
 WRITE = {
@@ -498,6 +495,7 @@ PARTITIONS = {
     "an absolute path": "/etc/x",
     "a column with a sign of equality": "a=b",
     "a column that is quoted": "a%2Fb",
+    "a column whose folder would be hidden": "_x",
 }
 
 
@@ -506,13 +504,12 @@ def test_folders_by_odd_columns_stay_inside(pair: jobs.Pair, name: str, tmp_path
     place = tmp_path / "deep" / "er"
     write(place / "in/a.jsonl", prompt=GOOD[:4], **{name: ["../..", "x/y", "", "z"]})
     assert run(pair, place) == 0
-    before = {path for path in tmp_path.rglob("*")}
+    before = set(tmp_path.rglob("*"))
     succeed("convert", place / "out", place / "by", "--partition-by", name)
-    new = {path for path in tmp_path.rglob("*")} - before
+    new = set(tmp_path.rglob("*")) - before
     assert all(path.is_relative_to(place / "by") for path in new)
-    read_back = ds.dataset(place / "by", partitioning="hive", exclude_invalid_files=True).to_table()
-    assert sorted(read_back[name].to_pylist(), key=str) == sorted(["../..", "x/y", "", "z"])
     assert {row[name] for row in found(place / "by")[2]} == {"../..", "x/y", "", "z"}
+    assert set(pq.read_table(place / "by")[name].to_pylist()) == {"../..", "x/y", "", "z"}
 
 
 FORMULAS = {
@@ -542,10 +539,10 @@ def test_formulas_in_csv_are_counted_and_quoted(pair: jobs.Pair, tmp_path: Path)
     assert f"{sum(FORMULAS.values())} values of the CSV begin like a formula" in said
     assert "exspec convert --quote-formulas puts ' before them" in said
     assert notes(tmp_path / "a.csv") == list(FORMULAS)
-    assert "formula" not in succeed("convert", tmp_path / "out", tmp_path / "b.csv", "--quote-formulas")
+    assert "a formula" not in succeed("convert", tmp_path / "out", tmp_path / "b.csv", "--quote-formulas")
     assert notes(tmp_path / "b.csv") == [f"'{text}" if formula else text for text, formula in FORMULAS.items()]
-    assert "formula" not in succeed("convert", tmp_path / "out", tmp_path / "c.jsonl")
-    assert "formula" not in succeed("convert", tmp_path / "out", tmp_path / "d.csv", "--columns", "n")
+    assert "a formula" not in succeed("convert", tmp_path / "out", tmp_path / "c.jsonl")
+    assert "a formula" not in succeed("convert", tmp_path / "out", tmp_path / "d.csv", "--columns", "n")
 
 
 class Names(list[str]):
@@ -604,15 +601,17 @@ def test_a_step_of_the_plan_is_linear_in_columns(step: Any, pair: jobs.Pair, tmp
 # Any bytes, read in blocks of any size.
 
 NAMES = ["a", "b", "c"]
+CSV: Any = [(csv.QUOTE_ALL, "\n"), (csv.QUOTE_ALL, "\r\n"), (csv.QUOTE_MINIMAL, "\r\n")]
 VALUES = st.text(st.characters(codec="utf-8") | st.sampled_from('",\n\r\x00'), max_size=9)
 LINES = st.lists(st.tuples(VALUES, VALUES, VALUES) | st.sampled_from([b"1,2", b"1,2,3,4", b"\xff,2,3"]), max_size=20)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(LINES, st.sampled_from([csv.QUOTE_ALL, csv.QUOTE_MINIMAL]), st.sampled_from(["\n", "\r\n"]), st.integers(8, 64))
+@given(LINES, st.sampled_from(CSV), st.integers(8, 64))
 def test_any_values_come_back_from_a_csv_and_any_bad_lines_are_in_their_place(
-    given_rows: list[Any], quoting: Any, end: str, block: int
+    given_rows: list[Any], kind: tuple[Any, str], block: int
 ) -> None:
+    quoting, end = kind
     text = io.StringIO(newline="")
     writer = csv.writer(text, quoting=quoting, lineterminator=end)
     content = b"a,b,c" + end.encode()
