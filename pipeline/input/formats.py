@@ -1,6 +1,6 @@
 """Shards in JSON Lines, CSV and Arrow format. They have no footer, so planning scans each for row count and schema."""
 
-import csv
+import codecs
 import gzip
 import io
 import json
@@ -163,6 +163,7 @@ _OPENS = rb'"(?<![^,\r\n]")'
 WHOLE = re.compile(rb"%b(?:%b)" % (_OPENS, _VALUE))
 BEGUN = re.compile(rb"%b(?:%b\Z|%b)" % (_OPENS, _INSIDE, _VALUE))
 STRAY = re.compile(_OPENS)
+LINES = pc.ParseOptions(newlines_in_values=True)
 
 
 class CsvRow(NamedTuple):
@@ -192,7 +193,8 @@ class CsvColumns:
     def __init__(self, header: CsvRow) -> None:
         if fault := header.fault(header.shape.count(b",") + 1):
             raise FormatError(f"line {header.line}: {fault}")
-        self.names = next(csv.reader([header.content.decode("utf-8-sig")]))
+        size = pc.ReadOptions(block_size=len(header.content) + 1)
+        self.names = pc.read_csv(pa.BufferReader(header.content), size, LINES).column_names
         self.schema = pa.schema([(name, pa.string()) for name in self.names])
         self.values = pc.ConvertOptions(
             column_types=self.schema, null_values=[""], strings_can_be_null=True, quoted_strings_can_be_null=False
@@ -202,7 +204,7 @@ class CsvColumns:
         """The rows in these bytes. Raises ArrowInvalid."""
         content = b"\n" + content  # Arrow skips a blank line; after it, a byte order mark is text
         whole = pc.ReadOptions(column_names=self.names, block_size=len(content) + 1, use_threads=False)
-        return pc.read_csv(pa.BufferReader(content), whole, pc.ParseOptions(newlines_in_values=True), self.values)
+        return pc.read_csv(pa.BufferReader(content), whole, LINES, self.values)
 
     def part(self, line: int, content: bytes, shape: bytes) -> Part:
         """The rows in these bytes, one by one if they are not all good. line: the first."""
@@ -232,12 +234,15 @@ def _csv(stream: Any, schema: pa.Schema | None) -> Iterator[Part]:  # noqa: ARG0
 def _csv_blocks(stream: Any) -> Iterator[tuple[int, bytes, bytes]]:
     """Whole rows: the number of their first line, their bytes and their shape."""
     rest, line, more = b"", 1, True
+    if stream.peek(3).startswith(codecs.BOM_UTF8):
+        stream.read(3)
     while more:
         read = stream.read(max(BLOCK, len(rest)))
         content, more = rest + read, bool(read)
         shape = _shape(content, more)
-        end = shape.rfind(b"\n") + 1 or shape.rfind(b"\r", 0, -1) + 1  # a line feed may follow on the last byte
-        end = end if more else len(content)
+        end = len(content)
+        if more:  # a line feed may follow on the last byte
+            end = shape.rfind(b"\n") + 1 or shape.rfind(b"\r", 0, -1) + 1
         if end:
             yield line, content[:end], shape[:end]
         line += len(content[:end].splitlines())

@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -16,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from exspec.jobs.finished import choose, read_rows
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input import formats, shards
 from exspec.pipeline.input.formats import read, scan
@@ -29,6 +31,7 @@ from exspec.pipeline.output.columns import carried_columns
 from exspec.pipeline.output.owner import read_output
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.storage import Folder
+from tests import tiny
 from tests.jobs.calls import rows_of, succeed
 from tests.pipeline import jobs
 from tests.pipeline.in_process import in_process
@@ -83,6 +86,12 @@ READABLE = {
         b'a,b\n"1\n\n,""2""\r\n",x\n',
         [one(a='1\n\n,"2"\r\n', b="x")],
     ),
+    "a CSV with a byte order mark and a line end in the header": (
+        "a.csv",
+        b'\xef\xbb\xbf"a\n",b\n1,2\n',
+        [{"a\n": "1", "b": "2"}],
+    ),
+    "a CSV with a very long name": ("a.csv", b"x" * 200_000 + b"\n1\n", [{"x" * 200_000: "1"}]),
     "a CSV with line ends in the header": ("a.csv", b'"a\nb",c\n1,2\n', [{"a\nb": "1", "c": "2"}]),
     "a CSV with a quote inside a value": ("a.csv", b'a,b\n5" lamp,"6" lamp"\n', [one(a='5" lamp', b='6 lamp"')]),
     "a CSV with a value larger than a block": ("a.csv", f'a,b\n"{LONG}\n,",2\n'.encode(), [one(a=f"{LONG}\n,", b="2")]),
@@ -442,6 +451,11 @@ def test_neighbours_of_bad_lines_are_the_same(
         assert given[name, at].startswith(f"line {at + 1 + len(header)}: ")
     assert [given[name, n] for n in range(len(mixed)) if n not in places] == list(outcome(plain).values())
     assert run(pair, odd) == 0, "an unchanged file is not refused later"
+    done = read_output(Folder(str(odd / "out")))
+    loaded: Any = SimpleNamespace(tokenizer=jobs.tokenizer(), target=tiny.model(seed=0, max_position_embeddings=64))
+    audited = list(read_rows(prepare(job(pair, odd)).job, done, loaded, choose(done, 1000, None, 0)))
+    assert len(audited) == len(mixed)
+    assert all((row.request is None) == (row.number in places) for row in audited)
 
 
 def test_a_job_with_folders_maps_and_bad_lines(
