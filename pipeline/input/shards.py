@@ -248,11 +248,10 @@ def _ignored(planned: Iterable[Shard], known: pa.Schema | None) -> set[str]:
     return {key for shard in planned for key, _ in _keys(shard.name)} - set(known.names if known else ())
 
 
-def _outside(values: str, inside: Iterable[str]) -> str:
+def _outside(values: str, inside: Set[str]) -> pa.Table:
     """The values of a shard, without columns that are in the file: those go before the folder's name."""
     row = decode_row(values) if values else pa.table({})
-    left = row.drop_columns([name for name in inside if name in row.column_names])
-    return encode_row(left.to_batches()[0]) if left.num_columns else ""
+    return row.select([name for name in row.column_names if name not in inside])
 
 
 def _of_table(fs: Any, base: str, root: str, table: TableVersion) -> list[Location]:
@@ -302,9 +301,10 @@ def _footer(
     refuse_duplicates(location.url, found)
     if location.table:
         location.table.check(location.url, found)
-    values = _outside(location.values, {*found.names, *ignored})
+    row = _outside(location.values, {*found.names, *ignored})
+    values = encode_row(row.to_batches()[0]) if row.num_columns else ""
     shard = Shard(location.name, location.url, rows, file.size, content, stamp, location.version, values)
-    return shard, pa.schema([*nullable(found), *(decode_row(values).schema if values else ())])
+    return shard, pa.schema([*nullable(found), *row.schema])
 
 
 def _read(location: Location, file: Bytes, bad_lines: bool) -> tuple[int, pa.Schema]:
