@@ -292,11 +292,16 @@ def _socket(path: Path) -> None:
         made.bind(path.name)
 
 
+def _link_to_pipe(path: Path) -> None:
+    os.mkfifo(path.with_name("_pipe"))
+    path.symlink_to("_pipe")
+
+
 IRREGULAR = {
     "a pipe": os.mkfifo,
     "a socket": _socket,
     "a link to a device": lambda path: path.symlink_to("/dev/zero"),
-    "a link to a pipe": lambda path: (os.mkfifo(path.with_name("_pipe")), path.symlink_to("_pipe")),
+    "a link to a pipe": _link_to_pipe,
 }
 
 
@@ -578,7 +583,8 @@ class Watched:
     """A schema that counts how often its names are made or searched."""
 
     def __init__(self, schema: pa.Schema) -> None:
-        self.schema, self.made = schema, []
+        self.schema = schema
+        self.made: list[Names] = []
 
     @property
     def names(self) -> Names:
