@@ -65,7 +65,7 @@ def one(**values: Any) -> Any:
     return values
 
 
-LONG = "x" * (5 << 20)  # a value that is larger than a block
+LONG = "x" * (17 << 20)  # a value that is larger than several blocks
 
 # What a file holds, and the rows that come out.
 READABLE = {
