@@ -124,8 +124,8 @@ def convert(
         WRITERS[suffix](path, list(map(formulas.text, names)) if each is formulas else names, found, each)
     if formulas.found and not quote_formulas:
         print(
-            f"{formulas.found} values of the CSV begin like a formula (=, +, -, @, tab or CR), which a spreadsheet may "
-            "run; exspec convert --quote-formulas puts ' before them"
+            f"{formulas.found} of the CSV's values may run as a formula in a spreadsheet (=, +, -, @, tab or CR); "
+            "exspec convert --quote-formulas puts ' before them"
         )
     return done.state.rows
 

@@ -556,7 +556,7 @@ def test_formulas_in_csv_are_counted_and_quoted(pair: jobs.Pair, tmp_path: Path)
             return [row["note"] for row in csv.DictReader(text)]
 
     said = succeed("convert", tmp_path / "out", tmp_path / "a.csv")
-    assert f"{sum(FORMULAS.values())} values of the CSV begin like a formula" in said
+    assert f"{sum(FORMULAS.values())} of the CSV's values may run as a formula" in said
     assert "exspec convert --quote-formulas puts ' before them" in said
     assert notes(tmp_path / "a.csv") == list(FORMULAS)
     assert "a formula" not in succeed("convert", tmp_path / "out", tmp_path / "b.csv", "--quote-formulas")
