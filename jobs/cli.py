@@ -262,6 +262,9 @@ def convert(
     partition_by: Annotated[
         list[str] | None, typer.Option(help="Write Parquet into folders by the values of this column.")
     ] = None,
+    quote_formulas: Annotated[
+        bool, typer.Option("--quote-formulas", help="In CSV, put ' before text that a spreadsheet would run.")
+    ] = False,
     storage_options: StorageOptions = None,
 ) -> None:
     """Write the rows of a finished job, in order, to one file, or to folders of Parquet.
@@ -276,7 +279,7 @@ def convert(
     if partition_by:
         rows = job.partition(output, file, options, partition_by, columns)
     else:
-        rows = job.convert(output, file, options, columns)
+        rows = job.convert(output, file, options, columns, quote_formulas)
     print(f"{rows} rows in {redacted(file)}")
 
 

@@ -147,7 +147,8 @@ def prepare(job: Job, restart: bool = False) -> Prepared:
     earlier = output.state if output and output.state.job and not restart else None
     settled = earlier.done_shards() if earlier and job.since else set()
     since = Since(earlier.plan if earlier else None, settled, job.newer_than) if job.since else None
-    found = check(lambda: find_shards(job.input, job.storage_options, earlier.plan if earlier else None, since))
+    before, bad_lines = earlier.plan if earlier else None, job.bad_lines == "error"
+    found = check(lambda: find_shards(job.input, job.storage_options, before, since, bad_lines))
     columns = check(lambda: mapped(job, found[1])) if found else None
     prompts = None
     if columns is not None:

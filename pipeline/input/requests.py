@@ -8,11 +8,12 @@ import pyarrow as pa
 from exspec.actors.engine import Request
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.batch import BODY, MODEL, add_model, with_model
+from exspec.pipeline.input.formats import spread
 from exspec.pipeline.input.plan import Chunk, Shard
 from exspec.pipeline.input.prompts import Prompts
 from exspec.pipeline.input.reading import Unreadable, read_ranges
-from exspec.pipeline.input.rows import Row, RowError, rows
-from exspec.pipeline.job.functions import FunctionError
+from exspec.pipeline.input.rows import BAD, Row, RowError, rows
+from exspec.pipeline.job.functions import Function, FunctionError
 from exspec.pipeline.job.settings import Job
 
 
@@ -47,10 +48,20 @@ def read_mapped(
             yield table
             continue
         try:
-            found = job.map(table) if job.map else table
-            yield (found if set(columns) <= set(found.column_names) else add_model(found)).select(columns)
+            made = _map(job.map, table) if job.map else table
+            made = made if set(columns) <= set(made.column_names) else add_model(made)
+            yield made.select([*columns, *({BAD} & set(made.column_names))])
         except FunctionError as error:
             yield Unreadable(f"map: {error}")
+
+
+def _map(function: Function, table: pa.Table) -> pa.Table:
+    """A table after `map`, which does not get lines that cannot be read. Raises FunctionError."""
+    if BAD not in table.column_names:
+        return function(table)
+    good = table[BAD].is_null()
+    made = spread(function(table.filter(good).drop_columns([BAD])), good.to_pylist())
+    return made.append_column(BAD, table[BAD])
 
 
 def requests(

@@ -21,8 +21,8 @@ def tables(output: Output, columns: list[str] | None) -> Iterator[pa.Table]:
     folder, shown, sizes = output.folder, output.folder.names(), dict(output.state.sizes())
     schema = columns_of(output)
     if columns is not None:
-        names = dict.fromkeys(columns)
-        schema = pa.schema([schema.field(n) if n in schema.names else pa.field(n, pa.null()) for n in names])
+        known = {field.name: field for field in schema}
+        schema = pa.schema([known.get(name, pa.field(name, pa.null())) for name in dict.fromkeys(columns)])
 
     def read(name: str) -> Iterator[pa.Table]:
         place = name if name in shown else output.place(name)
