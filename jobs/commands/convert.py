@@ -71,7 +71,7 @@ def partition(
     if target.exists(""):
         raise JobError(f"{folder}: already exists; expected a new folder")
     names = _columns(done, [*(columns or []), *by])
-    remaining = tables(done, list(dict.fromkeys([*columns, *by])) if columns else names)
+    remaining = tables(done, list(dict.fromkeys([*columns, *by])) if columns else names, intact=True)
     first = next(remaining)
     try:
         write_dataset(
@@ -103,7 +103,7 @@ def convert(output: str, file: str, options: dict[str, Any], columns: list[str] 
     every = _columns(done, columns or [])
     names = columns or every
     each = _answers(done) if suffix.startswith(".jsonl") and columns is None else None
-    found = (table.select(names) for table in tables(done, names))
+    found = (table.select(names) for table in tables(done, names, intact=True))
     folder, _, name = file.rpartition("/")
     with Folder(folder or ".", options).writing(name) as path:
         WRITERS[suffix](path, names, found, each)
@@ -113,7 +113,7 @@ def convert(output: str, file: str, options: dict[str, Any], columns: list[str] 
 def _complete(output: str, options: dict[str, Any]) -> Output:
     done = read_output(Folder(output, options))
     if not done.state.complete:
-        missing = sum(chunk.rows for chunk in done.state.missing())
+        missing = done.state.plan.rows - done.state.rows
         raise JobError(f"{output}: {missing} of {done.state.plan.rows} rows are missing; run the job again first")
     return done
 
