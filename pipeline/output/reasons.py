@@ -2,16 +2,13 @@
 
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any
-
-from pydantic import Field, TypeAdapter
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 NAMED = 3  # row ids per reason
 MOST = 200  # distinct reasons
 OTHER = "other reasons"
 VARYING = re.compile(r"\d+|'[^']*'|\"[^\"]*\"")
-Count = Annotated[int, Field(strict=True, ge=0, le=10**12)]  # of rows or tokens, in what an output has stored
 
 
 @dataclass
@@ -20,9 +17,9 @@ class Reason:
     would not help."""
 
     text: str
-    rows: Count
-    ids: list[str]
-    lasting: bool
+    rows: int = 0
+    ids: list[str] = field(default_factory=list)
+    lasting: bool = False
 
     @property
     def named(self) -> str:
@@ -39,7 +36,7 @@ class Reasons:
         key = VARYING.sub("#", text), lasting
         if key not in self.found and len(self.found) >= MOST:
             text, key = OTHER, (OTHER, lasting)
-        reason = self.found.setdefault(key, Reason(text, 0, [], lasting))
+        reason = self.found.setdefault(key, Reason(text, lasting=lasting))
         reason.rows += rows
         reason.ids = [*reason.ids, *ids][:NAMED]
 
@@ -58,11 +55,3 @@ class Reasons:
     def lines(self) -> list[str]:
         """A line per reason, the most frequent first."""
         return [f"{r.rows} {'row' if r.rows == 1 else 'rows'}: {r.text} ({r.named})" for r in self.most_first]
-
-
-def checked(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Reasons from `to_json`. Raises ValidationError if one is not valid."""
-    return [asdict(reason) for reason in REASONS.validate_python(found)]
-
-
-REASONS = TypeAdapter(list[Reason])

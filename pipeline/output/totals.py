@@ -4,6 +4,7 @@ import bisect
 import heapq
 from collections import Counter
 from itertools import zip_longest
+from math import floor
 
 from exspec.pipeline.output.reasons import Reasons
 from exspec.pipeline.output.state import Summary
@@ -71,7 +72,7 @@ class Totals:
     def _spread(self, pieces: list[float], start: float, end: float) -> None:
         each = (end - start) / len(pieces)
         for n, tokens in enumerate(pieces):
-            first, last = (int((start + (n + k) * each) / self.width) for k in (0, 1))
+            first, last = (floor((start + (n + k) * each) / self.width) for k in (0, 1))
             for i in range(first, last + 1):
                 self.bins[i] += tokens / (last - first + 1)  # type: ignore[assignment]
 

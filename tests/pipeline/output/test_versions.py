@@ -116,7 +116,7 @@ def test_a_retry_changes_only_the_error_row(pair: jobs.Pair, place: Path, merged
 def test_unknown_figures_of_a_summary_are_ignored() -> None:
     told = {"shard": 0, "first": 0, "rows": 3, "errors": 1, "beams": 4}
     assert Summary.from_json(told) == Summary(0, 0, 3, 1)
-    with pytest.raises(ValueError, match="chunk: first: Field required"):
+    with pytest.raises(TypeError):
         Summary.from_json({"shard": 0})
 
 
