@@ -86,6 +86,9 @@ def partition(
     except pa.ArrowException as error:  # too many values, or values that cannot name a folder
         target.fs.rm(target.path, recursive=True)
         raise JobError(f"--partition-by {', '.join(by)}: {first_line(error)}") from error
+    except JobError:  # a damaged file
+        target.fs.rm(target.path, recursive=True)
+        raise
     target.write(SUCCESS, b"")
     return done.state.rows
 
