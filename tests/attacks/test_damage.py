@@ -10,22 +10,25 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import s3fs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from exspec.actors import generator
 from exspec.jobs.cli import main
+from exspec.jobs.commands import check
 from exspec.jobs.commands.convert import convert
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Plan
 from exspec.pipeline.output import contents
-from exspec.pipeline.output.compact import mend
+from exspec.pipeline.output.compact import compact, mend
 from exspec.pipeline.output.contents import samples
 from exspec.pipeline.output.owner import read_output, take
 from exspec.pipeline.output.report import rebuild, stored_audit
@@ -34,7 +37,7 @@ from exspec.pipeline.output.totals import MOST_BINS, Totals
 from exspec.pipeline.storage import Folder
 from tests.jobs.calls import rows_of
 from tests.pipeline import jobs
-from tests.pipeline.conftest import _in_process, pair  # noqa: F401
+from tests.pipeline.conftest import _in_process, moto, pair  # noqa: F401
 from tests.pipeline.in_process import in_process
 
 ROWS, DAY = 24, 86_400.0
@@ -226,6 +229,34 @@ def test_damage_in_a_merged_file_is_found(place: Path, capsys: Any) -> None:
     output, damaged = read_output(Folder(str(place / "out"))), pytest.raises(JobError, match="is damaged; remove it")
     with damaged, take(output, "retry") as writer:
         mend(writer, parts(place)[0].name, [])
+
+
+def test_files_that_are_merged_while_check_reads_are_not_damaged(place: Path, capsys: Any, monkeypatch: Any) -> None:
+    problem, first, lock = check._problem, iter([True]), Lock()
+
+    def later(*given: Any) -> str | None:
+        with lock:
+            if next(first, False):
+                assert compact(Folder(str(place / "out")), 1 << 20).after == 1
+        return problem(*given)
+
+    monkeypatch.setattr(check, "_problem", later)
+    assert outcome("check", capsys)[0] == 0
+    assert len(parts(place)) == 1
+
+
+def test_damage_on_object_storage(place: Path, moto: dict[str, Any], capsys: Any) -> None:  # noqa: F811
+    fs = s3fs.S3FileSystem(**moto, skip_instance_cache=True)
+    fs.mkdir("damage")
+    fs.put(str(place / "out"), "damage/out", recursive=True)
+    words = "s3://damage/out", moto
+    assert check.check(*words) == 0
+    misspell(place)
+    fs.put_file(str(parts(place)[1]), f"damage/out/{parts(place)[1].name}")
+    assert check.check(*words) == 1
+    assert re.search(f"s3://damage/{DAMAGED}", capsys.readouterr().out)
+    with pytest.raises(JobError, match="is damaged"):
+        convert("s3://damage/out", "rows.csv", moto)
 
 
 def test_no_file_is_left_where_convert_was_refused(place: Path, capsys: Any, monkeypatch: Any) -> None:
