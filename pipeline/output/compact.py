@@ -164,7 +164,7 @@ class _FileWriter:
         self.file = path.open("wb")
         self.writer: Any = None
         self.tables: list[pa.Table] = []
-        self.buffered = self.least = self.footer = self.rows = 0
+        self.buffered = self.held = self.least = self.footer = self.rows = 0  # held: bytes of tables in memory
 
     def __enter__(self) -> "_FileWriter":
         return self
@@ -197,14 +197,15 @@ class _FileWriter:
             self.writer = pq.ParquetWriter(self.file, self.schema, write_page_checksum=True)
         self.tables.append(conform(table, self.schema, self.owner.folder.url))
         self.buffered += weight
+        self.held += self.tables[-1].nbytes
         self.rows += table.num_rows
-        if self.buffered >= self.group or sum(t.nbytes for t in self.tables) >= ROW_GROUP:
+        if self.buffered >= self.group or self.held >= ROW_GROUP:
             self._flush()
 
     def _flush(self) -> None:
         together = pa.concat_tables(self.tables)
         self.writer.write_table(together, row_group_size=together.num_rows)
-        self.tables, self.buffered = [], 0
+        self.tables, self.buffered, self.held = [], 0, 0
 
     def end(self, staged: str, chunks: list[Summary]) -> File:
         """Write the footer, with the list of chunks, and return the file."""
