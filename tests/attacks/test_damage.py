@@ -221,6 +221,17 @@ def test_a_file_that_check_names_is_mended_by_removing_it(place: Path, capsys: A
     assert [row["id"] for row in rows_of(place / "out")] == [row["id"] for row in before]
 
 
+@pytest.mark.parametrize("damage", ["a flipped bit in the footer of the first part", "a cut _audit.json"])
+def test_a_run_that_finds_damage_when_it_ends_has_not_been_refused(damage: str, place: Path, capsys: Any) -> None:
+    """It decodes new rows first, and keeps them."""
+    shutil.copy(place / "in" / "shard-0.parquet", place / "in" / "shard-9.parquet")
+    EDITS[damage][0](place)
+    code, printed = outcome("run", capsys)
+    assert (code, "Traceback" in printed) == (1, False)
+    assert re.search(EDITS[damage][1]["report"][1], printed)
+    assert read_output(Folder(str(place / "out"))).state.complete
+
+
 def test_damage_in_a_merged_file_is_found(place: Path, capsys: Any) -> None:
     assert outcome("compact", capsys)[0] == 0
     flip(parts(place)[0], 500)
