@@ -83,12 +83,13 @@ def partition(
             partitioning=by,
             partitioning_flavor="hive",
         )
-    except pa.ArrowException as error:  # too many values, or values that cannot name a folder
-        target.fs.rm(target.path, recursive=True)
+    except (pa.ArrowException, JobError) as error:
+        if target.exists(""):
+            target.fs.rm(target.path, recursive=True)
+        if isinstance(error, JobError):  # a damaged file
+            raise
+        # too many values, or values that cannot name a folder
         raise JobError(f"--partition-by {', '.join(by)}: {first_line(error)}") from error
-    except JobError:  # a damaged file
-        target.fs.rm(target.path, recursive=True)
-        raise
     target.write(SUCCESS, b"")
     return done.state.rows
 
