@@ -322,6 +322,44 @@ def test_odd_times_in_the_log_can_be_reported(times: str, place: Path, capsys: A
     assert json.loads((place / "out" / "_report.json").read_text())["seconds"] >= 0
 
 
+# What the log says of the first chunk of a part.
+SUMMARIES: dict[str, dict[str, Any]] = {
+    "a negative number of rows": {"rows": -8},
+    "rows as words": {"rows": "eight"},
+    "more rows than any file has": {"rows": 10**30},
+    "a row that is not planned": {"first": 10**6},
+    "a shard that is not planned": {"shard": 99},
+    "errors as a list": {"errors": [1]},
+    "a time of infinity": {"ended": float("inf")},
+    "a time that is no number": {"started": float("nan")},
+    "a time as text": {"started": "noon"},
+    "lengths that are no numbers": {"lengths": {"long": 1}},
+    "negative tokens by position": {"drafted_by_position": [-1]},
+    "tokens over time as a number": {"produced": 3},
+    "infinitely many tokens": {"produced": [float("inf")]},
+    "reasons without a text": {"reasons": [{"rows": 1}]},
+    "reasons as a text": {"reasons": "broken"},
+    "hardware as a list": {"hardware": ["cpu"]},
+}
+
+
+@pytest.mark.parametrize("summary", SUMMARIES)
+def test_an_odd_summary_is_refused_by_every_command(summary: str, place: Path, capsys: Any) -> None:
+    jobs.edit_files(place / "out", lambda file: file["chunks"][0].update(SUMMARIES[summary]))
+    for command in ("report", "convert", "check"):
+        code, printed = outcome(command, capsys)
+        assert (code, "Traceback" in printed) == (2, False), printed
+        assert re.search(r"out/_log/0{9}\d\.json\.gz: not a valid log entry", printed)
+
+
+@pytest.mark.parametrize("name", ["shard", "first", "rows", "errors"])
+def test_a_summary_without_a_count_is_refused(name: str, place: Path, capsys: Any) -> None:
+    jobs.edit_files(place / "out", lambda file: file["chunks"][0].pop(name))
+    for command in ("report", "convert"):
+        code, printed = outcome(command, capsys)
+        assert (code, "Traceback" in printed, "not a valid log entry" in printed) == (2, False, True), printed
+
+
 def test_durations_are_right_while_the_clock_jumps(pair: jobs.Pair, tmp_path: Path, monkeypatch: Any) -> None:  # noqa: F811
     """It jumps by 30 days whenever an actor looks."""
     jumps = iter(range(1, 1000))
