@@ -218,7 +218,7 @@ class _Run:
         if stopped:
             report.set_aside.append(stopped)
         report.occupancy = stored_occupancy(self.writer)
-        report.complete(state, self.job.evaluate(partial(tables, self.writer)))
+        report.complete(state, self.job.evaluate(partial(tables, self.writer, intact=False)))
         figures = report.figures()
         self.progress.stop()
         whole = state.complete and not report.set_aside and not _too_many(figures, self.job)

@@ -71,7 +71,7 @@ def partition(
     if target.exists(""):
         raise JobError(f"{folder}: already exists; expected a new folder")
     names = _columns(done, [*(columns or []), *by])
-    remaining = tables(done, list(dict.fromkeys([*columns, *by])) if columns else names, intact=True)
+    remaining = tables(done, list(dict.fromkeys([*columns, *by])) if columns else names)
     first = next(remaining)
     try:
         write_dataset(
@@ -107,7 +107,7 @@ def convert(output: str, file: str, options: dict[str, Any], columns: list[str] 
     every = _columns(done, columns or [])
     names = columns or every
     each = _answers(done) if suffix.startswith(".jsonl") and columns is None else None
-    found = (table.select(names) for table in tables(done, names, intact=True))
+    found = (table.select(names) for table in tables(done, names))
     folder, _, name = file.rpartition("/")
     with Folder(folder or ".", options).writing(name) as path:
         WRITERS[suffix](path, names, found, each)

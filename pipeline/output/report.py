@@ -185,7 +185,7 @@ def rebuild(output: Output) -> Report:
     folder, state = output.folder, output.state
     report = Report(state.description, state.plan.rows)
     job = stored_job(state.description, folder.options)
-    report.complete(state, job.evaluate(partial(tables, output)))
+    report.complete(state, job.evaluate(partial(tables, output, intact=False)))
     report.occupancy = stored_occupancy(output)
     return report
 
