@@ -152,7 +152,10 @@ EDITS: dict[str, tuple[Edit, Told]] = {
         REFUSED | {"report": (2, rf"{NAME}cannot be read \(.*\); remove it and run the job again\n")}
         | {"convert": (2, NAME), "partition": (2, NAME)},
     ),
-    "two parts swapped": (swap, {"convert": (2, DAMAGED), "audit": (2, DAMAGED)} | {"check": (1, f"({DAMAGED}.*){{2}}"), "run": (0, "24 of 24 rows")}),
+    "two parts swapped": (
+        swap,
+        {"convert": (2, DAMAGED), "audit": (2, DAMAGED), "check": (1, f"({DAMAGED}.*){{2}}"), "run": (0, "24 of 24 rows")},
+    ),
     "a part cut in half": (
         lambda place: cut(parts(place)[1]),
         REFUSED | {"compact": (2, LOST), "report": (2, f"{NAME}cannot be read"), "run": (0, "24 of 24 rows")},
