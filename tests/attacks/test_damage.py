@@ -154,7 +154,8 @@ EDITS: dict[str, tuple[Edit, Told]] = {
     ),
     "two parts swapped": (
         swap,
-        {"convert": (2, DAMAGED), "audit": (2, DAMAGED), "check": (1, f"({DAMAGED}.*){{2}}"), "run": (0, "24 of 24 rows")},
+        {"convert": (2, DAMAGED), "audit": (2, DAMAGED)}
+        | {"check": (1, f"({DAMAGED}.*){{2}}"), "run": (0, "24 of 24 rows")},
     ),
     "a part cut in half": (
         lambda place: cut(parts(place)[1]),
