@@ -251,6 +251,21 @@ def compact(
 
 
 @command(
+    "exspec check out/",
+)
+def check(output: OutputFolder, storage_options: StorageOptions = None) -> None:
+    """Read every file of an output, and compare it with the digest in the log.
+
+    Names every damaged or missing file, and every file that is not in the log. Changes nothing.
+
+    Exit codes: 0 all files are as the log says; 1 some are not; 2 refused.
+    """
+    from exspec.jobs.commands import check as job
+
+    raise typer.Exit(job.check(output, storage_options or {}))
+
+
+@command(
     "exspec convert out/ out.jsonl",
     "exspec convert s3://bucket/out/ s3://bucket/out.csv.gz --columns id --columns completion",
     "exspec convert out/ by-label/ --partition-by label",

@@ -88,8 +88,12 @@ def partition(
             partitioning=list(quoted.values()),
             partitioning_flavor="hive",
         )
-    except pa.ArrowException as error:  # too many values, or values that cannot name a folder
-        target.fs.rm(target.path, recursive=True)
+    except (pa.ArrowException, JobError) as error:
+        if target.exists(""):
+            target.fs.rm(target.path, recursive=True)
+        if isinstance(error, JobError):  # a damaged file
+            raise
+        # too many values, or values that cannot name a folder
         raise JobError(f"--partition-by {', '.join(by)}: {first_line(error)}") from error
     target.write(SUCCESS, b"")
     return done.state.rows
@@ -133,7 +137,7 @@ def convert(
 def _complete(output: str, options: dict[str, Any]) -> Output:
     done = read_output(Folder(output, options))
     if not done.state.complete:
-        missing = sum(chunk.rows for chunk in done.state.missing())
+        missing = done.state.plan.rows - done.state.rows
         raise JobError(f"{output}: {missing} of {done.state.plan.rows} rows are missing; run the job again first")
     return done
 

@@ -215,6 +215,10 @@ class State:
         """Name and staged name of every file."""
         return iter(self._table.execute("SELECT name, staged FROM file"))
 
+    def digest(self, name: str) -> str:
+        """The MD5 of a file in hex."""
+        return str(self._one("SELECT digest FROM file WHERE name = ?", name))
+
     def staged(self, name: str) -> str:
         return str(self._one("SELECT staged FROM file WHERE name = ?", name))
 
