@@ -86,6 +86,12 @@ class Folder:
         files = (f for f in self.fs.ls(path, detail=True) if f["type"] != "directory")
         return {str(f["name"]).rsplit("/", 1)[-1]: int(f["size"] or 0) for f in files}
 
+    def refuse_links(self, *names: str) -> None:
+        """Raises JobError if a local subfolder is a link: files where it leads would be moved and removed."""
+        for name in names if self.local else ():
+            if Path(f"{self.path}/{name}").is_symlink():
+                raise JobError(f"{self.url}/{name}: is a link; expected a folder")
+
     def size(self, name: str) -> int | None:
         """Size of a file in bytes; None if it does not exist."""
         self.fs.invalidate_cache()

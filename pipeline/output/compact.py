@@ -39,9 +39,11 @@ def compact(folder: Folder, target: int, wait: bool = False) -> Compacted:
 
     The rows and their order stay the same. Raises JobError if the job is not finished.
     """
-    with take(read_output(folder), "compact", wait) as writer:
+    output = read_output(folder)
+    output.check_foreign()
+    with take(output, "compact", wait) as writer:
         if not writer.state.complete:
-            missing = sum(chunk.rows for chunk in writer.state.missing())
+            missing = writer.state.plan.rows - writer.state.rows
             raise JobError(
                 f"{folder.url}: {missing} of {writer.state.plan.rows} rows are missing; expected a finished output; "
                 "run the job again first"
