@@ -220,6 +220,20 @@ class Folder:
                 attempt(lambda: self._make_parent(path))
                 attempt(lambda: self.fs.put_file(str(place), path))
 
+    @contextmanager
+    def whole(self) -> Iterator["Folder"]:
+        """The folder to write to. A local one has another name until the end of the block, so that it appears whole."""
+        if not self.local:
+            yield self
+            return
+        place = Path(self.path)
+        hidden = place.with_name(f".{place.name}.{uuid.uuid4().hex}")
+        try:
+            yield Folder(str(hidden), self.options)
+            hidden.rename(place)
+        finally:
+            shutil.rmtree(hidden, ignore_errors=True)
+
     def move(self, name: str, new: str) -> None:
         """Rename a file. Raises FileNotFoundError if it does not exist: it may have been moved already."""
         here, there = f"{self.path}/{name}", f"{self.path}/{new}"

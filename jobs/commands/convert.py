@@ -69,24 +69,26 @@ def partition(
     """
     done, target = _complete(output, options), Folder(folder, options)
     if target.exists(""):
-        raise JobError(f"{folder}: already exists; expected a new folder")
+        cut = "" if target.exists(SUCCESS) else " without _SUCCESS, as an interrupted convert leaves it"
+        raise JobError(f"{folder}: already exists{cut}; expected a new folder")
     names = _columns(done, [*(columns or []), *by])
     remaining = tables(done, list(dict.fromkeys([*columns, *by])) if columns else names)
     first = next(remaining)
-    try:
-        write_dataset(
-            (batch for table in chain([first], remaining) for batch in table.to_batches()),
-            target.path,
-            schema=first.schema,
-            format="parquet",
-            filesystem=PyFileSystem(FSSpecHandler(target.fs)),
-            partitioning=by,
-            partitioning_flavor="hive",
-        )
-    except pa.ArrowException as error:  # too many values, or values that cannot name a folder
-        target.fs.rm(target.path, recursive=True)
-        raise JobError(f"--partition-by {', '.join(by)}: {first_line(error)}") from error
-    target.write(SUCCESS, b"")
+    with target.whole() as place:
+        try:
+            write_dataset(
+                (batch for table in chain([first], remaining) for batch in table.to_batches()),
+                place.path,
+                schema=first.schema,
+                format="parquet",
+                filesystem=PyFileSystem(FSSpecHandler(place.fs)),
+                partitioning=by,
+                partitioning_flavor="hive",
+            )
+        except pa.ArrowException as error:  # too many values, or values that cannot name a folder
+            place.fs.rm(place.path, recursive=True)
+            raise JobError(f"--partition-by {', '.join(by)}: {first_line(error)}") from error
+        place.write(SUCCESS, b"")
     return done.state.rows
 
 

@@ -247,12 +247,18 @@ class Writer(Output):
         entry = {"at": time.time()} | entry
         checked(entry)
         if not self.log.append(entry):
-            taken = next(copy(self.log).read(), {})  # self.log stays behind: a lost owner never gets a free number
-            raise LostError(
-                f"{self.folder.url}: {taken.get('action')} on {taken.get('host')} took it over, because this process "
-                f"had no heartbeat for {leases.PATIENCE:.0f} s; what it committed is kept"
-            )
+            raise self.lost_to(self.successor() or {})
         self.state.apply(entry)
+
+    def successor(self) -> Entry | None:
+        """The entry of the process that took the output over; None if there is none."""
+        return next(copy(self.log).read(), None)  # self.log stays behind: a lost owner never gets a free number
+
+    def lost_to(self, taken: Entry) -> LostError:
+        return LostError(
+            f"{self.folder.url}: {taken.get('action')} on {taken.get('host')} took it over, because this process "
+            f"had no heartbeat for {leases.PATIENCE:.0f} s; what it committed is kept"
+        )
 
 
 @contextmanager
@@ -288,6 +294,10 @@ def take(
                 life.clear(taken)
             writer.settle()
             yield writer
+        except (JobError, FileNotFoundError) as error:
+            if successor := writer.successor():  # it may have replaced the file that this process missed
+                raise writer.lost_to(successor) from error
+            raise
         finally:
             output.log.append({"kind": "end", "at": time.time()})
     finally:

@@ -601,7 +601,7 @@ SABOTAGES = [
     Sabotage(Writer, "adopt", "job == self.state.job and", "", OTHER),
     Sabotage(Writer, "_held", "bool(self.state.holders(chunk.shard, chunk.first, chunk.rows))", "False", RUNS),
     Sabotage(Writer, "_old_staged", 'if n.split("-")[0] < self.prefix', "", RUNS),
-    Sabotage(Writer, "_append", "copy(self.log).read()", "self.log.read()", RUNS),
+    Sabotage(Writer, "successor", "copy(self.log).read()", "self.log.read()", RUNS),
     Sabotage(Log, "append", "if not self.folder.create(", "if self.folder.write(", RUNS),
 ]
 
