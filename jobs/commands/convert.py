@@ -69,7 +69,7 @@ def partition(
     """
     done, target = _complete(output, options), Folder(folder, options)
     if target.exists(""):
-        cut = "" if target.exists(SUCCESS) else " without _SUCCESS, as an interrupted convert leaves it"
+        cut = "" if target.local or target.exists(SUCCESS) else " without _SUCCESS: a convert was interrupted"
         raise JobError(f"{folder}: already exists{cut}; expected a new folder")
     names = _columns(done, [*(columns or []), *by])
     remaining = tables(done, list(dict.fromkeys([*columns, *by])) if columns else names)

@@ -92,7 +92,7 @@ def dead(folder: Folder, taken: dict[str, Any]) -> bool:
                 return True
             if taken.get("ticks") is None:  # an older version's, or no Linux
                 return bool(process.create_time() != taken["started"])
-            return _ticks(process.pid) != taken["ticks"]
+            return bool(_ticks(process.pid) != taken["ticks"])
         except psutil.NoSuchProcess:
             return True
     name = sign_name(taken["lease"])

@@ -83,7 +83,7 @@ class Summary:
     @property
     def mendable(self) -> int:
         """Error rows that a retry may help."""
-        return max(0, self.errors - sum(reason["rows"] for reason in self.reasons if reason["lasting"]))
+        return max(0, self.errors - sum(int(reason["rows"]) for reason in self.reasons if reason["lasting"]))
 
 
 SUMMARY = TypeAdapter(Summary)
@@ -335,7 +335,7 @@ class State:
         where, values = ("", ()) if file is None else (" WHERE file = ?", (file,))
         order = "shard, first" if file is None else "start"
         for (summary,) in self._table.execute(f"SELECT summary FROM chunk{where} ORDER BY {order}", values):
-            yield Summary.from_json(json.loads(summary))
+            yield Summary(**json.loads(summary))
 
     def chunks(self, errors: bool = False) -> Iterator[tuple[Chunk, str, int]]:
         """The chunks in files, each with its file and its first row there. errors: only chunks with error rows that a

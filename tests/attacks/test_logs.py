@@ -279,7 +279,7 @@ def change(data: st.DataObject, value: Any) -> Any:
             case _:
                 value[key] = change(data, value[key])
         return value
-    return data.draw(st.sampled_from(ODD))
+    return json.loads(json.dumps(data.draw(st.sampled_from(ODD))))  # a copy
 
 
 @FUZZ

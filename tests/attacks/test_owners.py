@@ -215,9 +215,12 @@ def test_a_convert_that_is_killed_leaves_no_target(
         assert len([json.loads(line) for line in target.read_text().splitlines()]) == ROWS
 
 
-def test_folders_that_lack_their_marker_are_refused_with_the_reason(begun: dict[str, Path], tmp_path: Path) -> None:
+def test_folders_that_lack_their_marker_are_refused_with_the_reason(begun: dict[str, Path]) -> None:
     """A store that cannot rename folders has them after a kill."""
-    (tmp_path / "by").mkdir()
-    with pytest.raises(JobError, match="already exists without _SUCCESS, as an interrupted convert leaves it"):
-        calls.call("convert", begun["finished"] / "out", tmp_path / "by", "--partition-by", "finish_reason")
-    assert not contents(tmp_path / "by")
+    target = Folder("memory://attacked/by")
+    target.write("finish_reason=stop/part-0.parquet", b"")
+    with pytest.raises(
+        JobError, match="by: already exists without _SUCCESS: a convert was interrupted; expected a new"
+    ):
+        calls.call("convert", begun["finished"] / "out", target.url, "--partition-by", "finish_reason")
+    assert not target.exists("_SUCCESS")
