@@ -30,11 +30,12 @@ from exspec.pipeline.output.contents import samples, tables
 from exspec.pipeline.output.owner import SUCCESS, Output, Writer, take
 from exspec.pipeline.output.parts import PartSink, Task, read_staged
 from exspec.pipeline.output.report import Report, stored_occupancy, write_report
-from exspec.pipeline.output.state import FORMAT
+from exspec.pipeline.output.state import FORMAT, PART
 from exspec.pipeline.prepare import Prepared
 from exspec.pipeline.progress import Progress
 from exspec.pipeline.secrets import anonymous
 from exspec.pipeline.shape import Settled, Shape, sample, settle, shape_of, stored_shape
+from exspec.pipeline.storage import STAGED
 
 SAMPLES = 2  # completions printed at the end
 
@@ -68,11 +69,16 @@ def execute(prepared: Prepared, retry_errors: bool = False, load: Any = None, pr
 
 
 def finished(output: Output, plan: Plan) -> bool:
-    """Whether the output is marked as done, for these rows, and all its files have their sizes."""
+    """Whether the output is marked as done, for these rows, and all its files have their sizes.
+
+    An owner has something to do if there are more files: those of an earlier owner that died, or came back.
+    """
     if output.state.done is None or not output.state.plan.same(plan):
         return False
-    sizes = output.folder.sizes()
-    return SUCCESS in sizes and all(sizes.get(name) == size for name, size in output.state.sizes())
+    shown = output.folder.sizes()
+    whole = [shown.get(name) == size for name, size in output.state.sizes()]
+    parts = sum(bool(PART.fullmatch(name)) for name in shown)
+    return SUCCESS in shown and all(whole) and parts == len(whole) and not output.folder.names(STAGED)
 
 
 class _Run:

@@ -86,6 +86,12 @@ class Folder:
         files = (f for f in self.fs.ls(path, detail=True) if f["type"] != "directory")
         return {str(f["name"]).rsplit("/", 1)[-1]: int(f["size"] or 0) for f in files}
 
+    def refuse_links(self, *names: str) -> None:
+        """Raises JobError if a local subfolder is a link: files where it leads would be moved and removed."""
+        for name in names if self.local else ():
+            if Path(f"{self.path}/{name}").is_symlink():
+                raise JobError(f"{self.url}/{name}: is a link; expected a folder")
+
     def size(self, name: str) -> int | None:
         """Size of a file in bytes; None if it does not exist."""
         self.fs.invalidate_cache()
@@ -213,6 +219,26 @@ class Folder:
                 yield (place := Path(here) / "written")
                 attempt(lambda: self._make_parent(path))
                 attempt(lambda: self.fs.put_file(str(place), path))
+
+    @contextmanager
+    def whole(self) -> Iterator["Folder"]:
+        """The new folder to write to. A local one has another name until the end of the block, so that it appears whole.
+        It is removed if the block raises an exception."""
+        if not self.local:
+            try:
+                yield self
+            except Exception:
+                if self.exists(""):
+                    self.fs.rm(self.path, recursive=True)
+                raise
+            return
+        place = Path(self.path)
+        hidden = place.with_name(f".{place.name}.{uuid.uuid4().hex}")
+        try:
+            yield Folder(str(hidden), self.options)
+            hidden.rename(place)
+        finally:
+            shutil.rmtree(hidden, ignore_errors=True)
 
     def move(self, name: str, new: str) -> None:
         """Rename a file. Raises FileNotFoundError if it does not exist: it may have been moved already."""

@@ -6,8 +6,10 @@ rounding, and the audit reports by how much.
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Set
 from dataclasses import asdict, replace
+from posixpath import commonpath, dirname
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from exspec.actors.stop_strings import StopStrings, completion_text
 from exspec.jobs.commands.reference import decode, fitted, generated, is_greedy, margin
 from exspec.jobs.finished import FinishedRow, check_map, choose, read_rows
 from exspec.pipeline.errors import JobError
+from exspec.pipeline.input.plan import Shard
 from exspec.pipeline.input.snapshot import vanished
 from exspec.pipeline.job.kinds import stored_job
 from exspec.pipeline.job.settings import Dtype, Job
@@ -75,8 +78,13 @@ def audit(
 
 
 def _missing_shards(done: Output) -> Set[str]:
-    """Names of planned shards that are no longer in the input. Prints a note on them and on rows that are not done."""
+    """Names of planned shards that are no longer in the input. Prints a note on them and on rows that are not done.
+
+    First it prints what the audit reads: the log names it, and anybody may have written the log.
+    """
     state = done.state
+    job, shards = state.description["job"], len(state.plan.shards)
+    print(f"reading {shards} shards below {', '.join(_places(state.plan.shards))}; target: {job['target']}")
     if not state.complete:
         print(f"{state.rows} of {state.plan.rows} rows are done; the sample is taken from these")
     missing = vanished(state.plan.shards, done.folder.options)
@@ -86,6 +94,15 @@ def _missing_shards(done: Output) -> Set[str]:
             f"{min(missing)}, ..."
         )
     return missing
+
+
+def _places(shards: list[Shard]) -> list[str]:
+    """The folder above all shards, for every file system."""
+    folders: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for shard in shards:
+        scheme, _, path = anonymous(shard.url).rpartition("://")
+        folders[scheme, path.split("/")[0]].append(dirname(path))
+    return [f"{scheme}://{commonpath(below)}" for (scheme, _), below in folders.items()]
 
 
 def _against_plain(rows: list[FinishedRow], job: Job, done: Output, pair: Pair, device: str) -> Comparison:

@@ -72,30 +72,27 @@ def partition(
     """
     done, target = _complete(output, options), Folder(folder, options)
     if target.exists(""):
-        raise JobError(f"{folder}: already exists; expected a new folder")
+        cut = "" if target.local or target.exists(SUCCESS) else " without _SUCCESS: a convert was interrupted"
+        raise JobError(f"{folder}: already exists{cut}; expected a new folder")
     names = _columns(done, [*(columns or []), *by])
     remaining = tables(done, list(dict.fromkeys([*columns, *by])) if columns else names)
     quoted = {name: _folder(name) for name in by}
     remaining = (t.rename_columns([quoted.get(name, name) for name in t.column_names]) for t in remaining)
     first = next(remaining)
-    try:
-        write_dataset(
-            (batch for table in chain([first], remaining) for batch in table.to_batches()),
-            target.path,
-            schema=first.schema,
-            format="parquet",
-            filesystem=PyFileSystem(FSSpecHandler(target.fs)),
-            partitioning=list(quoted.values()),
-            partitioning_flavor="hive",
-        )
-    except (pa.ArrowException, JobError) as error:
-        if target.exists(""):
-            target.fs.rm(target.path, recursive=True)
-        if isinstance(error, JobError):  # a damaged file
-            raise
-        # too many values, or values that cannot name a folder
-        raise JobError(f"--partition-by {', '.join(by)}: {first_line(error)}") from error
-    target.write(SUCCESS, b"")
+    with target.whole() as place:
+        try:
+            write_dataset(
+                (batch for table in chain([first], remaining) for batch in table.to_batches()),
+                place.path,
+                schema=first.schema,
+                format="parquet",
+                filesystem=PyFileSystem(FSSpecHandler(place.fs)),
+                partitioning=list(quoted.values()),
+                partitioning_flavor="hive",
+            )
+        except pa.ArrowException as error:  # too many values, or values that cannot name a folder
+            raise JobError(f"--partition-by {', '.join(by)}: {first_line(error)}") from error
+        place.write(SUCCESS, b"")
     return done.state.rows
 
 

@@ -3,12 +3,17 @@
 import base64
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import pyarrow as pa
+from pydantic import ConfigDict, Field
 
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.secrets import anonymous
+
+Count = Annotated[int, Field(ge=0, lt=10**15)]
+Rows = Annotated[int, Field(ge=0, lt=10**12)]  # of a shard: names of parts have twelve digits for a row
+KNOWN = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True)
@@ -23,12 +28,13 @@ class Shard:
 
     name: str
     url: str
-    rows: int
-    size: int
+    rows: Rows
+    size: Count
     etag: str
     stamp: str = ""
     version: str = ""
     values: str = ""
+    __pydantic_config__: ClassVar = KNOWN
 
     def published(self) -> "Shard":
         """The shard without secrets in its URL."""
@@ -58,9 +64,10 @@ class Plan:
     """The shards of a job in a fixed order, and the size of chunks. limit: only the first rows."""
 
     shards: list[Shard]
-    rows_per_chunk: int
-    limit: int | None = None
+    rows_per_chunk: Annotated[int, Field(ge=1)]
+    limit: Count | None = None
     schema: str = ""  # of all shards, as serialized Arrow in base64
+    __pydantic_config__: ClassVar = KNOWN
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON, without secrets in URLs."""

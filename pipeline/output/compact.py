@@ -48,7 +48,9 @@ def compact(folder: Folder, target: int, wait: bool = False) -> Compacted:
 
     The rows and their order stay the same. Raises JobError if the job is not finished.
     """
-    with take(read_output(folder), "compact", wait) as writer:
+    output = read_output(folder)
+    output.check_foreign()
+    with take(output, "compact", wait) as writer:
         if not writer.state.complete:
             missing = writer.state.plan.rows - writer.state.rows
             raise JobError(

@@ -63,6 +63,7 @@ def owner(action: str) -> dict[str, Any]:
         "machine": _machine(),
         "pid": process.pid,
         "started": process.create_time(),
+        "ticks": _ticks(process.pid),
     }
 
 
@@ -74,18 +75,33 @@ def _machine() -> str:
         return os.uname().nodename
 
 
+def _ticks(pid: int) -> int | None:
+    """When a process started, in ticks since the boot: no change of the clock moves it. None without /proc."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return None
+
+
 def dead(folder: Folder, taken: dict[str, Any]) -> bool:
     """Whether the owner of the output is dead. Waits for a heartbeat if necessary."""
     if taken["machine"] == _machine():
         try:
-            return bool(psutil.Process(taken["pid"]).create_time() != taken["started"])
+            process = psutil.Process(taken["pid"])
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return True
+            if taken.get("ticks") is None:  # an older version's, or no Linux
+                return bool(process.create_time() != taken["started"])
+            return bool(_ticks(process.pid) != taken["ticks"])
         except psutil.NoSuchProcess:
             return True
     name = sign_name(taken["lease"])
     first, since = _last_sign(folder, name), time.monotonic()
-    if first is None or _silent(folder, name) > PATIENCE:
+    if first is None:
         return True
-    while time.monotonic() - since < PATIENCE:
+    # The store's clock may have jumped, so a heartbeat that looks old has the time for two more.
+    patience = 2 * BEAT if _silent(folder, name) > PATIENCE else PATIENCE
+    while time.monotonic() - since < patience:
         time.sleep(min(BEAT, 1))
         if _last_sign(folder, name) != first:
             return False

@@ -6,14 +6,16 @@ its number taken and learns that it is no longer the owner. Nothing else is need
 
 import gzip
 import json
+import re
 import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from exspec.pipeline.errors import JobError
+from exspec.pipeline.errors import JobError, job_errors
 from exspec.pipeline.storage import STREAMS, Folder
 
 LOG = "_log"
+NAME = re.compile(r"[0-9]{10,}\.json\.gz")
 Entry = dict[str, Any]
 
 
@@ -24,11 +26,11 @@ class Log:
         self.folder, self.length = folder, 0
 
     def read(self) -> Iterator[Entry]:
-        """The entries since the last call, in order. Raises JobError if one is damaged."""
-        known = sum(name.endswith(SUFFIX) for name in self.folder.names(LOG)) if self.length == 0 else 0
+        """The entries since the last call, in order. Raises JobError if one is damaged or missing."""
+        known = sum(bool(NAME.fullmatch(name)) for name in self.folder.names(LOG)) if self.length == 0 else 0
         for first in range(1, known + 1, 4 * STREAMS):
             names = [entry_name(n) for n in range(first, min(first + 4 * STREAMS, known + 1))]
-            for content in self.folder.each(self.folder.read, names):
+            for content in self.folder.each(self._known, names):
                 yield self._next(content)
         while True:
             try:
@@ -45,19 +47,22 @@ class Log:
         self.length += 1
         return True
 
-    def _next(self, content: bytes) -> Entry:
-        name = entry_name(self.length + 1)
+    def _known(self, name: str) -> bytes:
         try:
+            return self.folder.read(name)
+        except FileNotFoundError as error:
+            raise JobError(
+                f"{self.folder.url}/{name}: is missing, but there are later log entries; put it back, or use another "
+                "output"
+            ) from error
+
+    def _next(self, content: bytes) -> Entry:
+        with job_errors(f"{self.folder.url}/{entry_name(self.length + 1)}: damaged log entry"):
             entry: Entry = json.loads(gzip.decompress(content))
-        except (OSError, EOFError, ValueError) as error:
-            raise JobError(f"{self.folder.url}/{name}: damaged log entry ({error})") from error
         self.length += 1
         return entry
 
 
-SUFFIX = ".json.gz"
-
-
 def entry_name(number: int) -> str:
     """File name of a log entry. Numbers start at 1."""
-    return f"{LOG}/{number:010d}{SUFFIX}"
+    return f"{LOG}/{number:010d}.json.gz"

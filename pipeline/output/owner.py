@@ -7,7 +7,6 @@ the number of its entry is taken, the files that it removes are obsolete, and a 
 """
 
 import json
-import sqlite3
 import time
 import uuid
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -20,8 +19,8 @@ from typing import Any
 from exspec.pipeline.errors import BrokenOffError, JobError, job_errors
 from exspec.pipeline.input.plan import Plan
 from exspec.pipeline.output import lease as leases
-from exspec.pipeline.output.log import Entry, Log, entry_name
-from exspec.pipeline.output.state import FORMAT, File, State, Summary, file_name, given_by
+from exspec.pipeline.output.log import LOG, Entry, Log, entry_name
+from exspec.pipeline.output.state import FORMAT, File, State, Summary, checked, file_name
 from exspec.pipeline.storage import STAGED, Folder
 
 SUCCESS, DESCRIPTION = "_SUCCESS", "_job.json"
@@ -44,20 +43,16 @@ class Output:
         self.folder, self.log, self.state = folder, Log(folder), State()
 
     def read(self) -> "Output":
-        """Read new log entries."""
+        """Read new log entries. Raises JobError if one is not valid, or if a folder of the output is a link."""
+        self.folder.refuse_links(LOG, STAGED)
         for entry in self.log.read():
-            try:
+            with job_errors(f"{self.folder.url}/{entry_name(self.log.length)}: not a valid log entry"):
+                self._check_format(entry.get("description", {}))
                 self.state.apply(entry)
-            except (LookupError, AttributeError, TypeError, ValueError, sqlite3.Error) as error:
-                self._check_format()
-                name, reason = entry_name(self.log.length), f"{type(error).__name__}: {error}"
-                raise JobError(f"{self.folder.url}/{name}: not a valid log entry ({reason})") from error
-            self._check_format()
         return self
 
-    def _check_format(self) -> None:
+    def _check_format(self, description: dict[str, Any]) -> None:
         """Raises JobError if a newer version wrote the output in an unknown format."""
-        description = self.state.description
         if (found := description.get("format", 1)) > FORMAT:
             raise JobError(
                 f"{self.folder.url}: is an output of exspec {description['versions']['exspec']}, in format {found}; "
@@ -72,17 +67,15 @@ class Output:
         return found
 
     def check_foreign(self) -> None:
-        """Raises JobError if the folder has Parquet files that are not the job's."""
+        """Raises JobError if the folder has Parquet files that are not the job's. Reads new log entries."""
         names = self.folder.names()
-        foreign = sorted(n for n in names if n.endswith(".parquet") and n[0] not in "._" and not self._given(n))
+        others = names.difference(self.read().state.names())  # read last: an owner may add files now
+        foreign = sorted(n for n in others if n.endswith(".parquet") and n[0] not in "._" and not self.state.had(n))
         if foreign:
             raise JobError(
-                f"output {self.folder.url}: has {foreign[0]}, which this job did not write; expected an empty folder "
-                "or the output of this job"
+                f"output {self.folder.url}: has {foreign[0]}, which this job did not write; readers of the folder "
+                "would read its rows too; move it to another folder, or use another output"
             )
-
-    def _given(self, name: str) -> bool:
-        return 0 < (given_by(name) or 0) <= self.log.length
 
 
 class Writer(Output):
@@ -174,7 +167,7 @@ class Writer(Output):
         self._marked = SUCCESS in shown
         if self.state.done is None:
             self._withdraw()  # before removing files that it covers
-        dead = [n for n in shown if self._given(n) and not self.state.has(n)]
+        dead = [n for n in shown if self.state.had(n) and not self.state.has(n)]
         self.folder.each(self.folder.remove, dead)
         self.folder.each(self._show, [n for n, _ in self.state.sizes() if n not in shown])
         lost = [n for n, size in self.state.sizes() if shown.get(n) != size and self.folder.size(n) != size]
@@ -209,7 +202,7 @@ class Writer(Output):
         return [f"{STAGED}/{n}" for n in sorted(self.folder.names(STAGED)) if n.split("-")[0] < self.prefix]
 
     def _held(self, chunk: Summary, others: Sequence[File]) -> bool:
-        taken = any(chunk.shares_rows(s) for f in others for s in f.chunks)
+        taken = any(chunk.shares_rows(s) for f in others for s in f.chunks) or not self.state.planned(chunk)
         return taken or bool(self.state.holders(chunk.shard, chunk.first, chunk.rows))
 
     def _end_moves(self, shown: Container[str], lost: bool) -> None:
@@ -252,13 +245,20 @@ class Writer(Output):
 
     def _append(self, entry: Entry) -> None:
         entry = {"at": time.time()} | entry
+        checked(entry)
         if not self.log.append(entry):
-            taken = next(copy(self.log).read(), {})  # self.log stays behind: a lost owner never gets a free number
-            raise LostError(
-                f"{self.folder.url}: {taken.get('action')} on {taken.get('host')} took it over, because this process "
-                f"had no heartbeat for {leases.PATIENCE:.0f} s; what it committed is kept"
-            )
+            raise self.lost_to(self.successor() or {})
         self.state.apply(entry)
+
+    def successor(self) -> Entry | None:
+        """The entry of the process that took the output over; None if there is none."""
+        return next(copy(self.log).read(), None)  # self.log stays behind: a lost owner never gets a free number
+
+    def lost_to(self, taken: Entry) -> LostError:
+        return LostError(
+            f"{self.folder.url}: {taken.get('action')} on {taken.get('host')} took it over, because this process "
+            f"had no heartbeat for {leases.PATIENCE:.0f} s; what it committed is kept"
+        )
 
 
 @contextmanager
@@ -294,6 +294,10 @@ def take(
                 life.clear(taken)
             writer.settle()
             yield writer
+        except (JobError, FileNotFoundError) as error:
+            if successor := writer.successor():  # it may have replaced the file that this process missed
+                raise writer.lost_to(successor) from error
+            raise
         finally:
             output.log.append({"kind": "end", "at": time.time()})
     finally:

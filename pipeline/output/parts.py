@@ -132,7 +132,7 @@ def read_staged(folder: Folder, name: str) -> tuple[str, File] | None:
         stored = json.loads(parquet.metadata.metadata[FOOTER])
         chunks = [Summary.from_json(s) for s in stored["chunks"]]
         whole = parquet.read(use_threads=False).num_rows == sum(s.rows for s in chunks)
-    except (FileNotFoundError, pa.ArrowException, OSError, KeyError, ValueError, TypeError):
+    except (FileNotFoundError, pa.ArrowException, OSError, KeyError, ValueError, TypeError, RecursionError):
         return None
     return (stored["job"], described(content, name, chunks)) if whole else None
 

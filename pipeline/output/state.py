@@ -1,27 +1,42 @@
 """The state of a job after its log entries: the job, its plan, and the files that hold its rows.
 
-The files are in a table on disk, because a job may have millions. Nothing here reads or writes the output folder.
+Every entry is checked here before it is applied, so names of files cannot lead out of the output folder. The files are
+in a table on disk, because a job may have millions. Nothing here reads or writes the output folder.
 """
 
 import json
 import re
 import sqlite3
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
-from typing import Any
+from textwrap import shorten
+from typing import Annotated, Any, Literal
 
-from exspec.pipeline.input.plan import Chunk, Plan, Shard
+from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, ValidationError
+
+from exspec.pipeline.input.plan import Chunk, Count, Plan, Rows, Shard, decode_row, decode_schema
 from exspec.pipeline.output.log import Entry
+from exspec.pipeline.output.reasons import Reason
 
 FORMAT = 1  # of an output. A change that this version could not read needs the next number.
-PART = re.compile(r"part-\d{7,}-\d{12}-\d+-(\d{6,})\.parquet")
+PART = re.compile(r"part-[0-9]{7,15}-[0-9]{12}-[0-9]{1,15}-[0-9]{6,15}\.parquet")
+PartName = Annotated[str, Field(pattern=f"^{PART.pattern}$")]
+StagedName = Annotated[str, Field(pattern="^_staged/[0-9]{10,15}-[0-9A-Za-z-]{1,64}$")]
+Word = Annotated[str, Field(pattern="^[0-9A-Za-z]{1,64}$")]
+Time = Annotated[float, Field(ge=-1e11, le=1e11)]  # seconds since 1970
+Amount = Annotated[float, Field(ge=0, lt=1e15)]
+ReasonJson = Annotated[dict[str, Any], AfterValidator(lambda given: asdict(TypeAdapter(Reason).validate_python(given)))]
 FILE = ("name", "staged", "size", "digest", "weight")
 TABLES = """
 CREATE TABLE file (name TEXT PRIMARY KEY, staged TEXT, size INT, digest TEXT, weight INT) WITHOUT ROWID;
 CREATE TABLE chunk (shard INT, first INT, rows INT, mendable INT, start INT, file TEXT, summary TEXT,
                     PRIMARY KEY (shard, first)) WITHOUT ROWID;
 CREATE INDEX of_file ON chunk (file, start);
+CREATE TABLE gone (name TEXT PRIMARY KEY) WITHOUT ROWID;
+CREATE TRIGGER once BEFORE INSERT ON chunk WHEN new.first < (SELECT first + rows FROM chunk
+    WHERE shard = new.shard AND first < new.first + new.rows ORDER BY first DESC LIMIT 1)
+    BEGIN SELECT RAISE(ABORT, 'a row is there twice'); END;
 """
 
 
@@ -34,42 +49,44 @@ class Summary:
     actor's chunk before. Chunks share an engine, so only sums over a job are meaningful.
     """
 
-    shard: int
-    first: int
-    rows: int
-    errors: int
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    drafted_by_position: list[int] = field(default_factory=list)
-    accepted_by_position: list[int] = field(default_factory=list)
-    rounds: int = 0
-    forced: int = 0
-    lengths: dict[str, int] = field(default_factory=dict)
+    shard: Count
+    first: Rows
+    rows: Annotated[Rows, Field(ge=1)]
+    errors: Rows
+    prompt_tokens: Count = 0
+    completion_tokens: Count = 0
+    drafted_by_position: list[Count] = field(default_factory=list)
+    accepted_by_position: list[Count] = field(default_factory=list)
+    rounds: Count = 0
+    forced: Count = 0
+    lengths: dict[Annotated[str, Field(pattern="^[0-9]{1,15}$")], Count] = field(default_factory=dict)
     actor: str = ""
     hardware: dict[str, str] = field(default_factory=dict)
-    started: float = 0.0
-    ended: float = 0.0
-    attempt: int = 1
-    reasons: list[dict[str, Any]] = field(default_factory=list)
-    produced: list[float] = field(default_factory=list)  # tokens in equal pieces of the time from start to end
-    prefill_tokens: int = 0
-    found_tokens: int = 0
+    started: Time = 0.0
+    ended: Time = 0.0
+    attempt: Count = 1
+    reasons: list[ReasonJson] = field(default_factory=list)
+    produced: list[Amount] = field(default_factory=list)  # tokens in equal pieces of the time from start to end
+    prefill_tokens: Count = 0
+    found_tokens: Count = 0
 
     @classmethod
     def from_json(cls, loaded: dict[str, Any]) -> "Summary":
-        """A summary that any version wrote. Missing counts are 0, unknown ones are dropped."""
-        known = {f.name for f in fields(cls)}
-        return cls(**{name: value for name, value in loaded.items() if name in known})
+        """A summary that any version wrote. Missing counts are 0, unknown ones are dropped. Raises ValueError."""
+        return SUMMARY.validate_python(loaded)
 
     def shares_rows(self, other: "Summary") -> bool:
         """Whether the chunks have a row in common."""
         ends = self.first + self.rows, other.first + other.rows
         return self.shard == other.shard and max(self.first, other.first) < min(ends)
 
+    @property
+    def mendable(self) -> int:
+        """Error rows that a retry may help."""
+        return max(0, self.errors - sum(int(reason["rows"]) for reason in self.reasons if reason["lasting"]))
 
-def lasting(summary: dict[str, Any]) -> int:
-    """Error rows of a chunk that a retry would not help."""
-    return sum(reason["rows"] for reason in summary.get("reasons", ()) if reason["lasting"])
+
+SUMMARY = TypeAdapter(Summary)
 
 
 @dataclass(frozen=True)
@@ -79,11 +96,11 @@ class File:
     digest: MD5 in hex. weight: its bytes for the purpose of merging files.
     """
 
-    name: str
-    staged: str
-    size: int
+    name: PartName
+    staged: StagedName
+    size: Count
     digest: str
-    weight: int
+    weight: Count
     chunks: list[Summary]
 
     @property
@@ -95,16 +112,85 @@ class File:
         return cls(**loaded | {"chunks": [Summary.from_json(s) for s in loaded["chunks"]]})
 
 
+class Take(BaseModel):
+    """A process takes the output. ticks: see the module `lease`; older versions did not write it."""
+
+    kind: Literal["take"]
+    at: Time
+    lease: Word
+    action: str
+    host: str
+    machine: str
+    pid: Annotated[int, Field(ge=0, lt=2**31)]
+    started: Time
+    ticks: int | None = None
+
+
+class End(BaseModel):
+    """The owner gives the output back."""
+
+    kind: Literal["end"]
+
+
+class Begin(BaseModel):
+    """A new job, in place of any other."""
+
+    kind: Literal["begin"]
+    at: Time
+    job: Word
+    description: dict[str, Any]
+    plan: Plan
+
+
+class Extend(BaseModel):
+    """New and changed shards, with their indices in the plan."""
+
+    kind: Literal["extend"]
+    shards: list[tuple[Count, Shard]]
+    limit: Count | None
+
+
+class Describe(BaseModel):
+    """Changes to the description."""
+
+    kind: Literal["describe"]
+    description: dict[str, Any]
+
+
+class Done(BaseModel):
+    """All rows are in files. staged: the marker."""
+
+    kind: Literal["done"]
+    staged: StagedName
+
+
+class Swap(BaseModel):
+    """Files come in place of old ones."""
+
+    kind: Literal["swap"]
+    new: list[File]
+    old: list[PartName]
+
+
+AnyEntry = Take | End | Begin | Extend | Describe | Done | Swap
+ENTRY: TypeAdapter[AnyEntry] = TypeAdapter(Annotated[AnyEntry, Field(discriminator="kind")])
+DESCRIBED = {"kind": str, "job": dict, "fingerprint": dict, "shape": dict, "device": str}
+
+
+def checked(entry: Any) -> AnyEntry:
+    """The entry, whose names are below the output folder. Raises ValueError naming what is wrong."""
+    try:
+        return ENTRY.validate_python(entry)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where, found = ".".join(map(str, first["loc"])), shorten(repr(first["input"]), 80)
+        raise ValueError(f"{where or 'entry'} is {found}: {first['msg']}") from error
+
+
 def file_name(chunks: list[Summary], entry: int) -> str:
     """The name of a file that a log entry shows. Names sort in the plan's order and are unique."""
     first, rows = chunks[0], sum(s.rows for s in chunks)
     return f"part-{first.shard:07d}-{first.first:012d}-{rows}-{entry:06d}.parquet"
-
-
-def given_by(name: str) -> int | None:
-    """The log entry that named a file; None if the name is not a job's."""
-    match = PART.fullmatch(name)
-    return int(match[1]) if match else None
 
 
 class State:
@@ -125,52 +211,69 @@ class State:
         self._table.executescript(f"PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF; {TABLES}")
 
     def apply(self, entry: Entry) -> None:
-        """Apply the next entry."""
-        getattr(self, f"_{entry['kind']}")(entry)
+        """Check and apply the next entry. Raises an exception if it is not valid."""
+        valid = checked(entry)
+        getattr(self, f"_{valid.kind}")(valid)
 
-    def _take(self, entry: Entry) -> None:
-        self.taken = entry
+    def _take(self, entry: Take) -> None:
+        self.taken = entry.model_dump()
 
-    def _end(self, _: Entry) -> None:
+    def _end(self, _: End) -> None:
         self.taken = None
 
-    def _begin(self, entry: Entry) -> None:
-        self.job, self.description, self.done = entry["job"], entry["description"], None
-        self.description.get("shape", {}).setdefault("drafter", "model")  # older jobs have no drafter
-        self.began = float(entry["at"])
-        self.plan = Plan.from_json(entry["plan"])
-        self._table.executescript("DELETE FROM file; DELETE FROM chunk;")
+    def _begin(self, entry: Begin) -> None:
+        self.job, self.began, self.description = entry.job, entry.at, {}
+        self._describe(entry)
+        self.description["shape"].setdefault("drafter", "model")  # older jobs have no drafter
+        self._set_plan(entry.plan)
+        self._table.executescript(
+            "INSERT OR IGNORE INTO gone SELECT name FROM file; DELETE FROM file; DELETE FROM chunk;"
+        )
 
-    def _extend(self, entry: Entry) -> None:
-        shards = dict(enumerate(self.plan.shards)) | {number: Shard(**shard) for number, shard in entry["shards"]}
-        self.plan = replace(self.plan, shards=[shards[n] for n in sorted(shards)], limit=entry["limit"])
-        self.done = None
+    def _extend(self, entry: Extend) -> None:
+        shards = dict(enumerate(self.plan.shards)) | dict(entry.shards)
+        self._set_plan(replace(self.plan, shards=[shards[n] for n in range(len(shards))], limit=entry.limit))
 
-    def _describe(self, entry: Entry) -> None:
-        self.description |= entry["description"]
+    def _set_plan(self, plan: Plan) -> None:
+        self.plan, self.done = plan, None
+        if plan.schema:
+            decode_schema(plan.schema)
+        for values in {shard.values for shard in plan.shards if shard.values}:
+            decode_row(values)
 
-    def _done(self, entry: Entry) -> None:
-        self.done = entry["staged"]
+    def _describe(self, entry: Begin | Describe) -> None:
+        self.description |= entry.description
+        if wrong := [key for key, kind in DESCRIBED.items() if not isinstance(self.description.get(key), kind)]:
+            raise ValueError(f"description.{wrong[0]} is {self.description.get(wrong[0])!r}")
 
-    def _swap(self, entry: Entry) -> None:
+    def _done(self, entry: Done) -> None:
+        self.done = entry.staged
+
+    def _swap(self, entry: Swap) -> None:
         self.done = None
         with self._table:
             self._table.execute("BEGIN")
-            for name in entry["old"]:
+            for name in entry.old:
+                self._table.execute("INSERT OR IGNORE INTO gone SELECT name FROM file WHERE name = ?", (name,))
                 self._table.execute("DELETE FROM file WHERE name = ?", (name,))
                 self._table.execute("DELETE FROM chunk WHERE file = ?", (name,))
-            for new in entry["new"]:
+            for new in entry.new:
                 self._add(new)
 
-    def _add(self, file: dict[str, Any]) -> None:
-        row = [file[key] for key in FILE]
-        self._table.execute("INSERT INTO file VALUES (?, ?, ?, ?, ?)", row)
-        starts = accumulate((s["rows"] for s in file["chunks"]), initial=0)
+    def _add(self, file: File) -> None:
+        if strange := next((s for s in file.chunks if not self.planned(s)), None):
+            raise ValueError(f"{file.name}: the plan has no row {strange.first + strange.rows - 1} of {strange.shard}")
+        self._table.execute("INSERT INTO file VALUES (?, ?, ?, ?, ?)", [getattr(file, key) for key in FILE])
+        starts = accumulate((s.rows for s in file.chunks), initial=0)
         chunks = (
-            (s["shard"], s["first"], s["rows"], s["errors"] - lasting(s), start, file["name"], json.dumps(s))
-            for s, start in zip(file["chunks"], starts, strict=False)
+            (s.shard, s.first, s.rows, s.mendable, start, file.name, json.dumps(vars(s)))
+            for s, start in zip(file.chunks, starts, strict=False)
         )
         self._table.executemany("INSERT INTO chunk VALUES (?, ?, ?, ?, ?, ?, ?)", chunks)
+
+    def planned(self, s: Summary) -> bool:
+        """Whether the rows of a chunk are in the plan."""
+        return s.shard < len(self.plan.shards) and s.first + s.rows <= self.plan.shards[s.shard].rows
 
     @property
     def rows(self) -> int:
@@ -207,6 +310,10 @@ class State:
         """Whether the job has this file."""
         return bool(self._one("SELECT count(*) FROM file WHERE name = ?", name))
 
+    def had(self, name: str) -> bool:
+        """Whether the output had this file before it was replaced."""
+        return bool(self._one("SELECT count(*) FROM gone WHERE name = ?", name))
+
     def names(self) -> list[str]:
         """Names of the files, in the order of their rows."""
         return [name for (name,) in self._table.execute("SELECT name FROM file ORDER BY name")]
@@ -232,7 +339,7 @@ class State:
         where, values = ("", ()) if file is None else (" WHERE file = ?", (file,))
         order = "shard, first" if file is None else "start"
         for (summary,) in self._table.execute(f"SELECT summary FROM chunk{where} ORDER BY {order}", values):
-            yield Summary.from_json(json.loads(summary))
+            yield Summary(**json.loads(summary))
 
     def chunks(self, errors: bool = False) -> Iterator[tuple[Chunk, str, int]]:
         """The chunks in files, each with its file and its first row there. errors: only chunks with error rows that a

@@ -102,7 +102,7 @@ def test_a_conversion_is_refused_and_nothing_is_written(
 def test_an_output_with_missing_rows_is_refused(output: Path, tmp_path: Path) -> None:
     other = Folder(str(tmp_path / "other"))
     with take(Output(other), "run") as writer:
-        writer.begin({}, Output(Folder(str(output))).read().state.plan)
+        writer.begin(jobs.DESCRIBED, Output(Folder(str(output))).read().state.plan)
     with pytest.raises(JobError, match="30 of 30 rows are missing; run the job again first"):
         call("convert", other.url, tmp_path / "out.jsonl")
 

@@ -42,9 +42,9 @@ NO_STORE = json.dumps(
 ON_OUTPUTS = [
     (("nowhere",), "nowhere: has no job; expected the output of exspec run"),
     (("text.parquet",), "text.parquet: cannot be read: NotADirectoryError"),
-    (("cut",), "cut/_log/0000000001.json.gz: damaged log entry (Not a gzipped file"),
-    (("bare",), "bare/_log/0000000001.json.gz: not a valid log entry (KeyError: 'kind')"),
-    (("half",), "half/_log/0000000001.json.gz: not a valid log entry (KeyError: 'job')"),
+    (("cut",), "cut/_log/0000000001.json.gz: damaged log entry: BadGzipFile: Not a gzipped file"),
+    (("bare",), "bare/_log/0000000001.json.gz: not a valid log entry: ValueError: entry is {}: "),
+    (("half",), "half/_log/0000000001.json.gz: not a valid log entry: ValueError: begin.at is "),
     (("nosuch://bucket/out",), "nosuch://bucket/out: Protocol not known: nosuch"),
     (("s3://bucket/out", "--storage-options", NO_STORE), "s3://bucket/out: cannot be read: EndpointConnectionError"),
 ]

@@ -29,6 +29,7 @@ from tests.tiny import ArithmeticModel
 ROOT = Path(__file__).parents[2]
 WORDS = [f"w{i}" for i in range(tiny.VOCABULARY)]
 Pair = tuple[str, str]  # folders of a target and a draft
+DESCRIBED: dict[str, Any] = {"kind": "generate", "job": {}, "fingerprint": {}, "shape": {}, "device": "cpu"}
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

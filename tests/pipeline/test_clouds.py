@@ -30,6 +30,7 @@ from exspec.pipeline.errors import JobError
 from exspec.pipeline.output.log import LOG
 from exspec.pipeline.output.owner import SUCCESS, LostError, Output, Writer, read_output, take
 from exspec.pipeline.storage import STAGED, Folder, etag
+from tests.pipeline import jobs
 from tests.pipeline.output.test_output import plan, staged
 
 KINDS = ("local", "s3", "gcs", "azure", "renaming")
@@ -234,7 +235,7 @@ def commit_all(writer: Writer) -> list[str]:
 def test_the_life_of_an_output(folder: Folder) -> None:
     """Two owners, the first of which loses the output; then the job is set aside and replaced."""
     with take(Output(folder), "run") as late:
-        late.begin({"n": 1}, plan())
+        late.begin(jobs.DESCRIBED | {"n": 1}, plan())
         first, *others = late.state.missing()
         late.commit([staged(late, first)])
         (single,) = late.state.names()
@@ -256,13 +257,13 @@ def test_the_life_of_an_output(folder: Folder) -> None:
     with take(Output(folder), "run") as writer:
         assert writer.lost == 0
         aside = writer.keep_old()
-        writer.begin({"n": 2}, plan())
+        writer.begin(jobs.DESCRIBED | {"n": 2}, plan())
         writer.sweep()
         assert (folder.sizes(), folder.sizes(STAGED)) == ({}, {})
         commit_all(writer)
         writer.finish()
     assert aside.sizes() == shown
-    assert (read_output(aside).state.description, read_output(folder).state.description) == ({"n": 1}, {"n": 2})
+    assert [read_output(place).state.description["n"] for place in (aside, folder)] == [1, 2]
     assert read_output(aside).state.complete
     assert read_output(folder).state.complete
     assert len(folder.names()) == 4
@@ -272,7 +273,7 @@ def test_the_life_of_an_output(folder: Folder) -> None:
 def test_what_an_owner_left_undone_is_done_by_the_next(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     """If an owner dies after its entry, the next one moves the staged parts. A part that is gone is missing."""
     with take(Output(folder), "run") as writer, monkeypatch.context() as patch:
-        writer.begin({}, plan())
+        writer.begin(jobs.DESCRIBED, plan())
         patch.setattr(Folder, "move", lambda *_: None)
         names = commit_all(writer)
         assert folder.names() == set()

@@ -57,7 +57,7 @@ def resume(folder: Path) -> dict[str, Any]:
 
     out = Folder(str(folder / "out"))
     with take(Output(out), "run") as writer:
-        writer.begin({"kind": "generate", "job": {}, "versions": {}, "shape": {}, "device": "cpu"}, made)
+        writer.begin({"kind": "generate", "job": {}, "fingerprint": {}, "shape": {}, "device": "cpu"}, made)
         lap("plan_seconds")
         passes = [pickle.dumps(tasks) for tasks in read_together(Task(c) for c in writer.state.missing())]
         figures["passes"], figures["passes_mb"] = len(passes), sum(map(len, passes)) // 10**6
@@ -81,9 +81,9 @@ def resume(folder: Path) -> dict[str, Any]:
 def linked(folder: Folder, prefix: str, chunk: Chunk) -> File:
     """A staged part with a summary. All parts are links to a few files."""
     name = f"_staged/{prefix}-{chunk.number}-{chunk.first}"
-    one = Path(folder.path) / "_staged" / f"one-{chunk.number // 300}"  # a file may have only so many links
+    one = Path(folder.path).parent / f"one-{chunk.number // 300}"  # a file may have only so many links
     if not one.exists():
-        one.parent.mkdir(exist_ok=True)
+        (Path(folder.path) / "_staged").mkdir(exist_ok=True)
         one.write_bytes(b"rows")
     Path(f"{folder.path}/{name}").hardlink_to(one)
     now = time.time()

@@ -134,7 +134,7 @@ class Table(sqlite3.Connection):
         return super().executescript(script)
 
 
-EMPTY = "DELETE FROM file; DELETE FROM chunk;"
+EMPTY = "DELETE FROM file; DELETE FROM chunk; DELETE FROM gone;"
 current: Process = Process("?", lambda: None, lambda _: None)
 
 
@@ -150,6 +150,9 @@ class MemoryFolder:
 
     def sizes(self, below: str = "") -> dict[str, int]:
         return dict(self._attempt("sizes", f"{self.url}/{below}".rstrip("/")))
+
+    def refuse_links(self, *names: str) -> None:
+        """There are none."""
 
     def size(self, name: str) -> int | None:
         return self._attempt("size", f"{self.url}/{name}")  # type: ignore[no-any-return]
@@ -218,7 +221,7 @@ def imitated() -> Iterator[None]:
     tables = types.SimpleNamespace(connect=Table.connect, Error=sqlite3.Error)
 
     def who(action: str) -> dict[str, Any]:
-        return {"action": action, "host": current.letter, "pid": 0}
+        return {"action": action, "host": current.letter, "machine": "", "pid": 0, "started": 0.0}
 
     with (
         mock.patch.object(owner, "time", clock),

@@ -98,7 +98,7 @@ def write_output(out: Path, chunks: int, text: int) -> None:
     shard = Shard("s.parquet", "file:///in/s.parquet", 8 * chunks, 1, "")
     folder = Folder(str(out))
     with take(Output(folder), "run") as writer:
-        writer.begin({"fingerprint": {}}, Plan([shard], 8))
+        writer.begin(jobs.DESCRIBED, Plan([shard], 8))
         parts = []
         for chunk in writer.state.missing():
             rows = [

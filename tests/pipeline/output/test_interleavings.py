@@ -23,6 +23,7 @@ from exspec.pipeline.output.log import Log
 from exspec.pipeline.output.owner import DESCRIPTION, SUCCESS, Output, Writer, read_output, take
 from exspec.pipeline.output.state import File, Summary
 from exspec.pipeline.storage import STAGED, Folder
+from tests.pipeline import jobs
 from tests.pipeline.output import simulation
 from tests.pipeline.output.simulation import Explorer, MemoryFolder, Moment, Store, ViolationError, World
 
@@ -128,7 +129,7 @@ def run(
         if restart and state.job is not None:
             writer.keep_old()
         if fresh:
-            writer.begin({"settings": settings}, plan)
+            writer.begin(jobs.DESCRIBED | {"settings": settings}, plan)
         else:
             writer.extend(plan)
         writer.folder.write(DESCRIPTION, settings.encode())
@@ -156,7 +157,8 @@ def finished(output: Output, plan: Plan) -> bool:
     if state.done is None or len(plan.shards) > len(state.plan.shards):
         return False
     sizes = output.folder.sizes()
-    return SUCCESS in sizes and all(sizes.get(name) == size for name, size in state.sizes())
+    shown = {name: size for name, size in sizes.items() if name[0] != "_"}
+    return SUCCESS in sizes and shown == dict(state.sizes()) and not output.folder.names(STAGED)
 
 
 def mend(writer: Writer) -> None:
@@ -398,17 +400,17 @@ class Invariants:
                 self.left(aside)
 
     def left(self, store: Store) -> None:
-        """From any state, one more run completes the job, and a compaction leaves no staged files."""
+        """From any state, one more run completes the job and leaves no staged files, and a compaction works."""
         self.mended += 1
         before, files = self.state(entries(store)), dict(store)
         ended = simulation.alone("X", partial(run, self.place, before.settings), files)
         assert ended == ("returned", "complete"), f"the next run: {ended}"
         self.check_whole(files, before)
+        staged = [path for path in files if path.startswith(f"out/{STAGED}/")]
+        assert not staged, f"left behind: {staged}"
         ended = simulation.alone("Y", partial(compact, self.place), files)
         assert ended == ("returned", "complete"), f"the next compaction: {ended}"
         self.check_whole(files, before)
-        staged = [path for path in files if path.startswith(f"out/{STAGED}/")]
-        assert not staged, f"left behind: {staged}"
 
     def check_whole(self, files: dict[str, bytes], before: LogState) -> None:
         store = tuple(sorted(files.items()))
@@ -582,13 +584,13 @@ SABOTAGES = [
     Sabotage(Writer, "commit", ENTRY, f"[self.folder.move(f.staged, f.name) for f in named]; {ENTRY}", RUNS),
     Sabotage(Writer, "commit", f"{REMOVED}\n    {SHOWN}", f"{SHOWN}\n    {REMOVED}", RETRY),
     Sabotage(Writer, "commit", "self._withdraw()", "pass", RETRY),
-    Sabotage(Writer, "commit", "file_name(file.chunks, number)", "file_name(file.chunks, 1)", RUNS),
+    Sabotage(Writer, "commit", "file_name(file.chunks, number)", "file_name(file.chunks, 1)", RETRY),
     Sabotage(Writer, "begin", "[*old, *BESIDE] if old else []", "BESIDE", RESTART),
     Sabotage(Writer, "begin", "self._withdraw()", "pass", RESTART),
     Sabotage(Writer, "keep_old", "-{self.epoch}", "", TWICE),
     Sabotage(Writer, "keep_old", "[*names, *log]", "names", RESTART),
     Sabotage(Writer, "finish", "self._move(staged, SUCCESS)", WRITTEN, LONGER),
-    Sabotage(Writer, "settle", "self._given(n) and", "given_by(n) and", RUNS),
+    Sabotage(Writer, "settle", "self.state.had(n) and", "n[0] != '_' and", RUNS),
     Sabotage(Writer, "settle", "self.folder.each(self.folder.remove, dead)", "pass", RETRY),
     Sabotage(Writer, "settle", "self.folder.each(self._show,", "list(", RUNS),
     Sabotage(Writer, "settle", "self._withdraw()", "pass", RETRY),
@@ -599,7 +601,7 @@ SABOTAGES = [
     Sabotage(Writer, "adopt", "job == self.state.job and", "", OTHER),
     Sabotage(Writer, "_held", "bool(self.state.holders(chunk.shard, chunk.first, chunk.rows))", "False", RUNS),
     Sabotage(Writer, "_old_staged", 'if n.split("-")[0] < self.prefix', "", RUNS),
-    Sabotage(Writer, "_append", "copy(self.log).read()", "self.log.read()", RUNS),
+    Sabotage(Writer, "successor", "copy(self.log).read()", "self.log.read()", RUNS),
     Sabotage(Log, "append", "if not self.folder.create(", "if self.folder.write(", RUNS),
 ]
 

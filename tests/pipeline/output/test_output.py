@@ -173,7 +173,7 @@ def test_the_next_owner_removes_the_heartbeat_of_a_killed_one(tmp_path: Path) ->
 
 def test_rows_are_never_committed_twice(tmp_path: Path) -> None:
     with take(Output(Folder(str(tmp_path / "out"))), "run") as writer:
-        writer.begin({}, plan())
+        writer.begin(jobs.DESCRIBED, plan())
         first, second, third = writer.state.missing()
         writer.commit([staged(writer, first)])
         overlapping = Chunk(first.shard, 0, 7, 2)
@@ -188,7 +188,7 @@ def test_rows_are_never_committed_twice(tmp_path: Path) -> None:
 def test_staged_parts_that_share_rows_are_not_adopted_both(tmp_path: Path) -> None:
     """Earlier owners may have cut the rows differently, after a limit or a lost file."""
     with take(Output(Folder(str(tmp_path / "out"))), "run") as writer:
-        writer.begin({}, plan())
+        writer.begin(jobs.DESCRIBED, plan())
         _, second, third = writer.state.missing()
         files = [staged(writer, chunk) for chunk in (second, Chunk(second.shard, 0, 15, 2), third)]
     with take(Output(Folder(str(tmp_path / "out"))), "run") as writer:
@@ -226,7 +226,11 @@ def test_a_million_chunks_fit_a_small_memory() -> None:
     before = psutil.Process().memory_info().rss
     for shard in range(0, 1000, 100):
         chunks = [Chunk(made.shards[shard], shard, first, 64) for first in range(0, 64_000, 128)]
-        new = [vars(File(f"part-{shard}-{c.first}", "", 1, "", 1, [])) | {"chunks": [vars(summary(c))]} for c in chunks]
+        new = [
+            vars(File(f"part-{shard:07d}-{c.first:012d}-64-000001.parquet", f"_staged/{c.first:010d}-a", 1, "", 1, []))
+            | {"chunks": [vars(summary(c))]}
+            for c in chunks
+        ]
         state.apply({"kind": "swap", "new": new, "old": []})
     assert sum(1 for _ in state.missing()) == 1_000_000 - 5000
     assert psutil.Process().memory_info().rss - before < 64 << 20
