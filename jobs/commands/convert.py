@@ -112,6 +112,7 @@ def convert(output: str, file: str, options: dict[str, Any], columns: list[str] 
 
 def _complete(output: str, options: dict[str, Any]) -> Output:
     done = read_output(Folder(output, options))
+    done.refuse_waiting()
     if not done.state.complete:
         missing = sum(chunk.rows for chunk in done.state.missing())
         raise JobError(f"{output}: {missing} of {done.state.plan.rows} rows are missing; run the job again first")

@@ -40,6 +40,7 @@ def compact(folder: Folder, target: int, wait: bool = False) -> Compacted:
     The rows and their order stay the same. Raises JobError if the job is not finished.
     """
     with take(read_output(folder), "compact", wait) as writer:
+        writer.refuse_waiting()
         if not writer.state.complete:
             missing = sum(chunk.rows for chunk in writer.state.missing())
             raise JobError(

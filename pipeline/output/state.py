@@ -9,7 +9,7 @@ import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 from exspec.pipeline.input.plan import Chunk, Plan, Shard
 from exspec.pipeline.output.log import Entry
@@ -19,8 +19,8 @@ PART = re.compile(r"part-\d{7,}-\d{12}-\d+-(\d{6,})\.parquet")
 FILE = ("name", "staged", "size", "digest", "weight")
 TABLES = """
 CREATE TABLE file (name TEXT PRIMARY KEY, staged TEXT, size INT, digest TEXT, weight INT) WITHOUT ROWID;
-CREATE TABLE chunk (shard INT, first INT, rows INT, mendable INT, start INT, file TEXT, summary TEXT,
-                    PRIMARY KEY (shard, first)) WITHOUT ROWID;
+CREATE TABLE chunk (shard INT, first INT, rows INT, mendable INT, start INT, file TEXT, summary TEXT, errors INT,
+                    again INT DEFAULT 0, PRIMARY KEY (shard, first)) WITHOUT ROWID;
 CREATE INDEX of_file ON chunk (file, start);
 """
 
@@ -70,6 +70,11 @@ class Summary:
 def lasting(summary: dict[str, Any]) -> int:
     """Error rows of a chunk that a retry would not help."""
     return sum(reason["rows"] for reason in summary.get("reasons", ()) if reason["lasting"])
+
+
+def _decoded(summary: dict[str, Any]) -> tuple[int, int, float]:
+    """What identifies one decoding of a chunk."""
+    return summary["shard"], summary["first"], summary.get("ended", 0.0)
 
 
 @dataclass(frozen=True)
@@ -143,11 +148,31 @@ class State:
 
     def _extend(self, entry: Entry) -> None:
         shards = dict(enumerate(self.plan.shards)) | {number: Shard(**shard) for number, shard in entry["shards"]}
-        self.plan = replace(self.plan, shards=[shards[n] for n in sorted(shards)], limit=entry["limit"])
+        plan = replace(self.plan, shards=[shards[n] for n in sorted(shards)], limit=entry["limit"])
+        self.decode_again(plan)
+        self.plan = plan
         self.done = None
 
     def _describe(self, entry: Entry) -> None:
         self.description |= entry["description"]
+        if entry.get("again"):
+            self.decode_again()
+            self.done = None
+
+    def decode_again(self, plan: Plan | None = None) -> None:
+        """Mark chunks whose error rows have to be decoded again: all, or those with rows that a new plan repairs.
+
+        A mark stays until new rows of the chunk are in a file, so a run that was killed is resumed.
+        """
+        mark = "UPDATE chunk SET again = 1, mendable = errors WHERE errors > 0"
+        if plan is None:
+            self._table.execute(mark)
+            return
+        for number, (old, new) in enumerate(zip(self.plan.shards, plan.shards, strict=False)):
+            for row, _ in new.repairs.items() - old.repairs.items():
+                self._table.execute(
+                    f"{mark} AND shard = ? AND first <= ? AND first + rows > ?", (number, int(row), int(row))
+                )
 
     def _done(self, entry: Entry) -> None:
         self.done = entry["staged"]
@@ -156,31 +181,45 @@ class State:
         self.done = None
         with self._table:
             self._table.execute("BEGIN")
+            moved: set[tuple[int, int, float]] = set()  # marked chunks
             for name in entry["old"]:
+                marked = self._table.execute("SELECT summary FROM chunk WHERE again AND file = ?", (name,))
+                moved |= {_decoded(json.loads(summary)) for (summary,) in marked}
                 self._table.execute("DELETE FROM file WHERE name = ?", (name,))
                 self._table.execute("DELETE FROM chunk WHERE file = ?", (name,))
             for new in entry["new"]:
                 self._add(new)
+            for shard, first, _ in moved & {_decoded(s) for new in entry["new"] for s in new["chunks"]}:
+                asked = "UPDATE chunk SET again = 1, mendable = errors WHERE shard = ? AND first = ?"
+                self._table.execute(asked, (shard, first))
 
     def _add(self, file: dict[str, Any]) -> None:
         row = [file[key] for key in FILE]
         self._table.execute("INSERT INTO file VALUES (?, ?, ?, ?, ?)", row)
         starts = accumulate((s["rows"] for s in file["chunks"]), initial=0)
         chunks = (
-            (s["shard"], s["first"], s["rows"], s["errors"] - lasting(s), start, file["name"], json.dumps(s))
+            (
+                s["shard"],
+                s["first"],
+                s["rows"],
+                s["errors"] - lasting(s),
+                start,
+                file["name"],
+                json.dumps(s),
+                s["errors"],
+            )
             for s, start in zip(file["chunks"], starts, strict=False)
         )
-        self._table.executemany("INSERT INTO chunk VALUES (?, ?, ?, ?, ?, ?, ?)", chunks)
+        self._table.executemany("INSERT INTO chunk VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0)", chunks)
 
     @property
     def rows(self) -> int:
         """Rows in files."""
         return int(self._one("SELECT coalesce(sum(rows), 0) FROM chunk"))
 
-    @property
-    def mendable(self) -> int:
-        """Error rows that a retry may help."""
-        return int(self._one("SELECT coalesce(sum(mendable), 0) FROM chunk"))
+    def failed(self, only: str) -> int:
+        """Error rows that a retry may help. only: of the chunks that `chunks` yields."""
+        return int(self._one(f"SELECT coalesce(sum(mendable), 0) FROM chunk WHERE {only} > 0"))
 
     @property
     def complete(self) -> bool:
@@ -230,10 +269,10 @@ class State:
         for (summary,) in self._table.execute(f"SELECT summary FROM chunk{where} ORDER BY {order}", values):
             yield Summary.from_json(json.loads(summary))
 
-    def chunks(self, errors: bool = False) -> Iterator[tuple[Chunk, str, int]]:
-        """The chunks in files, each with its file and its first row there. errors: only chunks with error rows that a
-        retry may help."""
-        where = " WHERE mendable > 0" if errors else ""
+    def chunks(self, only: Literal["", "errors", "mendable", "again"] = "") -> Iterator[tuple[Chunk, str, int]]:
+        """The chunks in files, each with its file and its first row there. only: chunks with error rows, with error
+        rows that a retry may help, or with error rows that have to be decoded again (see `decode_again`)."""
+        where = f" WHERE {only} > 0" if only else ""
         asked = f"SELECT shard, first, rows, file, start FROM chunk{where} ORDER BY shard, first"
         for number, first, rows, file, start in self._table.execute(asked):
             yield Chunk(self.plan.shards[number], number, first, rows), file, start
@@ -241,7 +280,9 @@ class State:
     def done_shards(self) -> set[str]:
         """Names of the shards whose rows are all in files."""
         held = dict(self._table.execute("SELECT shard, sum(rows) FROM chunk GROUP BY shard"))
-        return {shard.name for i, shard in enumerate(self.plan.shards) if held.get(i) == shard.rows}
+        again = {number for (number,) in self._table.execute("SELECT shard FROM chunk WHERE again")}
+        shards = enumerate(self.plan.shards)
+        return {shard.name for i, shard in shards if held.get(i) == shard.rows and i not in again}
 
     def _one(self, asked: str, *values: Any) -> Any:
         return self._table.execute(asked, values).fetchone()[0]
