@@ -1,8 +1,12 @@
 """Rows that failed are exported, corrected and decoded again; settings that help only those change; files grow."""
 
+import gzip
 import json
 import shutil
+import time
+import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -16,19 +20,27 @@ from exspec.actors.engine import methods
 from exspec.jobs.commands.repair import export
 from exspec.pipeline import run
 from exspec.pipeline.errors import JobError, StoppedError
+from exspec.pipeline.input.plan import Shard
+from exspec.pipeline.input.reading import grew
+from exspec.pipeline.input.snapshot import probe
 from exspec.pipeline.output.compact import compact
-from exspec.pipeline.output.owner import read_output
+from exspec.pipeline.output.owner import Writer, read_output
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
 from exspec.pipeline.storage import Folder
 from tests.jobs.calls import call, rows_of, succeed
 from tests.pipeline import jobs
-from tests.pipeline.conftest import _in_process, pair  # noqa: F401
+from tests.pipeline.conftest import _in_process, moto  # noqa: F401
 from tests.pipeline.in_process import in_process as jobs_in_process
 
 ROWS, BAD = 30, (3, 4, 17)
 TIMES = ("seconds_queued", "seconds_prefill", "seconds_decode")
 Row = dict[str, Any]
+
+
+@pytest.fixture(scope="module", name="pair")
+def two_models(tmp_path_factory: pytest.TempPathFactory) -> jobs.Pair:
+    return jobs.save_pair(tmp_path_factory.mktemp("pair"))
 
 
 def rows(bad: tuple[int, ...] = BAD) -> list[Row]:
@@ -77,7 +89,7 @@ def outcome(place: Path) -> dict[str, Row]:
 
 
 @pytest.fixture(scope="module")
-def failed(pair: jobs.Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+def failed(pair: jobs.Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished job in which three rows have an error."""
     place = tmp_path_factory.mktemp("failed")
     write(place, rows())
@@ -87,7 +99,7 @@ def failed(pair: jobs.Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:  
 
 
 @pytest.fixture(scope="module")
-def fresh(pair: jobs.Pair, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Row]:  # noqa: F811
+def fresh(pair: jobs.Pair, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Row]:
     """What the same job writes if its input is good from the start."""
     place = tmp_path_factory.mktemp("fresh")
     write(place, rows(bad=()))
@@ -104,12 +116,12 @@ def place(failed: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def repair(pair: jobs.Pair, place: Path, file: Path, **settings: Any) -> int:  # noqa: F811
+def repair(pair: jobs.Pair, place: Path, file: Path, **settings: Any) -> int:
     return jobs.run(pair, place, repair=file, **settings)
 
 
 def test_a_repaired_job_equals_a_job_on_the_corrected_input(
-    pair: jobs.Pair,  # noqa: F811
+    pair: jobs.Pair,
     place: Path,
     fresh: dict[str, Row],
     capsys: pytest.CaptureFixture[str],
@@ -151,7 +163,7 @@ REFUSED: dict[str, tuple[Callable[[Row], Any], str]] = {
 
 @pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED)
 def test_refused_with_the_row_before_anything_is_decoded(
-    pair: jobs.Pair,  # noqa: F811
+    pair: jobs.Pair,
     place: Path,
     change: Callable[[Row], None],
     message: str,
@@ -174,20 +186,20 @@ def test_refused_with_the_row_before_anything_is_decoded(
     ],
     ids=["a line that is not JSON", "a line nested too deep", "a line without an object"],
 )
-def test_a_broken_file_is_refused_with_its_line(pair: jobs.Pair, place: Path, text: str, message: str) -> None:  # noqa: F811
+def test_a_broken_file_is_refused_with_its_line(pair: jobs.Pair, place: Path, text: str, message: str) -> None:
     (place / "bad.jsonl").write_text(text)
     with pytest.raises(JobError, match=message):
         repair(pair, place, place / "bad.jsonl")
 
 
-def test_rows_that_were_not_corrected_stay_as_they_are(pair: jobs.Pair, place: Path) -> None:  # noqa: F811
+def test_rows_that_were_not_corrected_stay_as_they_are(pair: jobs.Pair, place: Path) -> None:
     before = outcome(place)
     assert repair(pair, place, exported(place)) == 0
     assert outcome(place) == before
 
 
 def test_not_every_failed_row_must_be_in_the_file_and_a_second_repair_takes_the_rest(
-    pair: jobs.Pair,  # noqa: F811
+    pair: jobs.Pair,
     place: Path,
     fresh: dict[str, Row],
 ) -> None:
@@ -200,7 +212,7 @@ def test_not_every_failed_row_must_be_in_the_file_and_a_second_repair_takes_the_
 
 
 def test_a_repair_that_fails_can_be_repaired_from_what_it_was(
-    pair: jobs.Pair,  # noqa: F811
+    pair: jobs.Pair,
     place: Path,
     fresh: dict[str, Row],
 ) -> None:
@@ -242,7 +254,7 @@ AFTER: dict[str, Callable[[jobs.Pair, Path, Path], int]] = {
 @pytest.mark.parametrize("after", [0, 1])
 @pytest.mark.parametrize("resume", AFTER.values(), ids=AFTER)
 def test_a_killed_repair_is_resumed_by(
-    pair: jobs.Pair,  # noqa: F811
+    pair: jobs.Pair,
     place: Path,
     fresh: dict[str, Row],
     after: int,
@@ -264,7 +276,7 @@ def test_a_killed_repair_is_resumed_by(
 
 
 def test_a_chunk_of_a_merged_file_that_was_set_aside_is_repaired_by_the_next_run(
-    pair: jobs.Pair,  # noqa: F811
+    pair: jobs.Pair,
     place: Path,
     fresh: dict[str, Row],
 ) -> None:
@@ -294,7 +306,7 @@ LATER: dict[str, Callable[[jobs.Pair, Path], Any]] = {
 
 @pytest.mark.parametrize("later", LATER.values(), ids=LATER)
 def test_a_repaired_job_stays_repaired(
-    pair: jobs.Pair,  # noqa: F811
+    pair: jobs.Pair,
     place: Path,
     fresh: dict[str, Row],
     later: Callable[[jobs.Pair, Path], Any],
@@ -305,19 +317,19 @@ def test_a_repaired_job_stays_repaired(
     assert outcome(place) == fresh
 
 
-def test_a_merged_output_is_repaired(pair: jobs.Pair, place: Path, fresh: dict[str, Row]) -> None:  # noqa: F811
+def test_a_merged_output_is_repaired(pair: jobs.Pair, place: Path, fresh: dict[str, Row]) -> None:
     compact(Folder(str(place / "out")), 1 << 30)
     assert repair(pair, place, exported(place, correct)) == 0
     assert outcome(place) == fresh
 
 
-def test_a_restart_reads_the_input_anew(pair: jobs.Pair, place: Path) -> None:  # noqa: F811
+def test_a_restart_reads_the_input_anew(pair: jobs.Pair, place: Path) -> None:
     assert repair(pair, place, exported(place, correct)) == 0
     assert jobs.run(pair, place, restart=True) == 0
     assert {row["id"] for row in outcome(place).values() if row["error"]} == {str(n) for n in BAD}
 
 
-def test_rows_without_ids_of_their_own_are_told_apart(pair: jobs.Pair, place: Path) -> None:  # noqa: F811
+def test_rows_without_ids_of_their_own_are_told_apart(pair: jobs.Pair, place: Path) -> None:
     """Two rows have one id: shard and row number decide, and without them the repair is refused."""
     write(place, [row | {"key": 7} if row["key"] in BAD else row for row in rows()])
     shutil.rmtree(place / "out")
@@ -355,7 +367,7 @@ VALUES: dict[str, tuple[pa.Array, Any, Any]] = {
 
 @pytest.mark.parametrize(("column", "given", "expected"), VALUES.values(), ids=VALUES)
 def test_values_keep_their_type(
-    pair: jobs.Pair,  # noqa: F811
+    pair: jobs.Pair,
     tmp_path: Path,
     column: pa.Array,
     given: Any,
@@ -402,7 +414,7 @@ BATCH = {"custom_id": "a", "method": "POST", "url": "/v1/completions"}
     ids=["CSV", "requests of the batch API", "rows that a function maps"],
 )
 def test_the_rows_of_a_repair_are_rows_as_the_job_reads_them(
-    pair: jobs.Pair,  # noqa: F811
+    pair: jobs.Pair,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
@@ -421,7 +433,7 @@ def test_the_rows_of_a_repair_are_rows_as_the_job_reads_them(
     assert (first["id"], first["error"], first["completion_tokens"]) == ("a" if "custom_id" in text else "007", None, 2)
 
 
-def test_a_value_that_is_not_text_is_exported_as_null(pair: jobs.Pair, tmp_path: Path) -> None:  # noqa: F811
+def test_a_value_that_is_not_text_is_exported_as_null(pair: jobs.Pair, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     broken = pa.Array.from_buffers(pa.string(), 2, pa.array([b"w1", b"\xff"]).buffers())
     pq.write_table(pa.table({"key": [0, 1], "prompt": broken, "budget": [2, 2]}), tmp_path / "in" / "s.parquet")
@@ -432,7 +444,7 @@ def test_a_value_that_is_not_text_is_exported_as_null(pair: jobs.Pair, tmp_path:
     assert {row["error"] for row in rows_of(tmp_path / "out")} == {None}
 
 
-def test_an_input_with_a_column_of_the_files_own_is_refused(pair: jobs.Pair, place: Path) -> None:  # noqa: F811
+def test_an_input_with_a_column_of_the_files_own_is_refused(pair: jobs.Pair, place: Path) -> None:
     write(place, [row | {"exspec_id": 1} for row in rows()])
     shutil.rmtree(place / "out")
     assert jobs.run(pair, place) == 0
@@ -451,7 +463,7 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
 
 @pytest.mark.parametrize(("words", "message"), COMMANDS.values(), ids=COMMANDS)
 def test_a_command_is_refused(
-    pair: jobs.Pair,  # noqa: F811
+    pair: jobs.Pair,
     place: Path,
     monkeypatch: pytest.MonkeyPatch,
     words: list[str],
@@ -467,7 +479,7 @@ def test_a_command_is_refused(
         call(*[str(place / "out") if word == "OUT" else word for word in words], *given)
 
 
-def test_the_commands_of_the_page(pair: jobs.Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_the_commands_of_the_page(pair: jobs.Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path, rows())
     made = jobs.job(pair, "in", "out").model_dump(mode="json", exclude_unset=True)
@@ -490,7 +502,7 @@ def sized(lengths: dict[int, int], new: int = 8) -> list[Row]:
     return [{"key": key, "prompt": text, "budget": new} for key, text in zip(lengths, words, strict=True)]
 
 
-def decode(pair: jobs.Pair, place: Path, mending: bool = False, **settings: Any) -> int:  # noqa: F811
+def decode(pair: jobs.Pair, place: Path, mending: bool = False, **settings: Any) -> int:
     """Run with the real models."""
     made = jobs.job(pair, place / "in", place / "out", **SMALL | settings)
     return execute(prepare(made, mending=mending), mending)
@@ -509,7 +521,7 @@ CURED: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {
 
 @pytest.mark.parametrize(("before", "now", "bad"), CURED.values(), ids=CURED)
 def test_a_setting_that_changes_only_rows_that_failed_may_change_with_a_retry(
-    pair: jobs.Pair,  # noqa: F811
+    pair: jobs.Pair,
     tmp_path: Path,
     request: pytest.FixtureRequest,
     before: dict[str, Any],
@@ -555,7 +567,7 @@ NOT_CURED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("before", "now"), NOT_CURED.values(), ids=NOT_CURED)
 def test_a_setting_that_may_change_rows_that_are_done_stays(
-    pair: jobs.Pair,  # noqa: F811
+    pair: jobs.Pair,
     tmp_path: Path,
     before: dict[str, Any],
     now: dict[str, Any],
@@ -566,7 +578,7 @@ def test_a_setting_that_may_change_rows_that_are_done_stays(
         decode(pair, tmp_path, mending=True, **before | now)
 
 
-def test_a_killed_retry_with_other_settings_is_resumed(pair: jobs.Pair, tmp_path: Path) -> None:  # noqa: F811
+def test_a_killed_retry_with_other_settings_is_resumed(pair: jobs.Pair, tmp_path: Path) -> None:
     write(tmp_path, sized({n: 5 + 3 * n for n in range(16)}))
     assert decode(pair, tmp_path) == 0
     killed(1, lambda: decode(pair, tmp_path, mending=True, truncate_prompt=True))
@@ -575,3 +587,132 @@ def test_a_killed_retry_with_other_settings_is_resumed(pair: jobs.Pair, tmp_path
     assert decode(pair, tmp_path, truncate_prompt=True) == 0
     assert {row["error"] for row in rows_of(tmp_path / "out")} == {None}
     assert sum(row["prompt_tokens_cut"] > 0 for row in rows_of(tmp_path / "out")) == 9
+
+
+def lines(suffix: str, given: list[Row]) -> bytes:
+    """The rows in a file of lines, of CSV without the header."""
+    if suffix.startswith(".csv"):
+        return "".join(f"{row['key']},{row['prompt'] or ''},{row['budget']}\n" for row in given).encode()
+    return "".join(f"{json.dumps(row, default=bytes.hex)}\n" for row in given).encode()
+
+
+def begin(folder: Path, suffix: str, count: int) -> Path:
+    """The first rows in one file, and one row in a second file."""
+    folder.mkdir(parents=True)
+    header = b"key,prompt,budget\n" if suffix.startswith(".csv") else b""
+    (folder / f"a{suffix}").write_bytes(header + lines(suffix, rows()[:count]))
+    (folder / f"b{suffix}").write_bytes(header + lines(suffix, rows()[-1:]))
+    return folder / f"a{suffix}"
+
+
+def append(file: Path, text: bytes) -> None:
+    file.write_bytes(file.read_bytes() + text)
+
+
+@pytest.mark.parametrize("since", [None, "last"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".ndjson", ".csv"])
+def test_new_rows_of_a_file_that_grew_join_the_job(
+    pair: jobs.Pair, tmp_path: Path, suffix: str, since: str | None
+) -> None:
+    """Rows that are done stay, repairs too, and the output equals that of a job on the longer file."""
+    with_, without = tmp_path / "grown", tmp_path / "fresh"
+    file = begin(with_ / "in", suffix, 13)
+    assert jobs.run(pair, with_) == 0
+    assert repair(pair, with_, exported(with_, lambda row: row.update(prompt="w5"))) == 0
+    parts = {path.name for path in (with_ / "out").glob("part-*")}
+    append(file, lines(suffix, rows()[13:20]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Writer, "finish", lambda _: None)
+        assert jobs.run(pair, with_, since=since) == 0
+    assert not (with_ / "out" / "_SUCCESS").exists(), "the marker was withdrawn before the new rows came"
+    assert jobs.run(pair, with_, since=since) == 0
+    assert (with_ / "out" / "_SUCCESS").exists()
+    assert parts < {path.name for path in (with_ / "out").glob("part-*")}
+    append(file, lines(suffix, rows()[20:29]))
+    assert jobs.run(pair, with_, since=since) == 0, "it grows again"
+    begin(without / "in", suffix, 29)
+    for path in (without / "in").iterdir():
+        path.write_bytes(path.read_bytes().replace(b"3,,", b"3,w5,").replace(b"4,,", b"4,w5,"))
+        for key in (3, 4):
+            old = f'"key": {key}, "prompt": null'
+            path.write_bytes(path.read_bytes().replace(old.encode(), old.replace("null", '"w5"').encode()))
+    assert jobs.run(pair, without) == 0
+    assert outcome(with_) == outcome(without)
+    assert len(outcome(with_)) == ROWS
+
+
+CHANGED: dict[str, tuple[str, Callable[[bytes], bytes], dict[str, Any]]] = {
+    "an old row and new ones": (".jsonl", lambda old: old.replace(b"w", b"W", 1) + lines(".jsonl", rows()[-2:]), {}),
+    "new rows before the old": (".jsonl", lambda old: lines(".jsonl", rows()[-2:]) + old, {}),
+    "a row less": (".jsonl", lambda old: old[: old.rindex(b"{")], {}),
+    "a new column": (".csv", lambda old: old.replace(b"budget", b"budget,x") + b"9,w9,2,1\n", {}),
+    "a compressed file": (".jsonl.gz", lambda old: old + gzip.compress(lines(".jsonl", rows()[-2:])), {}),
+    "new rows within a limit": (".jsonl", lambda old: old + lines(".jsonl", rows()[-2:]), {"limit": 20}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("suffix", "change", "settings"), CHANGED.values(), ids=CHANGED)
+def test_a_file_that_changed_in_another_way_is_refused(
+    pair: jobs.Pair,
+    tmp_path: Path,
+    suffix: str,
+    change: Callable[[bytes], bytes],
+    settings: dict[str, Any],
+) -> None:
+    file = begin(tmp_path / "in", suffix, 13)
+    if suffix.endswith(".gz"):
+        for path in (tmp_path / "in").iterdir():
+            path.write_bytes(gzip.compress(path.read_bytes()))
+    assert jobs.run(pair, tmp_path, **settings) == 0
+    file.write_bytes(change(file.read_bytes()))
+    with pytest.raises(JobError, match=r"planned shard has changed|column"):
+        jobs.run(pair, tmp_path, **settings)
+
+
+ENDS: dict[str, tuple[str, bytes, bytes, bool]] = {
+    "whole lines": ("s.jsonl", b'{"a": "1"}\n', b'{"a": "2"}\n', True),
+    "whole lines of CSV": ("s.csv", b"a\n1\n", b"2\n", True),
+    "half a new line": ("s.csv", b"a\n1\n", b"2", True),
+    "Windows line ends": ("s.csv", b"a\r\n1\r\n", b"2\r\n", True),
+    "a last line without its end": ("s.jsonl", b'{"a": "1"}', b'\n{"a": "2"}\n', False),
+    "a last value that goes on": ("s.csv", b"a\n1", b"2\n", False),
+    "a quoted value that goes on": ("s.csv", b'a\n"1\n', b'2"\n', False),
+    "a quoted value that goes on, after quotes in a value": ("s.csv", b'a,b\nx"y,"1\n', b'2"\n', False),
+    "nothing new": ("s.jsonl", b'{"a": "1"}\n', b"", False),
+    "Arrow": ("s.arrow", b"ARROW1\n", b"more", False),
+    "Parquet": ("s.parquet", b"PAR1\n", b"more", False),
+}
+
+
+@pytest.mark.parametrize("url", ["file", "s3"])
+@pytest.mark.parametrize(("name", "old", "new", "expected"), ENDS.values(), ids=ENDS)
+def test_a_file_grows_by_whole_lines(
+    tmp_path: Path,
+    moto: dict[str, Any],  # noqa: F811
+    url: str,
+    name: str,
+    old: bytes,
+    new: bytes,
+    expected: bool,
+) -> None:
+    """On disk, and in a store whose etag is a digest of the content."""
+    options = moto if url == "s3" else {}
+    folder = Folder(f"s3://grows-{uuid.uuid4().hex}" if url == "s3" else str(tmp_path), options)
+    folder.fs.makedirs(folder.path, exist_ok=True)
+    schema = pa.schema({column: pa.string() for column in ("a", "b")[: 1 + old.startswith(b"a,b")]})
+    shards = []
+    for content in (old, old + new):
+        folder.fs.pipe_file(f"{folder.path}/{name}", content)
+        size, etag, stamp = probe(folder.fs, f"{folder.path}/{name}")
+        shards.append(Shard(name, folder.fs.unstrip_protocol(f"{folder.path}/{name}"), 1, size, etag, stamp))
+        time.sleep(0.01)
+    assert grew(*shards, options, schema) is expected
+    assert not grew(replace(shards[0], etag="2026-01-01 00:00:00"), shards[1], options, schema), "no digest"
+
+
+def test_a_file_that_grew_while_rows_were_missing(pair: jobs.Pair, tmp_path: Path) -> None:
+    file = begin(tmp_path / "in", ".jsonl", 20)
+    killed(1, lambda: jobs.run(pair, tmp_path))
+    append(file, lines(".jsonl", rows()[20:29]))
+    assert jobs.run(pair, tmp_path) == 0
+    assert set(outcome(tmp_path)) == {str(n) for n in range(ROWS)}
