@@ -8,9 +8,9 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +37,6 @@ Row = dict[str, Any]
 Key = tuple[int, int]  # index of a shard in the plan, and number of a row in it
 
 
-@dataclass(frozen=True)
-class Failed:
-    """A row with an error. shard: its index in the plan. row: its number in the shard."""
-
-    shard: int
-    row: int
-    id: str
-    error: str
-
-
 def export(output: str, file: str, options: dict[str, Any]) -> int:
     """Write the failed rows of a job to a JSON Lines file: where each is from, its error, and the input's columns.
 
@@ -55,16 +45,17 @@ def export(output: str, file: str, options: dict[str, Any]) -> int:
     if not file.endswith(".jsonl"):
         raise JobError(f"{file}: expected a name that ends with .jsonl, which failed rows are written to")
     done, count = read_output(Folder(output, options)), 0
-    plan, (folder, _, name) = done.state.plan, file.rpartition("/")
+    plan, (folder, _, base) = done.state.plan, file.rpartition("/")
     schema = _schema(plan)
     with (
-        Folder(folder or ".", options).writing(name) as path,
+        Folder(folder or ".", options).writing(base) as path,
         path.open("w", encoding="utf-8", errors="backslashreplace") as text,
     ):
-        for number, group in groupby(_failed(done), key=attrgetter("shard")):
+        for number, group in groupby(_failed(done), key=lambda failed: failed[0][0]):
             shard, failed = plan.shards[number], list(group)
-            for f, table in zip(failed, _read(shard, [f.row for f in failed], schema, options), strict=True):
-                own = dict(zip(OWN, (shard.name, f.row, f.id, f.error), strict=True))
+            tables = _read(shard, [row for (_, row), *_ in failed], schema, options)
+            for ((_, row), name, error), table in zip(failed, tables, strict=True):
+                own = dict(zip(OWN, (shard.name, row, name, error), strict=True))
                 text.write(f"{as_json(own | _shown(table))}\n")
                 count += 1
     return count
@@ -76,12 +67,14 @@ def repaired(file: Path, options: dict[str, Any], output: Output, plan: Plan) ->
     options: of the input's file systems. Raises JobError naming every row that is not valid or has no error.
     """
     schema, problems, shards = _schema(plan), list[str](), list(plan.shards)
-    failed = {(f.shard, f.row): f.id for f in _failed(output)}
-    find = _Finder(plan, failed)
+    failed = {key: name for key, name, _ in _failed(output)}
+    by_id: dict[str, list[Key]] = defaultdict(list)
+    for key, name in failed.items():
+        by_id[name].append(key)
     given: dict[Key, tuple[str, Row]] = {}
     for place, row in _lines(file):
         with _told(place, problems):
-            key = find(row)
+            key = _find(row, by_id, plan)
             if wrong := [name for name in schema.names if name not in row]:
                 raise JobError(f"column {wrong[0]!r} is missing")
             if wrong := [name for name in row if name not in (*schema.names, *OWN)]:
@@ -113,34 +106,29 @@ def _told(place: str, problems: list[str]) -> Iterator[None]:
         problems += [f"{place}: {problem}" for problem in error.problems]
 
 
-class _Finder:
-    """Finds the failed row that a row of the file stands for: by its id and, if they are given, by shard and number."""
+def _find(row: Row, by_id: dict[str, list[Key]], plan: Plan) -> Key:
+    """The failed row that a row of the file stands for: by its id and, if they are given, by shard and number.
 
-    def __init__(self, plan: Plan, failed: dict[Key, str]) -> None:
-        self.plan = plan
-        self.by_id: dict[str, list[Key]] = defaultdict(list)
-        for key, name in failed.items():
-            self.by_id[name].append(key)
-        # Rows that an earlier run with this file repaired, before it broke off.
-        self.before = {(s.name, row): (n, int(row)) for n, s in enumerate(plan.shards) for row in s.repairs}
+    Raises JobError if there is not exactly one.
+    """
+    if NAME not in row:
+        raise JobError(f"has no {NAME}; expected a row that `exspec convert --errors` wrote")
 
-    def __call__(self, row: Row) -> Key:
-        """Raises JobError if there is not exactly one such row."""
-        if NAME not in row:
-            raise JobError(f"has no {NAME}; expected a row that `exspec convert --errors` wrote")
-        found = [key for key in self.by_id.get(str(row[NAME]), []) if self._agrees(row, *key)]
-        place = str(row.get(SHARD)), str(row.get(ROW))
-        if not found and place in self.before:
-            return self.before[place]
-        if not found:
-            raise JobError("no row with an error has this id")
-        if len(found) > 1:
-            raise JobError(f"{len(found)} rows with an error have this id; give {SHARD} and {ROW} too")
-        return found[0]
-
-    def _agrees(self, row: Row, shard: int, number: int) -> bool:
-        name = self.plan.shards[shard].name
+    def agrees(shard: int, number: int) -> bool:
+        name = plan.shards[shard].name
         return bool(row.get(SHARD, name) == name and row.get(ROW, number) == number)
+
+    found = [key for key in by_id.get(str(row[NAME]), []) if agrees(*key)]
+    if not found:  # an earlier run with this file may have repaired the row before it broke off
+        before = [(n, int(r)) for n, shard in enumerate(plan.shards) for r in shard.repairs]
+        found = [key for key in before if SHARD in row and ROW in row and agrees(*key)]
+    if len(found) != 1:
+        raise JobError(
+            f"{len(found)} rows with an error have this id; give {SHARD} and {ROW} too"
+            if found
+            else "no row with an error has this id"
+        )
+    return found[0]
 
 
 def _schema(plan: Plan) -> pa.Schema:
@@ -150,13 +138,13 @@ def _schema(plan: Plan) -> pa.Schema:
     return schema
 
 
-def _failed(output: Output) -> Iterator[Failed]:
-    """The failed rows of an output, in order."""
+def _failed(output: Output) -> Iterator[tuple[Key, str, str]]:
+    """The failed rows of an output, in order, with id and error."""
     for chunk, file, start in output.state.chunks("errors"):
         tables = read_range(output.folder, output.place(file), start, chunk.rows, ["id", "error"])
         for i, row in enumerate(row for table in tables for row in table.to_pylist()):
             if row["error"] is not None:
-                yield Failed(chunk.number, chunk.first + i, **row)
+                yield (chunk.number, chunk.first + i), row["id"], row["error"]
 
 
 def _read(shard: Shard, rows: Sequence[int], schema: pa.Schema, options: dict[str, Any]) -> Iterator[pa.Table]:
@@ -165,7 +153,7 @@ def _read(shard: Shard, rows: Sequence[int], schema: pa.Schema, options: dict[st
     for row, table in zip(rows, found, strict=True):
         if isinstance(table, Unreadable):
             raise JobError(f"{shard.published().url}, row {row}: {table.reason}")
-        yield table
+        yield table.select(schema.names)
 
 
 def _lines(file: Path) -> Iterator[tuple[str, Row]]:

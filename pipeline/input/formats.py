@@ -30,11 +30,6 @@ def suffix_of(name: str) -> str | None:
     return next((suffix for suffix in READERS if name.lower().removesuffix(".gz").endswith(suffix)), None)
 
 
-def grows(name: str) -> bool:
-    """Whether lines can be appended to such a file."""
-    return suffix_of(name) not in (None, ".arrow") and not name.lower().endswith(".gz")
-
-
 def scan(name: str, opened: Open) -> tuple[int, pa.Schema]:
     """Number of rows and schema of a file. Raises FormatError, or the store's error."""
     rows, schema = 0, pa.schema([])

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from exspec.pipeline.errors import first_line
-from exspec.pipeline.input.formats import bare, grows, read, suffix_of
+from exspec.pipeline.input.formats import bare, read, suffix_of
 from exspec.pipeline.input.plan import Shard, decode_row
 from exspec.pipeline.input.schemas import nullable
 from exspec.pipeline.input.snapshot import difference, locate, same_start
@@ -21,6 +21,7 @@ AT_ONCE = 8 << 20  # bytes of row groups fetched together; a larger row group is
 FETCHED = 2 << 20  # bytes of a column per fetch when reading page by page
 DECODED = 16 << 20  # approximate bytes decoded at once
 SALVAGED = 64  # rows decoded at once in a damaged row group
+GROWING = (".jsonl", ".ndjson", ".csv")  # suffixes of files to which lines can be appended
 FORMAT = (pa.ArrowException, OSError, ValueError)  # what pyarrow raises for invalid files
 
 
@@ -143,7 +144,7 @@ def grew(planned: Shard, now: Shard, options: dict[str, Any], schema: pa.Schema)
     False if the store's etag is not a digest of the content, so that the planned bytes cannot be told.
     """
     fs, path = locate(now.url, options)
-    if not grows(now.name) or now.size <= planned.size or not same_start(fs, path, planned):
+    if not now.name.lower().endswith(GROWING) or now.size <= planned.size or not same_start(fs, path, planned):
         return False
     # The last planned row may go on in the new bytes, for example in a quoted value.
     last = [(planned.rows - 1, 1)]
