@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, date, datetime
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from exspec.actors.engine import methods
-from exspec.jobs.commands.repair import export
+from exspec.jobs.commands.repair import export, repaired
 from exspec.pipeline import run
 from exspec.pipeline.errors import JobError, StoppedError
 from exspec.pipeline.input.plan import Shard
@@ -716,3 +717,21 @@ def test_a_file_that_grew_while_rows_were_missing(pair: jobs.Pair, tmp_path: Pat
     append(file, lines(".jsonl", rows()[20:29]))
     assert jobs.run(pair, tmp_path) == 0
     assert set(outcome(tmp_path)) == {str(n) for n in range(ROWS)}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray_session")
+def test_on_ray_a_repaired_job_equals_a_job_on_the_corrected_input(pair: jobs.Pair, tmp_path: Path) -> None:
+    """Two shards, one of which has grown, on two actors that speculate with sampling."""
+    settings: dict[str, Any] = {"actors": "2", "temperature": 1.0, "method": "exspec"}
+    with_, without = tmp_path / "repaired", tmp_path / "fresh"
+    write(with_, rows()[:20], ".jsonl")
+    write(without, rows(bad=()), ".jsonl")
+    assert decode(pair, with_, **settings) == 0
+    write(with_, rows(), ".jsonl")
+    fixed = partial(repaired, exported(with_, correct), {})
+    prepared = prepare(jobs.job(pair, with_ / "in", with_ / "out", **SMALL | settings))
+    assert execute(prepared, repair=fixed) == 0
+    assert decode(pair, without, **settings) == 0
+    assert len(outcome(with_)) == ROWS
+    assert outcome(with_) == outcome(without)
