@@ -723,15 +723,15 @@ def test_a_file_that_grew_while_rows_were_missing(pair: jobs.Pair, tmp_path: Pat
 @pytest.mark.usefixtures("ray_session")
 def test_on_ray_a_repaired_job_equals_a_job_on_the_corrected_input(pair: jobs.Pair, tmp_path: Path) -> None:
     """Two shards, one of which has grown, on two actors that speculate with sampling."""
-    settings: dict[str, Any] = {"actors": "2", "temperature": 1.0, "method": "exspec"}
+    settings: dict[str, Any] = {"actors": "2", "temperature": 1.0, "method": "exspec", "capacity": 64}
     with_, without = tmp_path / "repaired", tmp_path / "fresh"
     write(with_, rows()[:20], ".jsonl")
     write(without, rows(bad=()), ".jsonl")
     assert decode(pair, with_, **settings) == 0
+    file = exported(with_, correct)
     write(with_, rows(), ".jsonl")
-    fixed = partial(repaired, exported(with_, correct), {})
     prepared = prepare(jobs.job(pair, with_ / "in", with_ / "out", **SMALL | settings))
-    assert execute(prepared, repair=fixed) == 0
+    assert execute(prepared, repair=partial(repaired, file, {})) == 0
     assert decode(pair, without, **settings) == 0
     assert len(outcome(with_)) == ROWS
     assert outcome(with_) == outcome(without)
