@@ -77,10 +77,7 @@ def _size(text: str) -> int:
 
 Restart = Annotated[bool, typer.Option(help="Copy the output aside and start over.")]
 RetryErrors = Annotated[bool, typer.Option(help="Run rows again whose error a retry may cure.")]
-Repair = Annotated[
-    Path | None,
-    typer.Option(exists=True, dir_okay=False, help="Decode corrected rows of a file that convert --errors wrote."),
-]
+Repair = Annotated[Path | None, typer.Option(help="Decode corrected rows of a file that convert --errors wrote.")]
 Price = Annotated[float | None, typer.Option(min=0, help="Price of a GPU for an hour, to print the cost.")]
 Quiet = Annotated[bool, typer.Option(help="Show no progress.")]
 OutputFolder = Annotated[str, typer.Argument(help="Output folder of a finished job: a path or an fsspec URL.")]

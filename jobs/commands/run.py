@@ -24,6 +24,8 @@ def run(job: Job, restart: bool, retry_errors: bool, repair: Path | None, progre
     """Run a job, or the missing part of it, and return the exit code. repair: a file of corrected rows."""
     if restart and repair:
         raise JobError("--restart reads the input anew, without repaired rows; leave out --repair or --restart")
+    if repair and not repair.is_file():
+        raise JobError(f"--repair {repair}: no such file; expected one that `exspec convert --errors` wrote")
     job, file = behind(job)
     prepared = prepare(job, restart, mending=retry_errors or repair is not None)
     fixed = partial(repaired, repair, job.storage_options) if repair else None
