@@ -77,6 +77,7 @@ def _size(text: str) -> int:
 
 Restart = Annotated[bool, typer.Option(help="Copy the output aside and start over.")]
 RetryErrors = Annotated[bool, typer.Option(help="Run rows again whose error a retry may cure.")]
+Repair = Annotated[Path | None, typer.Option(help="Decode corrected rows of a file that convert --errors wrote.")]
 Price = Annotated[float | None, typer.Option(min=0, help="Price of a GPU for an hour, to print the cost.")]
 Quiet = Annotated[bool, typer.Option(help="Show no progress.")]
 OutputFolder = Annotated[str, typer.Argument(help="Output folder of a finished job: a path or an fsspec URL.")]
@@ -94,12 +95,14 @@ JobId = Annotated[str, typer.Argument(metavar="ID", help="Id of the job, as subm
     "exspec run --input messages/ --output out/",
     "exspec run --job job.yaml --limit 100",
     "exspec run --job job.yaml --retry-errors",
+    "exspec run --job job.yaml --repair bad.jsonl",
 )
 @with_settings(Job)
 def run(
     job: Job,
     restart: Restart = False,
     retry_errors: RetryErrors = False,
+    repair: Repair = None,
     quiet: Quiet = False,
 ) -> None:
     """Generate completions for all rows of the input. To resume, run the same command again: only missing rows run.
@@ -108,16 +111,16 @@ def run(
     or the job broke off (run it again), or too many rows have an error; 2 the job was refused before it started;
     3 a bug in exspec; 130 interrupted.
     """
-    _run(job, restart, retry_errors, quiet)
+    _run(job, restart, retry_errors, repair, quiet)
 
 
-def _run(job: Job, restart: bool, retry_errors: bool, quiet: bool) -> NoReturn:
+def _run(job: Job, restart: bool, retry_errors: bool, repair: Path | None, quiet: bool) -> NoReturn:
     with Progress(quiet) as progress:
         progress.stage("checking the job")  # before the slow imports
         show_token()
         from exspec.jobs.commands import run as jobs
 
-        raise typer.Exit(jobs.run(job, restart, retry_errors, progress))
+        raise typer.Exit(jobs.run(job, restart, retry_errors, repair, progress))
 
 
 def _plan(job: Job, estimate: bool = False, price: float | None = None) -> NoReturn:
@@ -166,6 +169,7 @@ def label(
     plan: Annotated[bool, typer.Option("--plan", help="Show what the job would do, and run nothing.")] = False,
     restart: Restart = False,
     retry_errors: RetryErrors = False,
+    repair: Repair = None,
     quiet: Quiet = False,
 ) -> None:
     """Label the rows of the input: one label from a list, one for each of several fields, or JSON of a schema.
@@ -176,7 +180,7 @@ def label(
     """
     if plan:
         _plan(job)
-    _run(job, restart, retry_errors, quiet)
+    _run(job, restart, retry_errors, repair, quiet)
 
 
 @command(
@@ -269,6 +273,7 @@ def check(output: OutputFolder, storage_options: StorageOptions = None) -> None:
     "exspec convert out/ out.jsonl",
     "exspec convert s3://bucket/out/ s3://bucket/out.csv.gz --columns id --columns completion",
     "exspec convert out/ by-label/ --partition-by label",
+    "exspec convert out/ bad.jsonl --errors",
 )
 def convert(
     output: OutputFolder,
@@ -280,6 +285,9 @@ def convert(
     quote_formulas: Annotated[
         bool, typer.Option("--quote-formulas", help="In CSV, put ' before text that a spreadsheet would run.")
     ] = False,
+    errors: Annotated[
+        bool, typer.Option("--errors", help="Write the input rows that failed, to correct them for run --repair.")
+    ] = False,
     storage_options: StorageOptions = None,
 ) -> None:
     """Write the rows of a finished job, in order, to one file, or to folders of Parquet.
@@ -289,9 +297,14 @@ def convert(
     Exit codes: 0 written; 2 refused.
     """
     from exspec.jobs.commands import convert as job
+    from exspec.jobs.commands.repair import export
 
     options = storage_options or {}
-    if partition_by:
+    if errors:
+        if columns or partition_by:
+            raise JobError("--errors: writes all input columns; leave out --columns and --partition-by")
+        rows = export(output, file, options)
+    elif partition_by:
         rows = job.partition(output, file, options, partition_by, columns)
     else:
         rows = job.convert(output, file, options, columns, quote_formulas)

@@ -22,15 +22,16 @@ from exspec.pipeline.errors import JobError, job_errors, no_column
 from exspec.pipeline.input.batch import COLUMNS, is_batch, of_batch
 from exspec.pipeline.input.plan import Chunk, Plan, Shard, encode_schema
 from exspec.pipeline.input.prompts import Prompts, prompt_column
+from exspec.pipeline.input.reading import grew
 from exspec.pipeline.input.requests import mapped
 from exspec.pipeline.input.shards import Since, find_shards
-from exspec.pipeline.job.fingerprint import differences, fingerprint
+from exspec.pipeline.job.fingerprint import cures, differences, fingerprint
 from exspec.pipeline.job.generation import OwnSettings, load_generation_config, note, own_settings, with_own
 from exspec.pipeline.job.settings import Job
 from exspec.pipeline.output.columns import added_columns, carried_columns, output_schema
 from exspec.pipeline.output.owner import Output
 from exspec.pipeline.output.state import State
-from exspec.pipeline.shape import LONGEST, Shape, memory_of, shape_of, wants_draft
+from exspec.pipeline.shape import LONGEST, Shape, known_shape, memory_of, shape_of, wants_draft
 from exspec.pipeline.storage import PROBE, Folder
 from exspec.pipeline.weights import local_model, model_digest, resolved
 
@@ -53,13 +54,15 @@ class CheckedModels:
 class Prepared:
     """A job that has passed all checks.
 
-    schema: of the input files. mapped: the schema after `map`. found: the present shards. settled: names of finished
-    shards, whose files may be gone.
+    mending: error rows are decoded again, so settings that change only those may differ. schema: of the input files.
+    mapped: the schema after `map`. found: the present shards. settled: names of finished shards, whose files may be
+    gone.
     """
 
     job: Job
     output: Output
     restart: bool
+    mending: bool
     schema: pa.Schema
     mapped: pa.Schema
     found: list[Shard]
@@ -99,11 +102,30 @@ class Prepared:
     def refuse_other(self, state: State, device: str | None = None) -> None:
         """Raises JobError if the output has a job with another fingerprint. device: if it is known."""
         device = device or (state.description["device"] if self.job.device == "auto" else self.job.device)
-        if changes := differences(state.description["fingerprint"], self.fingerprint(device)):
+        before, now = state.description["fingerprint"], self.fingerprint(device)
+        cured = before | self._cures(state)
+        if changes := differences(cured if self.mending else before, now):
+            mend = "" if differences(cured, now) else "--retry-errors, "
             raise JobError(
-                f"output {self.folder.url}: has a job with other settings: {', '.join(changes)}; use another output or "
-                "--restart"
+                f"output {self.folder.url}: has a job with other settings: {', '.join(changes)}; use {mend}another "
+                "output or --restart"
             )
+
+    def _cures(self, state: State) -> dict[str, Any]:
+        stored = EngineConfig(**known_shape(state.description["shape"]))
+        return cures(state.description["fingerprint"], self.fingerprint(""), stored, self._capacity)
+
+    @property
+    def _capacity(self) -> int:
+        return min(self.job.capacity or LONGEST, self.models.context)
+
+    def changed(self, state: State) -> dict[str, Any]:
+        """What changes in the description of the output's job if its error rows are decoded with these settings; or
+        nothing."""
+        if not (cured := self._cures(state) if self.mending else {}):
+            return {}
+        shape = state.description["shape"] | ({"capacity": self._capacity} if "capacity" in cured else {})
+        return {"fingerprint": state.description["fingerprint"] | cured, "shape": shape}
 
     def resumed(self, state: State) -> "Prepared":
         """The same for the job in the output: with its shape, and with its plan plus new shards.
@@ -111,18 +133,27 @@ class Prepared:
         Raises JobError if it is another job, or if a planned shard has changed.
         """
         self.refuse_other(state)
-        plan = replace(state.plan, limit=self.job.limit, schema=self.plan.schema).extended(self.found, self.settled)
+        plan = replace(state.plan, limit=self.job.limit, schema=self.plan.schema).extended(
+            self.found, self.settled, self._grew
+        )
         if plan.rows < state.rows:
             raise JobError(
                 f"limit: is {self.job.limit}, but {state.rows} rows are done in {self.folder.url}; raise it, or use "
                 "another output"
             )
-        shape = shape_of(self.job, self.models.configs, plan.rows, state.description["shape"])
+        shape = shape_of(self.job, self.models.configs, plan.rows, (state.description | self.changed(state))["shape"])
         return replace(self, plan=plan, shape=shape)
 
+    def _grew(self, planned: Shard, now: Shard) -> bool:
+        # A limit counts rows in the plan's order, in which the new rows come before those of later shards.
+        return self.job.limit is None and grew(planned, now, self.job.storage_options, self.schema)
 
-def prepare(job: Job, restart: bool = False) -> Prepared:
-    """Check everything about a job without starting it. Raises JobError with all problems."""
+
+def prepare(job: Job, restart: bool = False, mending: bool = False) -> Prepared:
+    """Check everything about a job without starting it. Raises JobError with all problems.
+
+    mending: as in `Prepared`.
+    """
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     problems: list[str] = []
@@ -167,7 +198,9 @@ def prepare(job: Job, restart: bool = False) -> Prepared:
     plan = Plan(found[0], 1, job.limit, encode_schema(found[1]))
     plan = replace(plan, rows_per_chunk=job.chunk_rows(plan.rows))
     shape = shape_of(job, models.configs, plan.rows, None)
-    prepared = Prepared(job, output, restart, found[1], columns, found[0], settled, plan, shape, prompts, models)
+    prepared = Prepared(
+        job, output, restart, mending, found[1], columns, found[0], settled, plan, shape, prompts, models
+    )
     return prepared.resumed(earlier) if earlier else prepared
 
 

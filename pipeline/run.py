@@ -5,13 +5,13 @@ import shutil
 import signal
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from itertools import chain
 from textwrap import shorten
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from ray.exceptions import RayError
@@ -37,28 +37,37 @@ from exspec.pipeline.secrets import anonymous
 from exspec.pipeline.shape import Settled, Shape, sample, settle, shape_of, stored_shape
 from exspec.pipeline.storage import STAGED
 
+Repair = Callable[[Output, Plan], Plan]
 SAMPLES = 2  # completions printed at the end
 
 
-def execute(prepared: Prepared, retry_errors: bool = False, load: Any = None, progress: Progress | None = None) -> int:
+def execute(
+    prepared: Prepared,
+    retry_errors: bool = False,
+    load: Any = None,
+    progress: Progress | None = None,
+    repair: Repair | None = None,
+) -> int:
     """Run what is missing, and with retry_errors the rows that failed. Returns the exit code.
 
-    load: makes engine and tokenizer in an actor; default: the job's pair. progress: default is quiet.
+    load: makes engine and tokenizer in an actor; default: the job's pair. progress: default is quiet. repair: adds
+    corrected rows to the plan; they are decoded again, with the other error rows of their chunks.
     Raises BusyError if another run owns the output, BrokenOffError if the job did not finish, StoppedError if it was
     interrupted.
     """
-    if retry_errors and prepared.job.since:
-        raise JobError("since: skips finished shards, but --retry-errors reads them again; use one of the two")
+    if (retry_errors or repair) and prepared.job.since:
+        option = "--repair" if repair else "--retry-errors"
+        raise JobError(f"since: skips finished shards, but {option} reads them again; use one of the two")
     output, plan, progress = prepared.output, prepared.plan, progress or Progress()
-    if not (prepared.restart or retry_errors) and finished(output, plan):
+    if not (prepared.restart or retry_errors or repair) and finished(output, plan):
         progress.tell(f"nothing to do: all {plan.rows} rows are in {anonymous(prepared.folder.url)}")
         return 0
     if prepared.note:
         progress.say(f"note: {prepared.note}")
-    action = "restart" if prepared.restart else "retry" if retry_errors else "run"
+    action = "restart" if prepared.restart else "repair" if repair else "retry" if retry_errors else "run"
     try:
         with take(output, action, prepared.job.wait) as writer:
-            return _Run(prepared, writer, load, progress).run(retry_errors)
+            return _Run(prepared, writer, load, progress).run(retry_errors, repair)
     except KeyboardInterrupt:
         kept = f"{output.state.rows} of {plan.rows} rows are kept"
         raise StoppedError(f"stopped; {kept}; run the job again to resume") from None
@@ -88,22 +97,32 @@ class _Run:
         self.prepared, self.writer, self.load, self.progress = prepared, writer, load, progress
         self.job, self.folder, self.plan = prepared.job, prepared.folder, prepared.plan
 
-    def run(self, retry_errors: bool) -> int:
+    def run(self, retry_errors: bool, repair: Repair | None) -> int:
         fresh = self.prepared.restart or self.writer.state.job is None
+        if fresh and repair:
+            raise JobError(f"--repair: expected an output with rows that failed, but {self.folder.url} has no job")
         if not fresh:  # another run may have begun or extended the job since `prepare`
             self.prepared = self.prepared.resumed(self.writer.state)
             self.plan = self.prepared.plan
             self.writer.adopt(read_staged)
         self.writer.sweep()
         state = self.writer.state
-        tried = (state.mendable, sum(s.errors for s in state.summaries())) if retry_errors else None
+        if repair:
+            self.plan = repair(self.writer, self.plan)
+        if not fresh:  # what `_begin` will write to the log
+            state.decode_again(self.plan)
+            if self.prepared.changed(state):
+                state.decode_again()
+        only: Literal["mendable", "again"] = "mendable" if retry_errors else "again"
+        retries = retry_errors or state.failed("again")
+        tried = (state.failed(only), sum(s.errors for s in state.summaries())) if retries else None
         if fresh:
             self._connect(self.plan.rows)
             self.plan = replace(self.plan, rows_per_chunk=self.job.chunk_rows(self.plan.rows))
-        tasks, again = self._tasks(fresh, retry_errors)
+        tasks, again = self._tasks(fresh, only)
         first = next(tasks, None)
         if first is None:
-            self.writer.extend(self.plan)
+            self._update(self.prepared.changed(state))
         elif not fresh:
             self._connect(self.plan.rows - self.writer.state.rows)
         if self.writer.lost:
@@ -119,12 +138,12 @@ class _Run:
                 stopped = self._decode(chain([first], tasks), again, config, report)
             return self._finish(report, stopped, tried)
 
-    def _tasks(self, fresh: bool, retry_errors: bool) -> tuple[Iterator[Task], Counter[str]]:
-        """Missing chunks and, with `retry_errors`, chunks with errors; and the number of the latter by file."""
+    def _tasks(self, fresh: bool, only: Literal["mendable", "again"]) -> tuple[Iterator[Task], Counter[str]]:
+        """Missing chunks and these chunks with errors; and the number of the latter by file."""
         if fresh:
             return (Task(chunk) for chunk in self.plan.chunks()), Counter()
         missing = (Task(chunk) for chunk in self.plan.chunks(self.writer.state.held()))
-        found = self.writer.state.chunks(errors=True) if retry_errors else ()
+        found = self.writer.state.chunks(only)
         # URLs in the log have no secrets; read the shards by the URLs found now.
         failed = [Task(replace(c, shard=self.plan.shards[c.number]), file, start) for c, file, start in found]
         return chain(missing, failed), Counter(str(task.file) for task in failed)
@@ -151,12 +170,12 @@ class _Run:
         job, prepared = self.job, self.prepared
         if not fresh:
             prepared.refuse_other(self.writer.state, job.device)
-        stored = None if fresh else self.writer.state.description["shape"]
+        state = self.writer.state
+        stored = None if fresh else (state.description | prepared.changed(state))["shape"]
         shape = shape_of(job, prepared.models.configs, self.plan.rows, stored)
         settled = self._settle(shape) if self.load is None else Settled(shape.config, [])
         if not fresh:
-            self.writer.describe({"job": prepared.job.published()})
-            self.writer.extend(self.plan)
+            self._update({"job": prepared.job.published()} | prepared.changed(state))
             return settled.config
         description = {
             "format": FORMAT,
@@ -173,6 +192,11 @@ class _Run:
             self.progress.say(f"the old output is now in {anonymous(self.writer.keep_old().url)}")
         self.writer.begin(description, self.plan)
         return settled.config
+
+    def _update(self, description: dict[str, Any]) -> None:
+        """Write to the log what this run changes in the description and the plan of the job."""
+        self.writer.describe(description, again="fingerprint" in description)
+        self.writer.extend(self.plan)
 
     def _settle(self, shape: Shape) -> Settled:
         """The final shape, from calibration on a device, or fitted to its memory, if necessary."""

@@ -57,7 +57,7 @@ def shape_of(job: Job, models: Sequence[PretrainedConfig], rows: int, stored: di
     bucket                               job, calibration, default      stored
     exit_depth, check_depth, exit_tokens job, calibration, default      job, stored
     threshold                            job, calibration, default      job, stored
-    capacity, exact                      job                            stored (the fingerprint keeps them equal)
+    capacity, exact                      job                            stored (a retry may raise the capacity)
     draft_length                         job                            job
     kernels, prefill_*, page, overlap    calibration, default           stored
     columns                              default                        stored, or as many as the drafts had

@@ -222,8 +222,10 @@ class Folder:
 
     @contextmanager
     def whole(self) -> Iterator["Folder"]:
-        """The new folder to write to. A local one has another name until the end of the block, so that it appears whole.
-        It is removed if the block raises an exception."""
+        """The new folder to write to. It is removed if the block raises an exception.
+
+        A local one has another name until the end of the block, so that it appears whole.
+        """
         if not self.local:
             try:
                 yield self

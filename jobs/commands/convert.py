@@ -133,6 +133,7 @@ def convert(
 
 def _complete(output: str, options: dict[str, Any]) -> Output:
     done = read_output(Folder(output, options))
+    done.refuse_waiting()
     if not done.state.complete:
         missing = done.state.plan.rows - done.state.rows
         raise JobError(f"{output}: {missing} of {done.state.plan.rows} rows are missing; run the job again first")

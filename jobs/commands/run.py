@@ -1,11 +1,15 @@
 """`exspec run`, `exspec label` and `exspec tune`."""
 
+from functools import partial
+from pathlib import Path
+
 from rich.console import Console
 
 from exspec.actors.engine.config import DRAFTING
 from exspec.jobs.commands.convert import behind, finish
 from exspec.jobs.commands.label import review
 from exspec.jobs.commands.plan import examined
+from exspec.jobs.commands.repair import repaired
 from exspec.jobs.commands.tables import candidates_table
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job.labels import LabelJob
@@ -16,10 +20,16 @@ from exspec.pipeline.run import execute
 from exspec.pipeline.shape import device_here, sample, settle, shape_of
 
 
-def run(job: Job, restart: bool, retry_errors: bool, progress: Progress) -> int:
-    """Run a job, or the missing part of it, and return the exit code."""
+def run(job: Job, restart: bool, retry_errors: bool, repair: Path | None, progress: Progress) -> int:
+    """Run a job, or the missing part of it, and return the exit code. repair: a file of corrected rows."""
+    if restart and repair:
+        raise JobError("--restart reads the input anew, without repaired rows; leave out --repair or --restart")
+    if repair and not repair.is_file():
+        raise JobError(f"--repair {repair}: no such file; expected one that `exspec convert --errors` wrote")
     job, file = behind(job)
-    code = execute(prepare(job, restart), retry_errors, progress=progress)
+    prepared = prepare(job, restart, mending=retry_errors or repair is not None)
+    fixed = partial(repaired, repair, job.storage_options) if repair else None
+    code = execute(prepared, retry_errors, progress=progress, repair=fixed)
     if isinstance(job, LabelJob):
         review(job)
     return finish(job, file, code)

@@ -159,6 +159,8 @@ class Reader:
 
 def block(task: Task, rows: pa.Table | None, unreadable: str | None) -> pa.Table:
     """A chunk as one row, so that Ray does not see the columns of the user's input."""
+    shard = replace(task.chunk.shard, repairs={})  # they are in the rows
+    task = replace(task, chunk=replace(task.chunk, shard=shard))
     stream = None
     if rows is not None:
         buffer = pa.BufferOutputStream()

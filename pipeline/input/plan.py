@@ -1,8 +1,8 @@
 """The plan of a job: its shards in a fixed order, cut into chunks."""
 
 import base64
-from collections.abc import Iterable, Iterator, Set
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Set
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, ClassVar
 
 import pyarrow as pa
@@ -24,6 +24,7 @@ class Shard:
     stamp: of a local file; if it is the same, the file need not be read again.
     version: URL@VERSION of the table that the file belongs to; empty if there is none.
     values: of table columns that are not in the file: one row, as serialized Arrow in base64; or empty.
+    repairs: rows that replace those of the file, encoded like `values`, by row number. Not part of `content`.
     """
 
     name: str
@@ -34,11 +35,16 @@ class Shard:
     stamp: str = ""
     version: str = ""
     values: str = ""
+    repairs: dict[Annotated[str, Field(pattern="^[0-9]{1,12}$")], str] = field(default_factory=dict)
     __pydantic_config__: ClassVar = KNOWN
 
     def published(self) -> "Shard":
         """The shard without secrets in its URL."""
         return replace(self, url=anonymous(self.url))
+
+    def to_json(self) -> dict[str, Any]:
+        """The shard as JSON. Without repairs it has no such key, so that older versions can read it."""
+        return {name: value for name, value in asdict(self).items() if value or name != "repairs"}
 
     @property
     def content(self) -> tuple[str, int, int, str]:
@@ -71,7 +77,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON, without secrets in URLs."""
-        return vars(self) | {"shards": [asdict(shard.published()) for shard in self.shards]}
+        return vars(self) | {"shards": [shard.published().to_json() for shard in self.shards]}
 
     @classmethod
     def from_json(cls, loaded: dict[str, Any]) -> "Plan":
@@ -104,17 +110,23 @@ class Plan:
                 yield Chunk(shard, number, first, last - first)
                 first = last
 
-    def extended(self, found: list[Shard], settled: Set[str] = frozenset()) -> "Plan":
-        """This plan plus new shards. found: the shards now. settled: shards that need not be found.
+    def extended(
+        self,
+        found: list[Shard],
+        settled: Set[str] = frozenset(),
+        grew: Callable[[Shard, Shard], bool] = lambda _planned, _now: False,
+    ) -> "Plan":
+        """This plan plus new shards, and new rows of shards that grew. Planned shards keep their repairs.
 
-        Raises JobError naming a planned shard that has changed or vanished.
+        found: the shards now. settled: shards that need not be found. grew: whether a changed shard, as planned and
+        now, only has more rows at its end. Raises JobError naming a planned shard that has changed or vanished.
         """
         now = {shard.name: shard for shard in found}
         for shard in self.shards:
             other = now.pop(shard.name, shard if shard.name in settled else None)
             if other is None:
                 raise JobError(f"{shard.url}: planned shard has vanished; put it back, or start over with --restart")
-            if other.content != shard.content:
+            if other.content != shard.content and not grew(shard, other):
                 then, found_now = (f"{s.rows} rows and {s.size} bytes" for s in (shard, other))
                 what = f"{then} then, {found_now} now" if then != found_now else f"{then}, but other content"
                 raise JobError(
@@ -122,7 +134,7 @@ class Plan:
                 )
         # If the whole input was moved, it is read from its new location.
         current = {shard.name: shard for shard in found}
-        kept = [current.get(shard.name, shard) for shard in self.shards]
+        kept = [replace(current.get(shard.name, shard), repairs=shard.repairs) for shard in self.shards]
         return replace(self, shards=[*kept, *(s for s in found if s.name in now)])
 
 

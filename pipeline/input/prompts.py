@@ -101,7 +101,8 @@ class Prompts:
         """
         tokens = self.tokens(row)
         most = self.space.longest_prompt(max_new_tokens) if self.space else len(tokens)
-        cut = len(tokens) - most if self.job.truncate_prompt and 0 < most < len(tokens) else 0
+        long = self.job.truncate_prompt and self.space and self.space.refusal(len(tokens), max_new_tokens)
+        cut = len(tokens) - most if long and most > 0 else 0
         self.room(len(tokens) - cut, max_new_tokens)
         return tokens[cut:], cut
 

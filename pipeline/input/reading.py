@@ -3,7 +3,7 @@
 import io
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain, groupby
 from typing import Any, NamedTuple
 
@@ -15,13 +15,14 @@ from exspec.pipeline.input.formats import bare, read, suffix_of
 from exspec.pipeline.input.plan import Shard, decode_row
 from exspec.pipeline.input.rows import BAD
 from exspec.pipeline.input.schemas import nullable
-from exspec.pipeline.input.snapshot import difference, locate
+from exspec.pipeline.input.snapshot import difference, locate, same_start
 from exspec.pipeline.storage import attempt
 
 AT_ONCE = 8 << 20  # bytes of row groups fetched together; a larger row group is read page by page
 FETCHED = 2 << 20  # bytes of a column per fetch when reading page by page
 DECODED = 16 << 20  # approximate bytes decoded at once
 SALVAGED = 64  # rows decoded at once in a damaged row group
+GROWING = (".jsonl", ".ndjson", ".csv")  # suffixes of files to which lines can be appended
 FORMAT = (pa.ArrowException, OSError, ValueError)  # what pyarrow raises for invalid files
 
 
@@ -115,16 +116,41 @@ def read_ranges(
     """The rows of each range, in one pass over the shard: no row group is decoded twice or held whole.
 
     ranges: (first row, number of rows), ascending and disjoint. columns: None means all. schema: as planned; default:
-    the file's. Raises the store's error if retries do not help.
+    the file's. Repaired rows replace those of the file. Raises the store's error if retries do not help.
     """
     content = Bytes(*locate(shard.url, options), shard.size, shard)
     given = 0
     try:
         for item in _checked(content, _items(content, shard, ranges, columns, schema)):
-            yield item
+            yield _repaired(shard, ranges[given][0], item)
             given += 1
     except ChangedError as error:
         yield from [Unreadable(str(error))] * (len(ranges) - given)
+
+
+def _repaired(shard: Shard, first: int, item: pa.Table | Unreadable) -> pa.Table | Unreadable:
+    """The rows of a range from row `first` on, with the shard's repairs."""
+    if isinstance(item, Unreadable) or not item.num_columns:
+        return item
+    for row, text in shard.repairs.items():
+        if 0 <= (at := int(row) - first) < item.num_rows:
+            new = _typed(decode_row(text), replace(shard, values=""), item.column_names, item.schema)
+            item = pa.concat_tables([item.slice(0, at), new, item.slice(at + 1)])
+    return item
+
+
+def grew(planned: Shard, now: Shard, options: dict[str, Any], schema: pa.Schema) -> bool:
+    """Whether a changed file of lines has the planned bytes, whole lines and rows, and then more.
+
+    False if the store's etag is not a digest of the content, so that the planned bytes cannot be told.
+    """
+    fs, path = locate(now.url, options)
+    if not now.name.lower().endswith(GROWING) or now.size <= planned.size or not same_start(fs, path, planned):
+        return False
+    # The last planned row may go on in the new bytes, for example in a quoted value.
+    last = [(planned.rows - 1, 1)]
+    found = [next(_items(Bytes(fs, path, size), planned, last, None, schema)) for size in (planned.size, now.size)]
+    return isinstance(found[0], pa.Table) and isinstance(found[1], pa.Table) and found[0].equals(found[1])
 
 
 def read_footer(content: Bytes) -> pq.ParquetFile:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from exspec.actors.engine.config import EngineConfig
 from exspec.pipeline.job.kinds import DEFAULTS, SETTINGS
 from exspec.pipeline.job.settings import Job
 
@@ -35,6 +36,26 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         if decides and comparable and one != other:
             found.append(f"{key} was {one!r} and is {other!r}")
     return found
+
+
+def cures(before: dict[str, Any], now: dict[str, Any], config: EngineConfig, capacity: int) -> dict[str, Any]:
+    """The settings that differ between two fingerprints and change error rows only, with their values now.
+
+    config: the stored shape. capacity: in tokens, of the present settings. Rows that are done cannot change by
+
+    - `truncate_prompt`, turned on: it cuts a prompt only if the row would be rejected otherwise.
+    - `capacity`, raised: a row that is done fitted the old capacity, so its prompt and its completion have the same
+      limits. Shapes are fixed, so only their KV columns could change a token. Those are whole buckets, or whole prompt
+      chunks, up to the capacity; the old capacity has to be a multiple of both, so none was cut short by it. With more
+      room a prompt that was cut would be cut less, so the old settings must not cut.
+    """
+    cut = _value(before, "truncate_prompt")
+    found = {"truncate_prompt": True} if _value(now, "truncate_prompt") and not cut else {}
+    whole = not any(config.capacity % columns for columns in (config.bucket, config.prefill_columns))
+    longer = capacity >= config.capacity and _value(now, "capacity") != _value(before, "capacity")
+    return found | (
+        {"capacity": _value(now, "capacity")} if longer and whole and config.fixed_shapes and not cut else {}
+    )
 
 
 def may_change(key: str, exact: bool) -> bool:

@@ -51,6 +51,7 @@ def compact(folder: Folder, target: int, wait: bool = False) -> Compacted:
     output = read_output(folder)
     output.check_foreign()
     with take(output, "compact", wait) as writer:
+        writer.refuse_waiting()
         if not writer.state.complete:
             missing = writer.state.plan.rows - writer.state.rows
             raise JobError(

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -65,6 +65,13 @@ class Output:
         if found is None:
             raise JobError(f"{self.folder.url}/{name}: has vanished; run the job again")
         return found
+
+    def refuse_waiting(self) -> None:
+        """Raises JobError if error rows have to be decoded again: a repair, or a run with other settings, broke off."""
+        if rows := self.state.failed("again"):
+            raise JobError(
+                f"{self.folder.url}: {rows} rows with an error have to be decoded again; run the job again first"
+            )
 
     def check_foreign(self) -> None:
         """Raises JobError if the folder has Parquet files that are not the job's. Reads new log entries."""
@@ -129,15 +136,18 @@ class Writer(Output):
         before = self.state.plan
         known = dict(enumerate(before.shards))
         now = enumerate(shard.published() for shard in plan.shards)
-        shards = [(n, asdict(shard)) for n, shard in now if known.get(n) != shard]
+        shards = [(n, shard.to_json()) for n, shard in now if known.get(n) != shard]
         if shards or plan.limit != before.limit:
             self._append({"kind": "extend", "shards": shards, "limit": plan.limit})
             self._withdraw()
 
-    def describe(self, description: dict[str, Any]) -> None:
-        """Update the description of the job, in what changes no token."""
+    def describe(self, description: dict[str, Any], again: bool = False) -> None:
+        """Update the description of the job, in what changes no token. again: it changes those of error rows, so these
+        are decoded again."""
         if self.state.description | description != self.state.description:
-            self._append({"kind": "describe", "description": description})
+            self._append({"kind": "describe", "description": description} | ({"again": True} if again else {}))
+            if again:
+                self._withdraw()
 
     def publish(self) -> None:
         """Write the description of the job next to the parts."""

@@ -30,8 +30,8 @@ ReasonJson = Annotated[dict[str, Any], AfterValidator(lambda given: asdict(TypeA
 FILE = ("name", "staged", "size", "digest", "weight")
 TABLES = """
 CREATE TABLE file (name TEXT PRIMARY KEY, staged TEXT, size INT, digest TEXT, weight INT) WITHOUT ROWID;
-CREATE TABLE chunk (shard INT, first INT, rows INT, mendable INT, start INT, file TEXT, summary TEXT,
-                    PRIMARY KEY (shard, first)) WITHOUT ROWID;
+CREATE TABLE chunk (shard INT, first INT, rows INT, mendable INT, start INT, file TEXT, summary TEXT, errors INT,
+                    again INT DEFAULT 0, PRIMARY KEY (shard, first)) WITHOUT ROWID;
 CREATE INDEX of_file ON chunk (file, start);
 CREATE TABLE gone (name TEXT PRIMARY KEY) WITHOUT ROWID;
 CREATE TRIGGER once BEFORE INSERT ON chunk WHEN new.first < (SELECT first + rows FROM chunk
@@ -87,6 +87,11 @@ class Summary:
 
 
 SUMMARY = TypeAdapter(Summary)
+
+
+def _decoded(chunk: Summary) -> tuple[int, int, float]:
+    """What identifies one decoding of a chunk."""
+    return chunk.shard, chunk.first, chunk.ended
 
 
 @dataclass(frozen=True)
@@ -151,10 +156,11 @@ class Extend(BaseModel):
 
 
 class Describe(BaseModel):
-    """Changes to the description."""
+    """Changes to the description. again: error rows have to be decoded again; see `State.decode_again`."""
 
     kind: Literal["describe"]
     description: dict[str, Any]
+    again: bool = False
 
 
 class Done(BaseModel):
@@ -232,17 +238,37 @@ class State:
 
     def _extend(self, entry: Extend) -> None:
         shards = dict(enumerate(self.plan.shards)) | dict(entry.shards)
-        self._set_plan(replace(self.plan, shards=[shards[n] for n in range(len(shards))], limit=entry.limit))
+        plan = replace(self.plan, shards=[shards[n] for n in range(len(shards))], limit=entry.limit)
+        self.decode_again(plan)
+        self._set_plan(plan)
 
     def _set_plan(self, plan: Plan) -> None:
         self.plan, self.done = plan, None
         if plan.schema:
             decode_schema(plan.schema)
-        for values in {shard.values for shard in plan.shards if shard.values}:
+        for values in {v for shard in plan.shards for v in (shard.values, *shard.repairs.values()) if v}:
             decode_row(values)
+
+    def decode_again(self, plan: Plan | None = None) -> None:
+        """Mark chunks whose error rows have to be decoded again: all, or those with rows that a new plan repairs.
+
+        A mark stays until new rows of the chunk are in a file, so a run that was killed is resumed.
+        """
+        mark = "UPDATE chunk SET again = 1, mendable = errors WHERE errors > 0"
+        if plan is None:
+            self._table.execute(mark)
+            return
+        for number, (old, new) in enumerate(zip(self.plan.shards, plan.shards, strict=False)):
+            for row, _ in new.repairs.items() - old.repairs.items():
+                self._table.execute(
+                    f"{mark} AND shard = ? AND first <= ? AND first + rows > ?", (number, int(row), int(row))
+                )
 
     def _describe(self, entry: Begin | Describe) -> None:
         self.description |= entry.description
+        if isinstance(entry, Describe) and entry.again:
+            self.decode_again()
+            self.done = None
         if wrong := [key for key, kind in DESCRIBED.items() if not isinstance(self.description.get(key), kind)]:
             raise ValueError(f"description.{wrong[0]} is {self.description.get(wrong[0])!r}")
 
@@ -253,12 +279,18 @@ class State:
         self.done = None
         with self._table:
             self._table.execute("BEGIN")
+            moved: set[tuple[int, int, float]] = set()  # marked chunks
             for name in entry.old:
                 self._table.execute("INSERT OR IGNORE INTO gone SELECT name FROM file WHERE name = ?", (name,))
+                marked = self._table.execute("SELECT summary FROM chunk WHERE again AND file = ?", (name,))
+                moved |= {_decoded(Summary.from_json(json.loads(summary))) for (summary,) in marked}
                 self._table.execute("DELETE FROM file WHERE name = ?", (name,))
                 self._table.execute("DELETE FROM chunk WHERE file = ?", (name,))
             for new in entry.new:
                 self._add(new)
+            for shard, first, _ in moved & {_decoded(s) for new in entry.new for s in new.chunks}:
+                asked = "UPDATE chunk SET again = 1, mendable = errors WHERE shard = ? AND first = ?"
+                self._table.execute(asked, (shard, first))
 
     def _add(self, file: File) -> None:
         if strange := next((s for s in file.chunks if not self.planned(s)), None):
@@ -266,10 +298,10 @@ class State:
         self._table.execute("INSERT INTO file VALUES (?, ?, ?, ?, ?)", [getattr(file, key) for key in FILE])
         starts = accumulate((s.rows for s in file.chunks), initial=0)
         chunks = (
-            (s.shard, s.first, s.rows, s.mendable, start, file.name, json.dumps(vars(s)))
+            (s.shard, s.first, s.rows, s.mendable, start, file.name, json.dumps(vars(s)), s.errors)
             for s, start in zip(file.chunks, starts, strict=False)
         )
-        self._table.executemany("INSERT INTO chunk VALUES (?, ?, ?, ?, ?, ?, ?)", chunks)
+        self._table.executemany("INSERT INTO chunk VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0)", chunks)
 
     def planned(self, s: Summary) -> bool:
         """Whether the rows of a chunk are in the plan."""
@@ -280,10 +312,9 @@ class State:
         """Rows in files."""
         return int(self._one("SELECT coalesce(sum(rows), 0) FROM chunk"))
 
-    @property
-    def mendable(self) -> int:
-        """Error rows that a retry may help."""
-        return int(self._one("SELECT coalesce(sum(mendable), 0) FROM chunk"))
+    def failed(self, only: str) -> int:
+        """Error rows that a retry may help. only: of the chunks that `chunks` yields."""
+        return int(self._one(f"SELECT coalesce(sum(mendable), 0) FROM chunk WHERE {only} > 0"))
 
     @property
     def complete(self) -> bool:
@@ -341,10 +372,10 @@ class State:
         for (summary,) in self._table.execute(f"SELECT summary FROM chunk{where} ORDER BY {order}", values):
             yield Summary(**json.loads(summary))
 
-    def chunks(self, errors: bool = False) -> Iterator[tuple[Chunk, str, int]]:
-        """The chunks in files, each with its file and its first row there. errors: only chunks with error rows that a
-        retry may help."""
-        where = " WHERE mendable > 0" if errors else ""
+    def chunks(self, only: Literal["", "errors", "mendable", "again"] = "") -> Iterator[tuple[Chunk, str, int]]:
+        """The chunks in files, each with its file and its first row there. only: chunks with error rows, with error
+        rows that a retry may help, or with error rows that have to be decoded again (see `decode_again`)."""
+        where = f" WHERE {only} > 0" if only else ""
         asked = f"SELECT shard, first, rows, file, start FROM chunk{where} ORDER BY shard, first"
         for number, first, rows, file, start in self._table.execute(asked):
             yield Chunk(self.plan.shards[number], number, first, rows), file, start
@@ -352,7 +383,9 @@ class State:
     def done_shards(self) -> set[str]:
         """Names of the shards whose rows are all in files."""
         held = dict(self._table.execute("SELECT shard, sum(rows) FROM chunk GROUP BY shard"))
-        return {shard.name for i, shard in enumerate(self.plan.shards) if held.get(i) == shard.rows}
+        again = {number for (number,) in self._table.execute("SELECT shard FROM chunk WHERE again")}
+        shards = enumerate(self.plan.shards)
+        return {shard.name for i, shard in shards if held.get(i) == shard.rows and i not in again}
 
     def _one(self, asked: str, *values: Any) -> Any:
         return self._table.execute(asked, values).fetchone()[0]

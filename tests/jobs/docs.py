@@ -25,6 +25,7 @@ INDEX, SETTINGS, FORMATS = "README.md", "settings.md", "formats.md"
 BEGIN, END = "<!-- generated: python -m tests.jobs.docs -->", "<!-- end -->"
 HEADINGS = ("## Examples", "## What it writes", "## When it goes wrong")
 EXIT_CODES = ("## Exit codes\n", "\nExit codes: ")  # by hand, or in the command's help
+STAY = "- Must stay the same: every other setting. Two of them [help a retry](output.md#rows-with-an-error)."
 LATER = {"any": "May change", "any if exact": "May change if the job is exact"}
 
 
@@ -103,7 +104,7 @@ def settings_reference() -> str:
         alone = "" if any(_group(f) == group for f in Job.model_fields.values()) else " (of `exspec label` alone)"
         lines += ["", f"### {group}{alone}", "", *rows]
     changes = [f"- {rule}: {', '.join(later[name])}" for name, rule in LATER.items()]
-    return "\n".join([*lines, "", "### In a later run", "", *changes, "- Must stay the same: every other setting"])
+    return "\n".join([*lines, "", "### In a later run", "", *changes, STAY])
 
 
 def batch_reference() -> str:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from exspec.actors.engine import Engine, EngineConfig, Request, RequestError
+from exspec.jobs.commands.repair import repaired
 from exspec.pipeline.job.settings import Job
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
@@ -186,13 +187,16 @@ def run(
     load: Any = None,
     restart: bool = False,
     retry_errors: bool = False,
+    repair: Path | None = None,
     **settings: Any,
 ) -> int:
     """Run a job over `place / "in"` with the arithmetic model, or `load`. rows: of shards to write there first."""
     if rows:
         write_shards(place / "in", rows)
     made = job(pair, place / "in", place / "out", **settings)
-    return execute(prepare(made, restart), retry_errors, load=load or ArithmeticLoader())
+    fixed = partial(repaired, repair, made.storage_options) if repair else None
+    prepared = prepare(made, restart, mending=retry_errors or repair is not None)
+    return execute(prepared, retry_errors, load=load or ArithmeticLoader(), repair=fixed)
 
 
 def started(pair: Pair, place: Path, parts: int) -> subprocess.Popen[bytes]:

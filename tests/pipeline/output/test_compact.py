@@ -296,7 +296,7 @@ def test_killed_while_an_error_is_mended(finished: Path, tmp_path: Path) -> None
     def mended(folder: Folder) -> None:
         with take(Output(folder), "retry") as writer:
             (name,) = writer.state.names()
-            (found,) = writer.state.chunks(errors=True)
+            (found,) = writer.state.chunks("mendable")
             table = pa.concat_tables(read_range(folder, name, found[2], found[0].rows))
             good = pa.array([None] * len(table), pa.string())
             table = table.set_column(table.schema.get_field_index("error"), table.schema.field("error"), good)

@@ -162,7 +162,7 @@ def finished(output: Output, plan: Plan) -> bool:
 
 
 def mend(writer: Writer) -> None:
-    for chunk, name, _ in list(writer.state.chunks(errors=True)):
+    for chunk, name, _ in list(writer.state.chunks("mendable")):
         part, file = stage(writer, [chunk], False), writer.state.file(name)
         if len(file.chunks) == 1:
             writer.commit([part], [name])
