@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import pyarrow as pa
@@ -47,11 +47,13 @@ class RowResult:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a chunk's results come from. hardware: with attention and kernels. started: when the attempt began."""
+    """Where a chunk's results come from. hardware: with attention and kernels. started, ended: of the attempt, in
+    seconds since 1970."""
 
     actor: str
     hardware: dict[str, str]
     started: float
+    ended: float
     attempt: int
 
 
@@ -106,6 +108,7 @@ class Generator:
         ran |= experts.used(getattr(getattr(engine, "target", None), "model", None))
         self.hardware = hardware(getattr(engine, "device", torch.device("cpu"))) | ran
         self.turns = Turns()
+        self.epoch = time.time() - time.monotonic()  # times come from the monotonic clock: the other one may jump
         self.closed = threading.Event()
         threading.Thread(target=self._send_heartbeats, daemon=True).start()
 
@@ -135,18 +138,21 @@ class Generator:
     def _work(self, task: Any, block: pa.Table) -> dict[str, Any]:
         # An attempt begins when its turn comes, so that a waiting chunk is not blamed when another kills the process.
         with self.turns.alone() if self.ledger.begun(task.key) else self.turns.shared():
-            started, attempt = time.time(), self.ledger.begin(task.key)
+            started, attempt = self._now(), self.ledger.begin(task.key)
             # An attempt that identifies a killing row does not count. Many such rows point to another cause.
             if attempt.number > self.attempts or len(attempt.bad) > self.attempts:
                 died = f"its process died in each of {self.attempts} attempts {attempt.last_error}"
                 return self._set_aside(task, died, "decoding")
             results = self._survive(task, block, attempt)
         try:
-            origin = Origin(self.name, self.hardware, started, attempt.number)
+            origin = Origin(self.name, self.hardware, started, self._now(), attempt.number)
             file = self.sink.stage(task, block, results, origin)
         except Exception as error:  # the storage has given up retrying, so decoding again would not help
             return self._set_aside(task, f"cannot be written: {type(error).__name__}: {error}", "output")
         return {"set_aside": "", "task": task, "file": file}
+
+    def _now(self) -> float:
+        return self.epoch + time.monotonic()
 
     def _set_aside(self, task: Any, reason: str, fault: str) -> dict[str, Any]:
         return {"set_aside": f"{task}: {reason}", "task": task, "fault": fault}
@@ -197,23 +203,27 @@ class Generator:
         stop = StopStrings(self.tokenizer, row["_stop"], min_new_tokens) if row["_stop"] else None
         try:
             sampling = Sampling(**self.sampling | json.loads(row["_sampling"]))
+            request = Request(name, row["_prompt"], row["_max_new_tokens"], sampling, stop=stop, **asked(self.answers))
         except ValueError as error:
             message = str(error)
             return lambda: RowResult(None, None, message, prompt, lasting=True)
-        request = Request(name, row["_prompt"], row["_max_new_tokens"], sampling, stop=stop)
-        future = self.engine.submit(replace(request, **asked(self.answers)))
+        future = self.engine.submit(request)
 
         def result() -> RowResult:
             error = future.exception()
             if isinstance(error, RequestError):
                 return RowResult(None, None, str(error).split(": ", 1)[-1], prompt)
+            if error and not self.engine.failed:  # of the row's stop check or constraint
+                return RowResult(None, None, f"{type(error).__name__}: {error}", prompt)
             completion = future.result()
-            text = completion_text(self.tokenizer, completion, stop)
             try:
+                text = completion_text(self.tokenizer, completion, stop)
                 values = self.answers.read(completion, text)
                 return RowResult(completion, text, None, prompt, values, cut=row["_cut"])
             except AnswerError as invalid:  # decoding again would give the same text
                 return RowResult(None, None, str(invalid), prompt, lasting=True)
+            except Exception as failed:  # of the tokenizer
+                return RowResult(None, None, f"{type(failed).__name__}: {failed}", prompt)
 
         return result
 

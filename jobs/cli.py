@@ -255,6 +255,21 @@ def compact(
 
 
 @command(
+    "exspec check out/",
+)
+def check(output: OutputFolder, storage_options: StorageOptions = None) -> None:
+    """Read every file of an output, and compare it with the digest in the log.
+
+    Names every damaged or missing file, and every file that is not in the log. Changes nothing.
+
+    Exit codes: 0 all files are as the log says; 1 some are not; 2 refused.
+    """
+    from exspec.jobs.commands import check as job
+
+    raise typer.Exit(job.check(output, storage_options or {}))
+
+
+@command(
     "exspec convert out/ out.jsonl",
     "exspec convert s3://bucket/out/ s3://bucket/out.csv.gz --columns id --columns completion",
     "exspec convert out/ by-label/ --partition-by label",
@@ -269,6 +284,9 @@ def convert(
     ] = None,
     errors: Annotated[
         bool, typer.Option("--errors", help="Write the input rows that failed, to correct them for run --repair.")
+    ] = False,
+    quote_formulas: Annotated[
+        bool, typer.Option("--quote-formulas", help="In CSV, put ' before text that a spreadsheet would run.")
     ] = False,
     storage_options: StorageOptions = None,
 ) -> None:
@@ -289,7 +307,7 @@ def convert(
     elif partition_by:
         rows = job.partition(output, file, options, partition_by, columns)
     else:
-        rows = job.convert(output, file, options, columns)
+        rows = job.convert(output, file, options, columns, quote_formulas)
     print(f"{rows} rows in {redacted(file)}")
 
 

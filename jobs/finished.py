@@ -17,7 +17,7 @@ from exspec.pipeline.input.prompts import Prompts
 from exspec.pipeline.input.requests import mapped, requests
 from exspec.pipeline.input.rows import RowError
 from exspec.pipeline.job.settings import Job
-from exspec.pipeline.output.contents import read_range
+from exspec.pipeline.output.contents import check, read_range
 from exspec.pipeline.output.owner import Output
 
 
@@ -97,8 +97,12 @@ def read_rows(job: Job, output: Output, pair: Pair, samples: Iterable[ChunkSampl
     room = Room(context_length(pair.target.config), output.state.description["shape"]["capacity"])
     prompts = Prompts(job, pair.tokenizer, mapped(job, schema)).within(room)
     columns = ["id", "completion", "completion_tokens", "error", *job.value_columns]
+    checked: set[str] = set()
     for sample in samples:
         chunk, place = sample.chunk, output.place(sample.file)
+        if sample.file not in checked:
+            check(output, sample.file, place)
+            checked.add(sample.file)
         tables = read_range(output.folder, place, sample.start, chunk.rows, columns)
         stored = [row for table in tables for row in table.to_pylist()]
         for asked in requests(chunk, job, prompts, schema, sample.numbers):

@@ -55,6 +55,17 @@ def job_errors(what: str) -> Iterator[None]:
         raise JobError(f"{what}: {type(error).__name__}: {error}") from error
 
 
+@contextmanager
+def started() -> Iterator[None]:
+    """Turn a JobError into a BrokenOffError: the job has started, so it is no longer refused."""
+    try:
+        yield
+    except BrokenOffError:
+        raise
+    except JobError as error:
+        raise BrokenOffError(*error.problems) from error
+
+
 def first_line(error: Exception) -> str:
     """The message of an error, without the lines on where a library raised it."""
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -178,11 +178,13 @@ def prepare(job: Job, restart: bool = False, mending: bool = False) -> Prepared:
     earlier = output.state if output and output.state.job and not restart else None
     settled = earlier.done_shards() if earlier and job.since else set()
     since = Since(earlier.plan if earlier else None, settled, job.newer_than) if job.since else None
-    found = check(lambda: find_shards(job.input, job.storage_options, earlier.plan if earlier else None, since))
+    before, bad_lines = earlier.plan if earlier else None, job.bad_lines == "error"
+    found = check(lambda: find_shards(job.input, job.storage_options, before, since, bad_lines))
     columns = check(lambda: mapped(job, found[1])) if found else None
     prompts = None
     if columns is not None:
-        job = _with_ids(job, columns)
+        carried = earlier.description["job"].get("carry") if earlier else None
+        job = check(lambda: _with_ids(job, columns, carried)) or job
         check(lambda: _check_columns(job, columns))
         check(lambda: added_columns(job.map_output, output_schema(job, columns)))
         if models:
@@ -202,10 +204,10 @@ def prepare(job: Job, restart: bool = False, mending: bool = False) -> Prepared:
     return prepared.resumed(earlier) if earlier else prepared
 
 
-def _with_ids(job: Job, schema: pa.Schema) -> Job:
-    """The job with its id column; an empty name means none."""
+def _with_ids(job: Job, schema: pa.Schema, before: list[str] | None) -> Job:
+    """The job with its id column; an empty name means none. before: the columns that an earlier run carries."""
     if is_batch(job, schema):
-        return of_batch(job, schema)
+        return of_batch(job, schema, before)
     found = "id" if job.id_column is None and "id" in schema.names else job.id_column
     return job.model_copy(update={"id_column": found or None})
 

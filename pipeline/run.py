@@ -20,7 +20,7 @@ from exspec.actors.engine import EngineConfig
 from exspec.pipeline.cluster.connect import actors_that_fit, check_cluster, connect, device, lacking, logs, on_a_device
 from exspec.pipeline.cluster.graph import LATEST, PairLoader, results
 from exspec.pipeline.cluster.ray_ledger import RayLedger
-from exspec.pipeline.errors import BrokenOffError, JobError, StoppedError
+from exspec.pipeline.errors import BrokenOffError, JobError, StoppedError, started
 from exspec.pipeline.input.plan import Plan, Shard
 from exspec.pipeline.input.snapshot import changed
 from exspec.pipeline.job.settings import Job
@@ -127,9 +127,10 @@ class _Run:
         self.writer.publish()
         report = Report(self.writer.state.description, self.plan.rows)
         stopped = None
-        if first is not None and config is not None:
-            stopped = self._decode(chain([first], tasks), again, config, report)
-        return self._finish(report, stopped, tried)
+        with started():
+            if first is not None and config is not None:
+                stopped = self._decode(chain([first], tasks), again, config, report)
+            return self._finish(report, stopped, tried)
 
     def _tasks(self, fresh: bool, only: Literal["mendable", "again"]) -> tuple[Iterator[Task], Counter[str]]:
         """Missing chunks and these chunks with errors; and the number of the latter by file."""
@@ -241,7 +242,7 @@ class _Run:
         if stopped:
             report.set_aside.append(stopped)
         report.occupancy = stored_occupancy(self.writer)
-        report.complete(state, self.job.evaluate(partial(tables, self.writer)))
+        report.complete(state, self.job.evaluate(partial(tables, self.writer, intact=False)))
         figures = report.figures()
         self.progress.stop()
         whole = state.complete and not report.set_aside and not _too_many(figures, self.job)

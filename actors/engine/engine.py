@@ -24,7 +24,7 @@ from exspec.actors.engine.scheduling.group import Group
 from exspec.actors.engine.scheduling.pool import Pool, Sequence
 from exspec.actors.engine.scheduling.prefill import PrefillChunk
 from exspec.actors.engine.statistics import EngineCounters, EngineStatistics
-from exspec.actors.engine.tokens.constraint import Barred, Constraint, forced
+from exspec.actors.engine.tokens.constraint import Barred, Constraint, Guarded, forced
 from exspec.actors.engine.tokens.constraint_walker import Candidates, ConstraintWalker, Masks, candidate_ids
 from exspec.actors.engine.tokens.sampling import Sampler, SamplerState
 
@@ -135,8 +135,10 @@ class Engine:
             raise RequestError(f"{name}: the prompt is empty, expected at least one token")
         if request.max_new_tokens < 1:
             raise RequestError(f"{name}: max_new_tokens is {request.max_new_tokens}, expected at least 1")
-        if bad := [t for t in request.prompt if not 0 <= t < self.vocabulary]:
-            raise RequestError(f"{name}: token id {bad[0]} is outside the vocabulary of {self.vocabulary} tokens")
+        for key, ids in request.token_ids.items():
+            if bad := [t for t in ids if not 0 <= t < self.vocabulary]:
+                size = self.vocabulary
+                raise RequestError(f"{name}: {key}: token id {bad[0]} is outside the vocabulary of {size} tokens")
         if reason := Room(self.context, self.config.capacity).refusal(length, request.max_new_tokens):
             raise RequestError(f"{name}: {reason}")
         if not 0 <= request.min_new_tokens <= request.max_new_tokens:
@@ -149,16 +151,21 @@ class Engine:
             raise RequestError(f"{name}: stop and constraint exclude each other")
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises RequestError if it could never be decoded, or if its id is already being decoded."""
+        """Queue a request. Raises RequestError if it could never be decoded, or if its id is already being decoded; and
+        what the request's own functions raise."""
         self.check_request(request)
         if request.id in self._ids:
             raise RequestError(f"request {request.id!r}: a request with this id is already being decoded")
-        self._ids.add(request.id)
         sequence = Sequence(request, self.context)
         sequence.ends = frozenset() if request.ignore_end else self.end_ids | request.end_ids
-        if request.min_new_tokens or request.bad_words:
+        if request.constraint:
+            sequence.constraint = Guarded(request.constraint(), self.vocabulary, sequence.guarded)
+        elif request.min_new_tokens or request.bad_words:
             sequence.constraint = Barred(self.vocabulary, sequence.ends, request.min_new_tokens, request.bad_words)
         self._begin(sequence)
+        if sequence.error:
+            raise sequence.error
+        self._ids.add(request.id)
         self.pool.waiting.append(sequence)
 
     def _begin(self, sequence: Sequence) -> None:
@@ -396,6 +403,8 @@ class Engine:
                 sequence.counters.forced += group.walker.forced(row, committed)
                 ending = ending or self._finish(sequence, sequence.constraint)
             kept += len(sequence.tokens) - before
+            if sequence.error:
+                ending = "error", None
             if ending:
                 self.drafter.end(sequence.slot)
                 if self.learning:
@@ -455,7 +464,7 @@ class Engine:
         if last in sequence.ends:
             return "stop", last
         if sequence.stop:
-            stopped_by, least = sequence.stop(last), sequence.request.min_new_tokens
+            stopped_by, least = sequence.guarded(sequence.stop, None, last), sequence.request.min_new_tokens
             if stopped_by is not None and len(sequence.tokens) - len(sequence.request.prompt) >= least:
                 return "stop", stopped_by
         return ("length", None) if sequence.budget == 0 else None
@@ -475,7 +484,7 @@ def picked(
     """
     positions = starts[:, None] + 1 + torch.arange(tokens.shape[1], device=tokens.device)
     choices = sampler.choose(logits, positions, tokens[:, 1:], masks)
-    return choices, None if asked is None else logits.float().gather(2, asked.clamp(min=0))
+    return choices, None if asked is None else logits.float().gather(2, asked.clamp(0, logits.shape[-1] - 1))
 
 
 def model_end_ids(model: PreTrainedModel) -> frozenset[int]:

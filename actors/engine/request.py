@@ -1,7 +1,8 @@
 """The engine's input and output: requests and completions, in token ids."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Literal
 
@@ -10,7 +11,7 @@ from exspec.actors.engine.statistics import SequenceStatistics
 if TYPE_CHECKING:
     from exspec.actors.engine.tokens.constraint import MakeConstraint
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "error"]
 # Takes the completion's tokens one by one. Returns what ended the completion, or None to continue. It may keep state.
 StopCheck = Callable[[int], str | None]
 MakeStop = Callable[[], StopCheck]
@@ -59,6 +60,8 @@ class Sampling:
         for name, (good, expected) in checks.items():
             if not good:
                 raise ValueError(f"{name}: expected {expected}, not {getattr(self, name)}")
+            kind = int if name in ("seed", "top_k") else float  # numpy's numbers would overflow
+            object.__setattr__(self, name, kind(getattr(self, name)))
 
 
 def _computable(value: object) -> bool:
@@ -89,6 +92,8 @@ class Request:
     scored: keep log-probabilities at positions where the constraint allows a choice between at most this many tokens;
         0 keeps none.
 
+    Token ids are copied. An exception in `stop` or `constraint` ends this request alone.
+
     Raises RequestError if token ids or lengths are not whole numbers: a tensor of them would fail for all rows.
     """
 
@@ -105,10 +110,20 @@ class Request:
     scored: int = 0
 
     def __post_init__(self) -> None:
-        lengths = {"max_new_tokens": [self.max_new_tokens], "min_new_tokens": [self.min_new_tokens]}
-        for name, values in {"prompt": self.prompt, **lengths, "bad_words": sum(self.bad_words, ())}.items():
+        lengths = {name: [getattr(self, name)] for name in ("max_new_tokens", "min_new_tokens", "scored")}
+        for name, values in {**self.token_ids, **lengths}.items():
             if bad := [kind.__name__ for kind in set(map(type, values)) if not issubclass(kind, Integral)]:
                 raise RequestError(f"request {self.id!r}: {name}: expected whole numbers, not {bad[0]}")
+        if not isinstance(self.sampling, Sampling):
+            raise RequestError(f"request {self.id!r}: sampling: expected Sampling, not {type(self.sampling).__name__}")
+        words = tuple(tuple(map(int, word)) for word in self.bad_words)
+        copies = {"prompt": list(map(int, self.prompt)), "end_ids": frozenset(map(int, self.end_ids))}
+        vars(self).update(copies, bad_words=words, **{name: int(value) for name, (value,) in lengths.items()})
+
+    @property
+    def token_ids(self) -> dict[str, Iterable[int]]:
+        """All token ids of the request, by field."""
+        return {"prompt": self.prompt, "end_ids": self.end_ids, "bad_words": chain(*self.bad_words)}
 
 
 @dataclass(frozen=True)
@@ -117,10 +132,11 @@ class Completion:
 
     tokens: the completion, without the prompt, with the end token. After a stop string, the last token is the one that
         completed the string, and the caller cuts the text before the string.
-    finish_reason: `stop` (end token or stop check) or `length` (max_new_tokens or the model's context).
+    finish_reason: `stop` (end token or stop check), `length` (max_new_tokens or the model's context), or `error`.
     stopped_by: the end token's id, or the result of the stop check; None after `length`.
     scores: of a scored request, for each position the target's log-probabilities of the allowed tokens, normalised over
         these tokens; empty where there was no choice.
+    error: the exception that the request's stop check or constraint raised. The tokens then mean nothing.
     """
 
     id: Hashable
@@ -129,6 +145,7 @@ class Completion:
     stopped_by: int | str | None
     statistics: SequenceStatistics
     scores: list[Scores] = field(default_factory=list)
+    error: BaseException | None = None
 
 
 class RequestError(ValueError):

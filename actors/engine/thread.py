@@ -12,12 +12,14 @@ from exspec.actors.engine.statistics import EngineStatistics
 class EngineThread:
     """Runs an engine while there is work. Any thread may call `submit`.
 
-    A request's future receives its completion, or the RequestError that rejects it. If the engine itself fails, all
-    futures receive that error, including those of later requests. Close it, or use it as a context manager.
+    A request's future receives its completion, the RequestError that rejects it, or what its own functions raised. If
+    the engine itself fails, `failed` is set and all futures receive that error, including those of later requests.
+    Close it, or use it as a context manager.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self.failed = False
         self._inbox: SimpleQueue[tuple[Request, Future[Completion]] | None] = SimpleQueue()
         self._futures: dict[object, Future[Completion]] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -50,8 +52,12 @@ class EngineThread:
                 open_ = self._receive(wait=not self._engine.busy) and open_
                 self._engine.step()
                 for completion in self._engine.take():
-                    self._futures.pop(completion.id).set_result(completion)
-        except Exception as error:  # every waiting caller receives it
+                    future = self._futures.pop(completion.id)
+                    if completion.error:
+                        future.set_exception(completion.error)
+                    else:
+                        future.set_result(completion)
+        except BaseException as error:  # every waiting caller receives it
             self._fail(error)
 
     def _receive(self, wait: bool) -> bool:
@@ -64,15 +70,17 @@ class EngineThread:
                 try:
                     self._engine.submit(request)
                     self._futures[request.id] = future
-                except (ValueError, TypeError) as error:
+                except BaseException as error:  # its own functions may raise anything
                     future.set_exception(error)
                 wait = False
         except Empty:
             return True
         return False
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
+        self.failed = True
         for future in self._futures.values():
             future.set_exception(error)
         while (item := self._inbox.get()) is not None:
-            item[1].set_exception(error)
+            if item[1].set_running_or_notify_cancel():
+                item[1].set_exception(error)

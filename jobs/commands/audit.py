@@ -7,7 +7,7 @@ rounding, and the audit reports by how much.
 
 import json
 from collections.abc import Set
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -26,36 +26,13 @@ from exspec.pipeline.input.snapshot import vanished
 from exspec.pipeline.job.kinds import stored_job
 from exspec.pipeline.job.settings import Dtype, Job
 from exspec.pipeline.output.owner import AUDIT, Output, read_output
-from exspec.pipeline.output.report import rewrite
+from exspec.pipeline.output.report import Audit, Comparison, Difference, rewrite
 from exspec.pipeline.progress import Progress
 from exspec.pipeline.secrets import anonymous
 from exspec.pipeline.shape import known_shape, memory_budget, pair_of
 from exspec.pipeline.storage import Folder
 
 SHOWN = 3  # differences that are printed per comparison
-
-
-@dataclass(frozen=True)
-class Difference:
-    """A row that differs from the reference. token: the first that differs. margin: lead of its logit."""
-
-    shard: str
-    row: int
-    id: str
-    stored: str | None
-    expected: str | None
-    token: int
-    margin: float | None
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """against: the reference. equal: rows that have the same text and number of tokens as the reference."""
-
-    against: str
-    rows: int
-    equal: int
-    differences: list[Difference]
 
 
 def audit(
@@ -91,8 +68,7 @@ def audit(
             greedy = [row for row in rows if row.request is None or is_greedy(row.request)]
             progress.stage(f"decoding {len(greedy)} rows with generate of transformers, one at a time")
             comparisons.append(_against_generate(greedy, job, pair, device))
-    report = {"sample": len(rows), "seed": seed, "comparisons": [asdict(c) for c in comparisons]}
-    folder.write(AUDIT, json.dumps(report, indent=1).encode())
+    folder.write(AUDIT, json.dumps(asdict(Audit(len(rows), seed, comparisons)), indent=1).encode())
     rewrite(done)
     _show(comparisons, folder)
     return int(comparisons[0].equal < comparisons[0].rows)

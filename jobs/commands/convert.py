@@ -4,12 +4,14 @@ import csv
 import gzip
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
+from urllib.parse import quote
 
 import pyarrow as pa
 from pyarrow.dataset import write_dataset
@@ -26,6 +28,7 @@ from exspec.pipeline.secrets import anonymous
 from exspec.pipeline.storage import Folder
 
 J = TypeVar("J", bound=Job)
+FORMULA = re.compile(r"[=@\t\r]|[+-](?![\d.,]*\Z)")  # the beginning of a formula; -1.5 is a number
 JOB_SUFFIX = ".job"  # of the folder that a job works in if its output is a file
 Row = dict[str, Any]
 Each = Callable[[Row], Row]  # makes what is written from a row
@@ -72,6 +75,8 @@ def partition(
         raise JobError(f"{folder}: already exists; expected a new folder")
     names = _columns(done, [*(columns or []), *by])
     remaining = tables(done, list(dict.fromkeys([*columns, *by])) if columns else names)
+    quoted = {name: _folder(name) for name in by}
+    remaining = (t.rename_columns([quoted.get(name, name) for name in t.column_names]) for t in remaining)
     first = next(remaining)
     try:
         write_dataset(
@@ -80,21 +85,34 @@ def partition(
             schema=first.schema,
             format="parquet",
             filesystem=PyFileSystem(FSSpecHandler(target.fs)),
-            partitioning=by,
+            partitioning=list(quoted.values()),
             partitioning_flavor="hive",
         )
-    except pa.ArrowException as error:  # too many values, or values that cannot name a folder
-        target.fs.rm(target.path, recursive=True)
+    except (pa.ArrowException, JobError) as error:
+        if target.exists(""):
+            target.fs.rm(target.path, recursive=True)
+        if isinstance(error, JobError):  # a damaged file
+            raise
+        # too many values, or values that cannot name a folder
         raise JobError(f"--partition-by {', '.join(by)}: {first_line(error)}") from error
     target.write(SUCCESS, b"")
     return done.state.rows
 
 
-def convert(output: str, file: str, options: dict[str, Any], columns: list[str] | None = None) -> int:
+def _folder(name: str) -> str:
+    """The name of a column in the name of a folder, quoted like the values. Readers skip folders with _ or . first."""
+    quoted = quote(name, safe="")
+    return f"%{ord(name[0]):02X}{quoted[1:]}" if name[:1] in ("_", ".") else quoted
+
+
+def convert(
+    output: str, file: str, options: dict[str, Any], columns: list[str] | None = None, quote_formulas: bool = False
+) -> int:
     """Write the rows of an output in order to one file, atomically. Returns their number.
 
     If the input was requests of the batch API, JSON Lines holds its answers. file: a path or fsspec URL, whose suffix
-    names the format. columns: the columns to write. Default: all. Raises JobError if a row or a column is missing.
+    names the format. columns: the columns to write. Default: all. quote_formulas: put ' before text in CSV that a
+    spreadsheet would run. Raises JobError if a row or a column is missing.
     """
     suffix = format_of(file)
     if suffix is None:
@@ -102,11 +120,17 @@ def convert(output: str, file: str, options: dict[str, Any], columns: list[str] 
     done = _complete(output, options)
     every = _columns(done, columns or [])
     names = columns or every
-    each = _answers(done) if suffix.startswith(".jsonl") and columns is None else None
+    formulas = Formulas(quote_formulas)
+    each = formulas if suffix.startswith(".csv") else _answers(done) if columns is None else None
     found = (table.select(names) for table in tables(done, names))
     folder, _, name = file.rpartition("/")
     with Folder(folder or ".", options).writing(name) as path:
-        WRITERS[suffix](path, names, found, each)
+        WRITERS[suffix](path, list(map(formulas.text, names)) if each is formulas else names, found, each)
+    if formulas.found and not quote_formulas:
+        print(
+            f"{formulas.found} of the CSV's values may run as a formula in a spreadsheet (=, +, -, @, tab or CR); "
+            "exspec convert --quote-formulas puts ' before them"
+        )
     return done.state.rows
 
 
@@ -114,7 +138,7 @@ def _complete(output: str, options: dict[str, Any]) -> Output:
     done = read_output(Folder(output, options))
     done.refuse_waiting()
     if not done.state.complete:
-        missing = sum(chunk.rows for chunk in done.state.missing())
+        missing = done.state.plan.rows - done.state.rows
         raise JobError(f"{output}: {missing} of {done.state.plan.rows} rows are missing; run the job again first")
     return done
 
@@ -125,6 +149,22 @@ def _columns(output: Output, wanted: list[str]) -> list[str]:
     if missing := [name for name in wanted if name not in names]:
         raise JobError(*(f"{output.folder.url}: has no column {name!r}{did_you_mean(name, names)}" for name in missing))
     return names
+
+
+class Formulas:
+    """Makes rows of CSV. found: values that a spreadsheet would take for a formula; quoted: put ' before them."""
+
+    def __init__(self, quoted: bool) -> None:
+        self.quoted, self.found = quoted, 0
+
+    def __call__(self, row: Row) -> Row:
+        return {name: self.text(value) for name, value in row.items()}
+
+    def text(self, value: Any) -> Any:
+        if not isinstance(value, str) or not FORMULA.match(value):
+            return value
+        self.found += 1
+        return f"'{value}" if self.quoted else value
 
 
 def _answers(output: Output) -> Each | None:

@@ -1,14 +1,21 @@
 """Requests in the format of OpenAI's batch API: `custom_id`, `method`, `url` and the `body` of a call."""
 
 import json
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from operator import eq
+from typing import Annotated, Any, Literal
 
 import pyarrow as pa
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, create_model
 
-from exspec.pipeline.input.rows import RowError
+from exspec.actors.engine.request import HIGHEST, LARGEST, LARGEST_INT, SMALLEST
+from exspec.pipeline.errors import JobError
+from exspec.pipeline.input.rows import RowError, are_texts, values
 from exspec.pipeline.job.settings import SHARED, Job
 
-BODY, ID, URL = "body", "custom_id", "url"
+BODY, ID, METHOD, URL, MODEL = "body", "custom_id", "method", "url", "requested_model"
+ENDPOINTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}  # with the field that each needs
 # The column settings of a job, with the columns in which `fields` returns their values.
 COLUMNS = {
     "max_new_tokens_column": "max_tokens",
@@ -16,18 +23,67 @@ COLUMNS = {
     "seed_column": "seed",
     "stop_column": "stop",
 }
-# Fields that change no token; and fields that are accepted with the values that mean no change.
-IGNORED = {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-HARMLESS: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "stream": (False,),
-    "logprobs": (False,),
-    "echo": (False,),
-    "best_of": (1,),
-    "tools": ([],),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
+# Fields that change no token; and fields that are accepted with the value that asks for nothing.
+IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
+HARMLESS: dict[str, Any] = {
+    "n": 1, "best_of": 1, "stream": False, "echo": False, "logprobs": False, "top_logprobs": 0, "tools": [],
+    "tool_choice": "none", "functions": [], "function_call": "none", "logit_bias": {},
+    "response_format": {"type": "text"},
+}  # fmt: skip
+
+
+def _field(expected: str, **limits: Any) -> Any:
+    return Field(None, description=expected, **limits)
+
+
+def _parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _check(good: Callable[[Any], bool]) -> AfterValidator:
+    def checked(value: Any) -> Any:
+        if not good(value):
+            raise ValueError
+        return value
+
+    return AfterValidator(checked)
+
+
+class Part(BaseModel, strict=True):
+    type: Literal["text"] = Field(description='"text"')
+    text: str = Field(description="text")
+
+
+class Message(BaseModel, strict=True):
+    role: str = Field(description="text")
+    content: Annotated[list[Part], BeforeValidator(_parts)] = Field(description="text, or a list of text parts")
+
+
+class _Used(BaseModel, strict=True, extra="forbid", allow_inf_nan=False):
+    model: str = _field("text", min_length=1)
+    messages: list[Message] = _field("a list of messages with role and content")
+    prompt: str = _field("text")
+    max_tokens: int = _field("a whole number from 1 up", ge=1, le=LARGEST_INT)
+    max_completion_tokens: int = _field("a whole number from 1 up", ge=1, le=LARGEST_INT)
+    temperature: float = _field("a number from 0 up", ge=0, le=LARGEST)
+    top_p: float = _field("a number above 0, at most 1", gt=0, le=1)
+    top_k: int = _field("a whole number from 0 up", ge=0, le=LARGEST_INT)
+    min_p: float = _field("a number from 0 to 1", ge=0, le=1)
+    repetition_penalty: float = _field("a number above 0", ge=SMALLEST, le=LARGEST)
+    presence_penalty: float = _field(f"a number from {-HIGHEST} to {HIGHEST}", ge=-HIGHEST, le=HIGHEST)
+    frequency_penalty: float = _field(f"a number from {-HIGHEST} to {HIGHEST}", ge=-HIGHEST, le=HIGHEST)
+    seed: int = _field("a whole number from 0 to 2**63 - 1", ge=0, lt=2**63)
+    stop: Annotated[Any, _check(are_texts)] = _field("text, or a list of texts, none of them empty")
+
+
+_harmless: Any = {
+    name: (Annotated[type(value), _check(partial(eq, value))], _field(json.dumps(value)))
+    for name, value in HARMLESS.items()
 }
+_ignored: Any = {name: (Any, _field("ignored")) for name in IGNORED}
+# The fields that a request's body may have. A field that is null is left out.
+Body = create_model("Body", __base__=_Used, **_harmless, **_ignored)
+EXPECTED = {name: str(f.description) for model in (Part, Message, Body) for name, f in model.model_fields.items()}
 
 
 def is_batch(job: Job, schema: pa.Schema) -> bool:
@@ -35,10 +91,46 @@ def is_batch(job: Job, schema: pa.Schema) -> bool:
     return {BODY, ID} <= set(schema.names) and job.prompt_column is None and job.prompt_template is None
 
 
-def of_batch(job: Job, schema: pa.Schema) -> Job:
-    """The job with the settings for batch requests: the id column, and of the columns only the URL is carried."""
-    carry = [name for name in schema.names if name == URL] if job.carry is None else job.carry
+def of_batch(job: Job, schema: pa.Schema, before: list[str] | None) -> Job:
+    """The job with the settings for batch requests: the id column, and the columns that an answer needs are carried.
+
+    before: the columns that an earlier run of the job carries; its input may lack method and url. Raises JobError.
+    """
+    if before is None and (lacking := [name for name in (METHOD, URL) if name not in schema.names]):
+        raise JobError(f"input: batch requests need the column {lacking[0]!r} too; add it, or set prompt_template")
+    needed = (URL, MODEL) if before is None or MODEL in before else (URL,)  # older versions carried no models
+    carry = [name for name in needed if name in schema.names] if job.carry is None else job.carry
     return job.model_copy(update={"id_column": ID if job.id_column is None else job.id_column or None, "carry": carry})
+
+
+def with_model(job: Job, schema: pa.Schema) -> pa.Schema:
+    """The columns of the input, and for batch requests the column of the models that they name."""
+    if MODEL in schema.names or not is_batch(job, schema):
+        return schema
+    return schema.append(pa.field(MODEL, pa.string()))
+
+
+def add_model(table: pa.Table) -> pa.Table:
+    """The rows with that column; it is null where a request names no model."""
+    return table.append_column(MODEL, pa.array(map(_model, values(table, BODY)), pa.string()))
+
+
+def _model(body: Any) -> str | None:
+    try:
+        name = _object(body).get("model")
+        return name.encode().decode() if isinstance(name, str) else None
+    except ValueError:
+        return None
+
+
+def _object(body: Any) -> dict[str, Any]:
+    try:
+        body = json.loads(body) if isinstance(body, str) else body
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"body: not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise RowError(f"body: expected an object, not {type(body).__name__}")
+    return body
 
 
 def fields(row: dict[str, Any]) -> dict[str, Any]:
@@ -46,53 +138,47 @@ def fields(row: dict[str, Any]) -> dict[str, Any]:
 
     Raises RowError if it is not a request, or asks for something unsupported.
     """
-    body = row[BODY]
+    if row.get(METHOD, "POST") != "POST":
+        raise RowError(f"method: expected POST, not {_shown(row[METHOD])}")
+    if URL in row and row[URL] not in list(ENDPOINTS):
+        raise RowError(f"url: expected {' or '.join(ENDPOINTS)}, not {_shown(row[URL])}")
+    given = {name: value for name, value in _object(row[BODY]).items() if value is not None}
     try:
-        body = json.loads(body) if isinstance(body, str) else body
-    except (ValueError, RecursionError) as error:
-        raise RowError(f"body: not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise RowError(f"body: expected an object, not {type(body).__name__}")
-    given = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
-    found: dict[str, Any] = {"prompt": _prompt(given), "sampling": {}} | dict.fromkeys(COLUMNS.values())
-    longest = given.pop("max_completion_tokens", None)
-    found["max_tokens"] = given.pop("max_tokens", longest)
-    for name, value in given.items():
-        if name in COLUMNS.values():
-            found[name] = value
-        elif name in SHARED:
-            found["sampling"][name] = value
-        elif value not in HARMLESS.get(name, ()):
-            raise RowError(f"body.{name}: not supported; leave it out")
-    return found
-
-
-def _prompt(given: dict[str, Any]) -> Any:
-    prompt, messages = given.pop("prompt", None), given.pop("messages", None)
-    if (prompt is None) == (messages is None):
+        Body.model_validate(given)
+    except ValidationError as error:
+        raise RowError(_problem(error.errors(include_url=False, include_context=False)[0])) from error
+    named = [name for name in ENDPOINTS.values() if name in given]
+    if len(named) != 1:
         raise RowError("body: expected either messages or prompt")
-    if messages is None:
-        if not isinstance(prompt, str):
-            raise RowError(f"body.prompt: expected text, not {type(prompt).__name__}")
-        return prompt
-    if not isinstance(messages, list):
-        raise RowError(f"body.messages: expected a list, not {type(messages).__name__}")
-    return [_flat(message) for message in messages]
+    if URL in row and named != [ENDPOINTS[row[URL]]]:
+        raise RowError(f"body: expected {ENDPOINTS[row[URL]]} for {row[URL]}, not {named[0]}")
+    found: dict[str, Any] = {name: given.get(name) for name in COLUMNS.values()}
+    found["max_tokens"] = given.get("max_tokens", given.get("max_completion_tokens"))
+    found["sampling"] = {name: given[name] for name in SHARED if name in given}
+    messages = [
+        message | {"content": "".join(part["text"] for part in _parts(message["content"]))}
+        for message in given.get("messages", [])
+    ]
+    return found | {"prompt": given.get("prompt") or messages}
 
 
-def _flat(message: Any) -> Any:
-    """A message with content parts, joined to one text."""
-    parts = message.get("content") if isinstance(message, dict) else None
-    if not isinstance(parts, list):
-        return message
-    if bad := [part for part in parts if not (isinstance(part, dict) and part.get("type") == "text")]:
-        kind = bad[0].get("type") if isinstance(bad[0], dict) else bad[0]
-        raise RowError(f"body.messages: expected text parts, not {kind!r}")
-    return message | {"content": "".join(str(part.get("text", "")) for part in parts)}
+def _problem(error: Any) -> str:
+    """The sentence for an error of pydantic."""
+    place = ".".join(str(key)[:80] for key in (BODY, *error["loc"]))
+    if error["type"] == "extra_forbidden":
+        return f"{place}: not supported; leave it out"
+    expected = next((EXPECTED[name] for name in reversed(error["loc"]) if name in EXPECTED), "names of text")
+    if error["type"] == "missing":
+        return f"{place}: is missing; expected {expected}"
+    return f"{place}: expected {expected}, not {_shown(error['input'])}"
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value)[:80] if isinstance(value, str | int | float | None) else type(value).__name__
 
 
 def answer(row: dict[str, Any], model: str, created: int) -> dict[str, Any]:
-    """A row of an output as a response line of the batch API. created: in seconds."""
+    """A row of an output as a response line of the batch API. model: for rows without one. created: in seconds."""
     name = f"{row['shard']}:{row['row']}"
     shared = {"id": f"batch_req_{name}", ID: row["id"]}
     if row["error"] is not None:
@@ -106,7 +192,7 @@ def answer(row: dict[str, Any], model: str, created: int) -> dict[str, Any]:
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{name}",
         "object": "chat.completion" if chat else "text_completion",
         "created": created,
-        "model": model,
+        "model": row.get(MODEL) or model,
         "choices": [{"index": 0, **content, "logprobs": None, "finish_reason": row["finish_reason"]}],
         "usage": usage | {"total_tokens": sum(usage.values())},
     }

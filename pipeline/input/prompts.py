@@ -20,9 +20,9 @@ from exspec.actors.engine import Request, Room, Sampling
 from exspec.actors.engine.request import LARGEST
 from exspec.actors.stop_strings import StopStrings
 from exspec.pipeline.errors import JobError, no_column
-from exspec.pipeline.input.batch import BODY, COLUMNS, fields, is_batch
+from exspec.pipeline.input.batch import BODY, COLUMNS, METHOD, URL, fields, is_batch
 from exspec.pipeline.input.plan import Shard
-from exspec.pipeline.input.rows import Row, RowError
+from exspec.pipeline.input.rows import Row, RowError, are_texts
 from exspec.pipeline.input.schemas import is_json, is_list, is_text
 from exspec.pipeline.job.settings import Job
 
@@ -86,7 +86,7 @@ class Prompts:
     def columns(self, schema: pa.Schema) -> list[str]:
         """The columns that prompts and settings of rows need, in the order of the schema."""
         named = {self.column, *(getattr(self.job, key) for key in COLUMNS), *self.variables}
-        named = {BODY} if self.batch else named
+        named = {METHOD, URL, BODY} if self.batch else named
         return [name for name in schema.names if name in named]
 
     def _given(self, row: Row) -> dict[str, Any]:
@@ -231,7 +231,7 @@ class Prompts:
             length = self.answers.longest
         if self.json_stop and isinstance(text := row[str(job.stop_column)], str):
             row = row | {str(job.stop_column): _json(job.stop_column, text, "texts")}
-        stop = _override(row, job.stop_column, job.stop, _are_texts, "non-empty texts", read=lambda value: value)
+        stop = _override(row, job.stop_column, job.stop, are_texts, "non-empty texts", read=lambda value: value)
         if stop and self.answers.constraint:
             raise RowError("stop does not apply to labels or JSON of a schema; leave it out")
         sampling = {"temperature": float(temperature), "seed": seed, **(row["sampling"] if self.batch else {})}
@@ -308,11 +308,6 @@ def _is_length(value: Any) -> bool:
 
 def _is_temperature(value: Any) -> bool:
     return isinstance(value, int | float) and 0 <= value <= LARGEST
-
-
-def _are_texts(value: Any) -> bool:
-    texts = value if isinstance(value, list) else [value]
-    return all(isinstance(text, str) and text and text.encode(errors="replace").decode() == text for text in texts)
 
 
 def _template(source: str, columns: Sequence[str]) -> tuple[jinja2.Template, set[str]]:

@@ -3,8 +3,8 @@
 import io
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain, groupby
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain, groupby
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 from exspec.pipeline.errors import first_line
 from exspec.pipeline.input.formats import bare, read, suffix_of
 from exspec.pipeline.input.plan import Shard, decode_row
+from exspec.pipeline.input.rows import BAD
 from exspec.pipeline.input.schemas import nullable
 from exspec.pipeline.input.snapshot import difference, locate, same_start
 from exspec.pipeline.storage import attempt
@@ -133,7 +134,7 @@ def _repaired(shard: Shard, first: int, item: pa.Table | Unreadable) -> pa.Table
         return item
     for row, text in shard.repairs.items():
         if 0 <= (at := int(row) - first) < item.num_rows:
-            new = _typed(decode_row(text), item.column_names, item.schema)
+            new = _typed(decode_row(text), replace(shard, values=""), item.column_names, item.schema)
             item = pa.concat_tables([item.slice(0, at), new, item.slice(at + 1)])
     return item
 
@@ -212,21 +213,31 @@ def _in_order(
             if sum(part.num_rows for part in found) < rows:
                 yield Unreadable(f"cannot be read: it has {start} rows, fewer than planned")
             else:
-                yield _typed(pa.concat_tables(found, promote_options="permissive"), columns, schema)
+                yield _typed(pa.concat_tables(found, promote_options="permissive"), shard, columns, schema)
             given += 1
     except FORMAT as error:
         yield from [damage(content, error)] * (len(ranges) - given)
 
 
-def _typed(table: pa.Table, columns: Sequence[str] | None, schema: pa.Schema | None) -> pa.Table:
-    """The columns of a table with the planned types; a column that the file lacks is null."""
-    wanted = schema or table.schema
+def _typed(table: pa.Table, shard: Shard, columns: Sequence[str] | None, schema: pa.Schema | None) -> pa.Table:
+    """The columns of a table with the planned types, and BAD; a column that the file lacks has the shard's value, or
+    is null."""
+    values = decode_row(shard.values) if shard.values else pa.table({})
+    wanted = schema or pa.schema([*table.schema, *values.schema])
     fields = [wanted.field(name) for name in (wanted.names if columns is None else columns)]
+    present, given = set(table.column_names), set(values.column_names)
+    fields += [pa.field(BAD, pa.string())] if BAD in present and BAD not in wanted.names else []
     if not fields:
         return bare(table.num_rows)
-    arrays = {f.name: table[f.name].cast(f.type) for f in fields if f.name in table.column_names}
-    arrays |= {f.name: pa.nulls(table.num_rows, f.type) for f in fields if f.name not in arrays}
-    return pa.table([arrays[f.name] for f in fields], schema=pa.schema(fields))
+
+    def column(field: pa.Field) -> Any:
+        if field.name in given:
+            return pa.repeat(values[field.name][0], table.num_rows).cast(field.type)
+        if field.name in present:
+            return table[field.name].cast(field.type)
+        return pa.nulls(table.num_rows, field.type)
+
+    return pa.table([column(field) for field in fields], schema=pa.schema(fields))
 
 
 def damage(content: Bytes, error: Exception) -> Unreadable:
@@ -250,9 +261,10 @@ class ParquetShard:
         self.starts = [0]
         for group in range(self.metadata.num_row_groups):
             self.starts.append(self.starts[-1] + self.metadata.row_group(group).num_rows)
-        roots = tuple(f"{name}." for name in self.columns)
-        paths = [self.metadata.schema.column(i).path for i in range(self.metadata.num_columns)]
-        self.leaves = [i for i, path in enumerate(paths) if f"{path}.".startswith(roots)]
+        roots = set(self.columns)
+        paths = [self.metadata.schema.column(i).path.split(".") for i in range(self.metadata.num_columns)]
+        # A name may contain dots itself.
+        self.leaves = [i for i, path in enumerate(paths) if not roots.isdisjoint(accumulate(path, "{}.{}".format))]
 
     def pieces(self, first: int, rows: int) -> list[Piece]:
         """The pieces of a range, as far as the file has the rows."""

@@ -7,11 +7,13 @@ import pyarrow as pa
 
 from exspec.actors.engine import Request
 from exspec.pipeline.errors import JobError
+from exspec.pipeline.input.batch import BODY, MODEL, add_model, with_model
+from exspec.pipeline.input.formats import spread
 from exspec.pipeline.input.plan import Chunk, Shard
 from exspec.pipeline.input.prompts import Prompts
 from exspec.pipeline.input.reading import Unreadable, read_ranges
-from exspec.pipeline.input.rows import Row, RowError, rows
-from exspec.pipeline.job.functions import FunctionError
+from exspec.pipeline.input.rows import BAD, Row, RowError, rows
+from exspec.pipeline.job.functions import Function, FunctionError
 from exspec.pipeline.job.settings import Job
 
 
@@ -25,9 +27,9 @@ class Asked:
 
 
 def mapped(job: Job, schema: pa.Schema) -> pa.Schema:
-    """The schema of the input after `map`. Raises JobError."""
+    """The schema of the input after `map`, with the models that batch requests name. Raises JobError."""
     try:
-        return job.map.makes(schema) if job.map else schema
+        return with_model(job, job.map.makes(schema) if job.map else schema)
     except FunctionError as error:
         raise JobError(f"map: {error}") from error
 
@@ -39,17 +41,27 @@ def read_mapped(
 
     Raises as `read_ranges` does.
     """
-    if job.map is None:
-        yield from read_ranges(shard, ranges, columns, job.storage_options, schema)
-        return
-    for table in read_ranges(shard, ranges, None, job.storage_options, schema):
+    lacks_model = MODEL in columns and MODEL not in schema.names
+    named = list(dict.fromkeys(BODY if name == MODEL and lacks_model else name for name in columns))
+    for table in read_ranges(shard, ranges, None if job.map else named, job.storage_options, schema):
         if isinstance(table, Unreadable):
             yield table
             continue
         try:
-            yield job.map(table).select(columns)
+            made = _map(job.map, table) if job.map else table
+            made = made if set(columns) <= set(made.column_names) else add_model(made)
+            yield made.select([*columns, *({BAD} & set(made.column_names))])
         except FunctionError as error:
             yield Unreadable(f"map: {error}")
+
+
+def _map(function: Function, table: pa.Table) -> pa.Table:
+    """A table after `map`, which does not get lines that cannot be read. Raises FunctionError."""
+    if BAD not in table.column_names:
+        return function(table)
+    good = table[BAD].is_null()
+    made = spread(function(table.filter(good).drop_columns([BAD])), good.to_pylist())
+    return made.append_column(BAD, table[BAD])
 
 
 def requests(

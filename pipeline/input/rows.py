@@ -14,12 +14,26 @@ class RowError(ValueError):
 
 
 Row = dict[str, Any] | RowError
+BAD = "_exspec_bad_line"  # column with the reason why a line of a file cannot be read; null for other lines
+
+
+def are_texts(value: Any) -> bool:
+    """Whether a value is one text or a list of texts, none of them empty."""
+    texts = value if isinstance(value, list) else [value]
+    return all(isinstance(text, str) and text and text.encode(errors="replace").decode() == text for text in texts)
 
 
 def rows(table: pa.Table, columns: Sequence[str]) -> Iterator[Row]:
-    """The rows of a table as dicts of these columns; or the first RowError among the values of a row."""
+    """The rows of a table as dicts of these columns; or the first RowError among the values of a row.
+
+    The table has a column BAD if it has lines that cannot be read, each of which is a RowError.
+    """
     found = {name: values(table, name) for name in columns}
+    bad = table[BAD].to_pylist() if BAD in table.column_names else []
     for i in range(table.num_rows):
+        if bad and bad[i]:
+            yield RowError(bad[i])
+            continue
         row = {name: column[i] for name, column in found.items()}
         yield next((value for value in row.values() if isinstance(value, RowError)), row)
 

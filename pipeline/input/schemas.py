@@ -1,8 +1,11 @@
 """One schema for all shards: differences in layout are reconciled, differences in type are errors."""
 
+from collections import Counter
+
 import pyarrow as pa
 
 from exspec.pipeline.errors import JobError
+from exspec.pipeline.input.rows import BAD
 
 
 def nullable(schema: pa.Schema) -> pa.Schema:
@@ -80,10 +83,10 @@ def unified(schema: pa.Schema, first: str, url: str, other: pa.Schema, fixed: bo
 
     Raises JobError naming the file `url` and the column that differs from the file `first`.
     """
-    for name in schema.names:
-        if name not in other.names:
-            raise JobError(f"{url}: has no column {name!r}, which {first} has")
-    if extra := [name for name in other.names if name not in schema.names]:
+    names, found = dict.fromkeys(schema.names), dict.fromkeys(other.names)
+    if lacking := [name for name in names if name not in found]:
+        raise JobError(f"{url}: has no column {lacking[0]!r}, which {first} has")
+    if extra := [name for name in found if name not in names]:
         raise JobError(f"{url}: column {extra[0]!r} is not in {first}; expected one schema for all shards")
     fields = []
     for field in schema:
@@ -97,7 +100,9 @@ def unified(schema: pa.Schema, first: str, url: str, other: pa.Schema, fixed: bo
 
 
 def refuse_duplicates(url: str, schema: pa.Schema) -> None:
-    """Raises JobError if two columns have the same name."""
-    names = schema.names
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise JobError(f"{url}: {names.count(twice[0])} columns are called {twice[0]!r}; expected unique names")
+    """Raises JobError if two columns have the same name, or if one has a reserved name."""
+    counts = Counter(schema.names)
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise JobError(f"{url}: {counts[twice[0]]} columns are called {twice[0]!r}; expected unique names")
+    if BAD in counts:
+        raise JobError(f"{url}: the column name {BAD!r} is reserved; rename the column")

@@ -6,20 +6,22 @@ from datetime import datetime
 from fnmatch import fnmatch
 from functools import cached_property, reduce
 from typing import Any
+from urllib.parse import unquote
 
 import fsspec
 import pyarrow as pa
 
 from exspec.pipeline.errors import JobError, first_line, job_errors
-from exspec.pipeline.input.formats import FormatError, scan, suffix_of
-from exspec.pipeline.input.plan import Plan, Shard, decode_row, decode_schema
+from exspec.pipeline.input.formats import SUFFIXES, FormatError, scan, suffix_of
+from exspec.pipeline.input.plan import Plan, Shard, decode_row, decode_schema, encode_row
 from exspec.pipeline.input.reading import FORMAT, Bytes, RangeFile, read_footer
 from exspec.pipeline.input.schemas import nullable, refuse_duplicates, unified
-from exspec.pipeline.input.snapshot import locate, probe
+from exspec.pipeline.input.snapshot import IrregularError, locate, probe
 from exspec.pipeline.input.tables import TableVersion, find_tables, read_iceberg, read_table
 from exspec.pipeline.storage import at_once, attempt
 
 KINDS = "Parquet, JSONL, CSV or Arrow"
+NO_VALUE = "__HIVE_DEFAULT_PARTITION__"  # in the name of a folder, as Hive and Spark write null
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,18 @@ class Since:
 
 
 def find_shards(
-    urls: list[str], options: dict[str, Any], before: Plan | None = None, since: Since | None = None
+    urls: list[str],
+    options: dict[str, Any],
+    before: Plan | None = None,
+    since: Since | None = None,
+    bad_lines: bool = False,
 ) -> tuple[list[Shard], pa.Schema]:
     """The shards of folders, globs and paths, sorted by name, and their schema. Empty files are skipped.
 
     A Delta or Iceberg table stands for the files of its newest version, or of the planned one.
 
-    before: the plan of an earlier run; new shards must have its schema. since: files to skip.
+    before: the plan of an earlier run; new shards must have its schema. since: files to skip. bad_lines: a line that
+    cannot be read is a row, not an error.
     Raises JobError naming what cannot be read.
     """
     planned = before.shards if before else []
@@ -74,12 +81,17 @@ def find_shards(
         _refuse_rewritten(planned, locations)
     known = nullable(decode_schema(before.schema)) if before and before.schema else None
     if not locations and not (since and known):
-        raise JobError(f"input: no {KINDS} files in {', '.join(urls)}")
+        raise JobError(f"input: no {KINDS} files in {', '.join(urls)}; exspec reads {SUFFIXES}")
     by_name = {shard.name: shard for shard in planned}
     if since:
         wanted = at_once(since.wants, locations)
         locations = [location for location, new in zip(locations, wanted, strict=True) if new]
-    footers = at_once(lambda location: _footer(location, by_name.get(location.name), known), locations)
+    ignored = _ignored(planned, known)
+
+    def footer(location: Location) -> tuple[Shard, pa.Schema]:
+        return _footer(location, by_name.get(location.name), known, ignored, bad_lines)
+
+    footers = at_once(footer, locations)
     if not footers and not known:
         raise JobError(f"input: no {KINDS} files in {', '.join(urls)} are newer than the date in since")
     # A file without footer and rows has no known columns.
@@ -213,7 +225,33 @@ def _plain(fs: Any, base: str, files: Iterable[str]) -> list[Location]:
         )
     wanted = ".parquet" if ".parquet" in found else next(iter(found), None)
     shown = {f: name for f, name in shown.items() if wanted and kinds[f] == wanted}
-    return [Location(name, fs.unstrip_protocol(f), fs, f) for f, name in sorted(shown.items())]
+    return [Location(name, fs.unstrip_protocol(f), fs, f, values=_values(name)) for f, name in sorted(shown.items())]
+
+
+def _keys(name: str) -> list[tuple[str, str]]:
+    """Key and value of each folder called `key=value` in the name of a shard, as Hive and Spark write tables."""
+    pairs = (folder.partition("=") for folder in name.split("/")[:-1])
+    return [(unquote(key), unquote(value)) for key, equals, value in pairs if key and equals]
+
+
+def _values(name: str) -> str:
+    """The columns that the folders of a shard name, as in Shard. Raises JobError if two have one name."""
+    pairs = _keys(name)
+    if len(values := dict(pairs)) < len(pairs):
+        raise JobError(f"input: the folders of {name!r} name a column twice; expected each key once")
+    columns = {key: pa.array([None if value == NO_VALUE else value], pa.string()) for key, value in values.items()}
+    return encode_row(pa.record_batch(columns)) if columns else ""
+
+
+def _ignored(planned: Iterable[Shard], known: pa.Schema | None) -> set[str]:
+    """Keys of folders that are no columns of the job, because it was planned by a version that did not read them."""
+    return {key for shard in planned for key, _ in _keys(shard.name)} - set(known.names if known else ())
+
+
+def _outside(values: str, inside: Set[str]) -> pa.Table:
+    """The values of a shard, without columns that are in the file: those go before the folder's name."""
+    row = decode_row(values) if values else pa.table({})
+    return row.select([name for name in row.column_names if name not in inside])
 
 
 def _of_table(fs: Any, base: str, root: str, table: TableVersion) -> list[Location]:
@@ -239,42 +277,39 @@ def _refuse_inside(fs: Any, pattern: str, url: str) -> None:
             return
 
 
-def _footer(location: Location, known: Shard | None, schema: pa.Schema | None) -> tuple[Shard, pa.Schema]:
+def _footer(
+    location: Location, known: Shard | None, schema: pa.Schema | None, ignored: Set[str], bad_lines: bool
+) -> tuple[Shard, pa.Schema]:
+    """A file as a shard, and its schema. known: the shard as planned. schema: as planned. ignored: keys of folders."""
     file = Bytes(location.fs, location.path)
     try:
         file.size, content, stamp = probe(location.fs, location.path, known)
-        if suffix_of(location.name):
-            return _counted(location, file, content, stamp, known, schema)
-        opened = read_footer(file)
+        if suffix_of(location.name) and known and schema and (known.size, known.etag) == (file.size, content):
+            return replace(known, url=location.url, stamp=stamp), schema  # without footer, it would be scanned
+        rows, found = _read(location, file, bad_lines)
     except FORMAT as error:
+        if isinstance(error, IrregularError):
+            raise
         if isinstance(error, FormatError):
             raise JobError(f"{location.url}: {error}") from error
-        whole = file.refused or not file.fetches or suffix_of(location.name)
+        opened = file.fetches or isinstance(error, pa.ArrowInvalid)
+        whole = file.refused or not opened or suffix_of(location.name)
         what = "cannot be read" if whole else "not a Parquet file"
+        if not (whole or location.name.endswith(".parquet")):
+            what += f", and its suffix names no other format; exspec reads {SUFFIXES}"
         raise JobError(f"{location.url}: {what} ({first_line(file.refused or error)})") from error
-    refuse_duplicates(location.url, opened.schema_arrow)
+    refuse_duplicates(location.url, found)
     if location.table:
-        location.table.check(location.url, opened.schema_arrow)
-    fields = [*nullable(opened.schema_arrow), *(decode_row(location.values).schema if location.values else ())]
-    shard = Shard(
-        location.name,
-        location.url,
-        opened.metadata.num_rows,
-        file.size,
-        content,
-        stamp,
-        location.version,
-        location.values,
-    )
-    return shard, pa.schema(fields)
+        location.table.check(location.url, found)
+    row = _outside(location.values, {*found.names, *ignored})
+    values = encode_row(row.to_batches()[0]) if row.num_columns else ""
+    shard = Shard(location.name, location.url, rows, file.size, content, stamp, location.version, values)
+    return shard, pa.schema([*nullable(found), *row.schema])
 
 
-def _counted(
-    location: Location, file: Bytes, content: str, stamp: str, known: Shard | None, planned: pa.Schema | None
-) -> tuple[Shard, pa.Schema]:
-    """A file without a footer, which is scanned unless it is unchanged since it was planned."""
-    if known and planned and (known.size, known.etag) == (file.size, content):
-        return replace(known, url=location.url, stamp=stamp), planned
-    rows, schema = scan(location.name, lambda: RangeFile(file))
-    refuse_duplicates(location.url, schema)
-    return Shard(location.name, location.url, rows, file.size, content, stamp), nullable(schema)
+def _read(location: Location, file: Bytes, bad_lines: bool) -> tuple[int, pa.Schema]:
+    """Number of rows and schema of a file. Raises one of FORMAT."""
+    if suffix_of(location.name):
+        return scan(location.name, lambda: RangeFile(file), bad_lines)
+    opened = read_footer(file)
+    return opened.metadata.num_rows, opened.schema_arrow

@@ -5,15 +5,21 @@ import hashlib
 import re
 from functools import lru_cache
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Shard
 from exspec.pipeline.storage import at_once, attempt, etag
 
 PIECE = 16 << 20  # bytes that are read at once
+
+
+class IrregularError(JobError):
+    """A path that is not a regular file, so that reading it may block or never end."""
 
 
 def locate(url: str, options: dict[str, Any]) -> tuple[Any, str]:
@@ -24,11 +30,16 @@ def locate(url: str, options: dict[str, Any]) -> tuple[Any, str]:
 
 
 def probe(fs: Any, path: str, known: Shard | None = None) -> tuple[int, str, str]:
-    """Present size, etag and stamp of a file. A local file with the known stamp is not read again."""
+    """Present size, etag and stamp of a file. A local file with the known stamp is not read again.
+
+    Raises IrregularError.
+    """
     if not isinstance(fs, LocalFileSystem):
         info = attempt(lambda: fs.info(path))
         return int(info["size"] or 0), etag(info), ""
     status = attempt(Path(path).stat)
+    if not S_ISREG(status.st_mode):
+        raise IrregularError(f"input {path}: is a pipe, socket, device or folder; expected a regular file")
     stamp = f"{status.st_mtime_ns}-{status.st_ino}"
     if known and (known.size, known.stamp) == (status.st_size, stamp):
         return known.size, known.etag, stamp
@@ -64,6 +75,8 @@ def difference(shard: Shard, fs: Any, path: str) -> str | None:
         size, content, _ = probe(fs, path, shard)
     except FileNotFoundError:
         return "has vanished since it was planned"
+    except IrregularError:
+        return "has changed since it was planned: it is no longer a regular file"
     if size != shard.size:
         return f"has changed since it was planned ({shard.size} bytes then, {size} now)"
     return None if content == shard.etag else f"has changed since it was planned ({size} bytes, but other content)"

@@ -9,6 +9,7 @@ import json
 import linecache
 import re
 import sys
+from collections import Counter
 from functools import lru_cache
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
@@ -71,7 +72,7 @@ class Function(BaseModel):
             raise FunctionError(f"{self.name}: returned {type(made).__name__}, expected a pyarrow Table")
         if made.num_rows != table.num_rows:
             raise FunctionError(f"{self.name}: returned {made.num_rows} rows for {table.num_rows}, expected as many")
-        if twice := [name for name in made.column_names if made.column_names.count(name) > 1]:
+        if twice := [name for name, count in Counter(made.column_names).items() if count > 1]:
             raise FunctionError(f"{self.name}: returned two columns {twice[0]!r}")
         return made.replace_schema_metadata()
 

@@ -119,6 +119,11 @@ class Job(Decoding):
         None, "Column of row ids; an empty name means none. Default: id if the input has it, else shard and row number."
     )
     carry: list[str] | None = _files(None, "Input columns to copy to the output. Default: all.")
+    bad_lines: Literal["refuse", "error"] = _files(
+        "refuse",
+        "A line of JSONL or CSV that cannot be read: refuse the job, or write an error row in its place.",
+        "any",
+    )
     max_new_tokens_column: str | None = _sampling(None, "Column that overrides max_new_tokens per row.")
     temperature_column: str | None = _sampling(None, "Column that overrides temperature per row.")
     seed_column: str | None = _sampling(None, "Column that overrides the seed per row.")

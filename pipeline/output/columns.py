@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _COLUMNS: dict[str, tuple[pa.DataType, str]] = {
     "shard": (pa.string(), "the input file, by its path below the input folder"),
-    "row": (pa.int64(), "the row's number in the shard; with it, unique in the job"),
+    "row": (pa.int64(), "the row's number in the shard, from 0; with it, unique in the job"),
     "id": (pa.string(), "the row's id: of the id column, or shard and row number"),
     "completion": (pa.string(), "the text that the target wrote; null for an error row"),
     "finish_reason": (pa.string(), "stop (end token or stop string), length, or error"),
@@ -45,10 +45,11 @@ def carried_columns(job: "Job", schema: pa.Schema) -> dict[str, str]:
     if own := [n for n in job.answer_columns().names if n in GENERATED.names]:
         raise JobError(f"label_column: {own[0]!r} is a column that every output has; use another name")
     names = [n for n in schema.names if n != job.id_column] if job.carry is None else list(dict.fromkeys(job.carry))
-    if missing := [name for name in names if name not in schema.names]:
+    known = set(schema.names)
+    if missing := [name for name in names if name not in known]:
         raise JobError(*(f"carry: {no_column(name, schema.names)}" for name in missing))
     carried = {name: carried_as(job, name) for name in names}
-    if twice := [name for name, new in carried.items() if name != new and new in names]:
+    if twice := [name for name, new in carried.items() if name != new and new in carried]:
         name = twice[0]
         raise JobError(f"carry: {name!r} would become {carried[name]!r}, which the input has too; leave out one")
     return carried
@@ -84,7 +85,8 @@ def conform(table: pa.Table, schema: pa.Schema, place: str) -> pa.Table:
 
     place: of the file, for the error. Raises JobError if the file has an additional column, or one of another type.
     """
-    other = [f.name for f in table.schema if f.name not in schema.names or schema.field(f.name).type != f.type]
+    kinds = {field.name: field.type for field in schema}
+    other = [f.name for f in table.schema if kinds.get(f.name) != f.type]
     if other:
         raise JobError(f"{place}: parts differ in column {other[0]!r}; expected one schema, as one job writes it")
     present = set(table.column_names)
@@ -98,4 +100,5 @@ def added_columns(function: "Function | None", schema: pa.Schema) -> pa.Schema:
         made = function.makes(schema) if function else pa.schema([])
     except FunctionError as error:
         raise JobError(f"map_output: {error}") from error
-    return pa.schema([field for field in made if field.name not in schema.names])
+    known = set(schema.names)
+    return pa.schema([field for field in made if field.name not in known])

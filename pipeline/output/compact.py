@@ -3,7 +3,7 @@
 Each new file is staged first. Then one entry of the job's log puts it in the place of the old files.
 """
 
-import hashlib
+import io
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,9 +15,18 @@ import pyarrow.parquet as pq
 
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.output.columns import conform
-from exspec.pipeline.output.contents import batches, columns_of, open_part, read_groups, read_range
+from exspec.pipeline.output.contents import (
+    batches,
+    check,
+    columns_of,
+    damaged,
+    md5,
+    open_part,
+    read_groups,
+    read_range,
+)
 from exspec.pipeline.output.owner import Writer, read_output, take
-from exspec.pipeline.output.parts import FOOTER, footer, md5
+from exspec.pipeline.output.parts import FOOTER, footer
 from exspec.pipeline.output.state import File, Summary
 from exspec.pipeline.storage import Folder, at_once
 
@@ -42,7 +51,7 @@ def compact(folder: Folder, target: int, wait: bool = False) -> Compacted:
     with take(read_output(folder), "compact", wait) as writer:
         writer.refuse_waiting()
         if not writer.state.complete:
-            missing = sum(chunk.rows for chunk in writer.state.missing())
+            missing = writer.state.plan.rows - writer.state.rows
             raise JobError(
                 f"{folder.url}: {missing} of {writer.state.plan.rows} rows are missing; expected a finished output; "
                 "run the job again first"
@@ -63,6 +72,7 @@ def compact(folder: Folder, target: int, wait: bool = False) -> Compacted:
 
 def mend(writer: Writer, name: str, parts: list[File]) -> None:
     """Replace chunks of a file by chunks that were decoded again. parts: staged parts of one chunk each."""
+    check(writer, name, name)  # damaged rows would get a new digest
     file = writer.state.file(name)
     if len(file.chunks) == 1:
         writer.commit(parts, [name])
@@ -97,8 +107,8 @@ def _sources(writer: Writer, names: list[str], target: int) -> Iterator[_Source]
         if len(file.chunks) > 1 or file.size >= target:
             return _Source(file)
         content = folder.read(file.name)
-        if md5(content) != file.digest:
-            raise JobError(f"{folder.url}/{file.name}: is damaged; remove it and run the job again")
+        if md5(io.BytesIO(content)) != file.digest:
+            raise damaged(folder, file.name)
         return _Source(file, open_part(folder, file.name, content))
 
     for batch in batches(names, {n: min(sizes[n], target) for n in names}):
@@ -152,7 +162,7 @@ class _FileWriter:
         self.file = path.open("wb")
         self.writer: Any = None
         self.tables: list[pa.Table] = []
-        self.buffered = self.least = self.footer = self.rows = 0
+        self.buffered = self.held = self.least = self.footer = self.rows = 0  # held: bytes of tables in memory
 
     def __enter__(self) -> "_FileWriter":
         return self
@@ -169,6 +179,8 @@ class _FileWriter:
     def add(self, source: _Source) -> None:
         """Write the rows of a source."""
         folder, name, rows = self.owner.folder, source.file.name, source.file.rows
+        if source.table is None:
+            check(self.owner, name, name)
         before, listed = self.rows, len(footer("", source.file.chunks)[FOOTER])
         self.footer += listed
         for table in read_groups(folder, name) if source.table is None else [source.table]:
@@ -183,14 +195,15 @@ class _FileWriter:
             self.writer = pq.ParquetWriter(self.file, self.schema, write_page_checksum=True)
         self.tables.append(conform(table, self.schema, self.owner.folder.url))
         self.buffered += weight
+        self.held += self.tables[-1].nbytes
         self.rows += table.num_rows
-        if self.buffered >= self.group or sum(t.nbytes for t in self.tables) >= ROW_GROUP:
+        if self.buffered >= self.group or self.held >= ROW_GROUP:
             self._flush()
 
     def _flush(self) -> None:
         together = pa.concat_tables(self.tables)
         self.writer.write_table(together, row_group_size=together.num_rows)
-        self.tables, self.buffered = [], 0
+        self.tables, self.buffered, self.held = [], 0, 0
 
     def end(self, staged: str, chunks: list[Summary]) -> File:
         """Write the footer, with the list of chunks, and return the file."""
@@ -205,5 +218,4 @@ class _FileWriter:
         if found != expected:
             raise JobError(f"{self.owner.folder.url}: {found} rows were written, expected {expected}")
         with self.path.open("rb") as written:
-            digest = hashlib.file_digest(written, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
-        return File("", staged, self.path.stat().st_size, digest, weight, chunks)
+            return File("", staged, self.path.stat().st_size, md5(written), weight, chunks)

@@ -1,9 +1,7 @@
 """Writes parts: one Parquet file per chunk, all with one schema, and a summary in the footer."""
 
-import hashlib
 import io
 import json
-import time
 from collections import Counter
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -18,7 +16,7 @@ from exspec.actors.generator import Origin, RowResult
 from exspec.pipeline.input.plan import Chunk
 from exspec.pipeline.job.functions import Function, FunctionError
 from exspec.pipeline.output.columns import GENERATED, ID, added_columns, conform
-from exspec.pipeline.output.contents import opened, read_range
+from exspec.pipeline.output.contents import md5, opened, read_range
 from exspec.pipeline.output.reasons import Reasons
 from exspec.pipeline.output.state import File, Summary
 from exspec.pipeline.storage import Folder
@@ -123,11 +121,7 @@ def described(content: bytes, staged: str, chunks: list[Summary]) -> File:
     groups = [metadata.row_group(g) for g in range(metadata.num_row_groups)]
     columns = sum(group.column(c).total_compressed_size for group in groups for c in range(group.num_columns))
     weight = int(columns) + len(metadata.metadata[FOOTER])
-    return File("", staged, len(content), md5(content), weight, chunks)
-
-
-def md5(content: bytes) -> str:
-    return hashlib.md5(content, usedforsecurity=False).hexdigest()
+    return File("", staged, len(content), md5(io.BytesIO(content)), weight, chunks)
 
 
 def read_staged(folder: Folder, name: str) -> tuple[str, File] | None:
@@ -153,7 +147,6 @@ def _generated(result: RowResult) -> dict[str, Any]:
 
 def summarize(chunk: Chunk, table: pa.Table, origin: Origin, reasons: Reasons) -> Summary:
     """The summary of a chunk's rows."""
-    ended = time.time()
     sums: dict[str, Any] = {name: int(pc.sum(table[name]).as_py() or 0) for name in SUMMED}
 
     def by_position(name: str) -> list[int]:
@@ -169,9 +162,8 @@ def summarize(chunk: Chunk, table: pa.Table, origin: Origin, reasons: Reasons) -
         drafted_by_position=by_position("drafted_by_position"),
         accepted_by_position=by_position("accepted_by_position"),
         lengths=Counter(str(n) for n in table["completion_tokens"].to_pylist() if n is not None),
-        ended=ended,
         reasons=reasons.to_json(),
-        produced=_produced(table, ended - origin.started),
+        produced=_produced(table, origin.ended - origin.started),
         **vars(origin),
     )
 

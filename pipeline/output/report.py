@@ -2,12 +2,16 @@
 
 import json
 from collections import Counter
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice, zip_longest
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from exspec.actors.engine import EngineStatistics
 from exspec.actors.ledger import Signs
+from exspec.pipeline.errors import JobError
 from exspec.pipeline.job.kinds import stored_job
 from exspec.pipeline.output.contents import samples, tables
 from exspec.pipeline.output.owner import AUDIT, REPORT, REPORT_PAGE, Output
@@ -15,10 +19,50 @@ from exspec.pipeline.output.page import render
 from exspec.pipeline.output.state import State
 from exspec.pipeline.output.totals import Totals
 from exspec.pipeline.secrets import anonymous, redacted
+from exspec.pipeline.storage import Folder
 
 SHOWN_MISSING = 1000  # missing chunks that a report names
 SAMPLES = 3  # completions on the page
 REASONS = 5  # of row errors that are printed
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A row that differs from the reference. token: the first that differs. margin: lead of its logit."""
+
+    shard: str
+    row: int
+    id: str
+    stored: str | None
+    expected: str | None
+    token: int
+    margin: float | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """against: the reference. equal: rows that have the same text and number of tokens as the reference."""
+
+    against: str
+    rows: int
+    equal: int
+    differences: list[Difference]
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What `exspec audit` found. sample: number of rows."""
+
+    sample: int
+    seed: int
+    comparisons: list[Comparison]
+
+
+@dataclass(frozen=True)
+class _Earlier:
+    """What a new report takes from an earlier one."""
+
+    occupancy: Annotated[float, Field(ge=0, le=1)] | None
 
 
 class Report:
@@ -141,17 +185,30 @@ def rebuild(output: Output) -> Report:
     folder, state = output.folder, output.state
     report = Report(state.description, state.plan.rows)
     job = stored_job(state.description, folder.options)
-    report.complete(state, job.evaluate(partial(tables, output)))
+    report.complete(state, job.evaluate(partial(tables, output, intact=False)))
     report.occupancy = stored_occupancy(output)
     return report
 
 
 def stored_occupancy(output: Output) -> float | None:
-    """The occupancy in an earlier report."""
+    """The occupancy in an earlier report; None if there is no report or it is damaged: a new one replaces it."""
     if not output.folder.exists(REPORT):
         return None
-    found: float | None = json.loads(output.folder.read(REPORT))["occupancy"]
-    return found
+    try:
+        return TypeAdapter(_Earlier).validate_json(output.folder.read(REPORT)).occupancy
+    except ValidationError:
+        return None
+
+
+def stored_audit(folder: Folder) -> dict[str, Any] | None:
+    """The audit in the folder if there is one. Raises JobError if it is damaged."""
+    if not folder.exists(AUDIT):
+        return None
+    try:
+        return asdict(TypeAdapter(Audit).validate_json(folder.read(AUDIT)))
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"]
+        raise JobError(f"{folder.url}/{AUDIT}: cannot be read ({reason}); remove it, or audit the job again") from error
 
 
 def price(figures: dict[str, Any], gpus: float, per_gpu_hour: float) -> float | None:
@@ -170,9 +227,7 @@ def rewrite(output: Output) -> tuple[Report, dict[str, Any]]:
 
 def write_report(report: Report, figures: dict[str, Any], output: Output) -> None:
     """Write both forms of the report, with the audit in the folder if there is one."""
-    folder = output.folder
-    if folder.exists(AUDIT):
-        report.audit = json.loads(folder.read(AUDIT))
+    folder, report.audit = output.folder, stored_audit(output.folder)
     folder.write(REPORT, json.dumps(figures | {"job": report.description, "audit": report.audit}, indent=1).encode())
     shown = samples(output, SAMPLES)
     page = render(report.description, figures, report.totals, report.audit, anonymous(folder.url), shown)

@@ -194,20 +194,11 @@ class State:
                 self._table.execute(asked, (shard, first))
 
     def _add(self, file: dict[str, Any]) -> None:
-        row = [file[key] for key in FILE]
+        row, name = [file[key] for key in FILE], file["name"]
         self._table.execute("INSERT INTO file VALUES (?, ?, ?, ?, ?)", row)
         starts = accumulate((s["rows"] for s in file["chunks"]), initial=0)
         chunks = (
-            (
-                s["shard"],
-                s["first"],
-                s["rows"],
-                s["errors"] - lasting(s),
-                start,
-                file["name"],
-                json.dumps(s),
-                s["errors"],
-            )
+            (s["shard"], s["first"], s["rows"], s["errors"] - lasting(s), start, name, json.dumps(s), s["errors"])
             for s, start in zip(file["chunks"], starts, strict=False)
         )
         self._table.executemany("INSERT INTO chunk VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0)", chunks)
@@ -253,6 +244,10 @@ class State:
     def places(self) -> Iterator[tuple[str, str]]:
         """Name and staged name of every file."""
         return iter(self._table.execute("SELECT name, staged FROM file"))
+
+    def digest(self, name: str) -> str:
+        """The MD5 of a file in hex."""
+        return str(self._one("SELECT digest FROM file WHERE name = ?", name))
 
     def staged(self, name: str) -> str:
         return str(self._one("SELECT staged FROM file WHERE name = ?", name))

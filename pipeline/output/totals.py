@@ -4,6 +4,7 @@ import bisect
 import heapq
 from collections import Counter
 from itertools import zip_longest
+from math import floor
 
 from exspec.pipeline.output.reasons import Reasons
 from exspec.pipeline.output.state import Summary
@@ -44,9 +45,11 @@ class Totals:
         self.drafted = _added(self.drafted, s.drafted_by_position)
         self.accepted = _added(self.accepted, s.accepted_by_position)
         chunk = f"{shard}, rows {s.first} to {s.first + s.rows - 1}"
-        self.slowest = heapq.nlargest(SLOWEST, [*self.slowest, (s.ended - s.started, chunk, s.completion_tokens)])
-        _cover(self.spans, s.started, s.ended)
-        self._spread(s)
+        end = max(s.started, s.ended)  # an older version took the time from a clock that may step back
+        self.slowest = heapq.nlargest(SLOWEST, [*self.slowest, (end - s.started, chunk, s.completion_tokens)])
+        _cover(self.spans, s.started, end)
+        self._widen()
+        self._spread(s.produced or [s.completion_tokens], s.started, end)
 
     def length_figures(self) -> dict[str, int] | None:
         """Lower median and maximum of the completion lengths."""
@@ -57,18 +60,21 @@ class Totals:
                 return {"median": length, "longest": max(self.lengths)}
         return None
 
-    def _spread(self, s: Summary) -> None:
-        pieces = s.produced or [s.completion_tokens]
-        each = (s.ended - s.started) / len(pieces)
-        for n, tokens in enumerate(pieces):
-            first, last = (int((s.started + (n + k) * each) / self.width) for k in (0, 1))
-            for i in range(first, last + 1):
-                self.bins[i] += tokens / (last - first + 1)  # type: ignore[assignment]
-        while len(self.bins) > MOST_BINS:
+    def _widen(self) -> None:
+        """Double the width of bins until all spans fit into a few: a clock that was wrong, or a pause between runs, may
+        have put them years apart."""
+        while (self.spans[-1][1] - self.spans[0][0]) / self.width > MOST_BINS:
             wider: Counter[int] = Counter()
             for i, tokens in self.bins.items():
                 wider[i // 2] += tokens
             self.bins, self.width = wider, 2 * self.width
+
+    def _spread(self, pieces: list[float], start: float, end: float) -> None:
+        each = (end - start) / len(pieces)
+        for n, tokens in enumerate(pieces):
+            first, last = (floor((start + (n + k) * each) / self.width) for k in (0, 1))
+            for i in range(first, last + 1):
+                self.bins[i] += tokens / (last - first + 1)  # type: ignore[assignment]
 
 
 def _added(one: list[int], other: list[int]) -> list[int]:

@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 from typer.testing import CliRunner
 
 from exspec.jobs import cli
+from tests.pipeline.jobs import record
 
 MAIN = "from exspec.jobs.cli import main; main()"  # for `python -c`
 
@@ -30,10 +31,11 @@ def rows_of(output: Path) -> list[dict[str, Any]]:
 
 
 def overwrite(part: Path, column: str, row: int, value: Any) -> dict[str, Any]:
-    """Change one value of a part on disk. Returns the row as it was."""
+    """Change one value of a part, as if the job had written another one. Returns the row as it was."""
     table = pq.read_table(part)
     values, place = table[column].to_pylist(), table.schema.get_field_index(column)
     before: dict[str, Any] = table.slice(row, 1).to_pylist()[0]
     values[row] = value
     pq.write_table(table.set_column(place, table.schema.field(place), pa.array(values)), part)
+    record(part)
     return before

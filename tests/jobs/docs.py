@@ -1,8 +1,9 @@
 """The pages of the commands: `python -m tests.jobs.docs` writes the generated part of each page, from the command line.
 
 The generated part, between two marks, holds synopsis, help and options; the rest of a page is written by hand. The
-settings of a job, which several commands take, have a page of their own. A command without a page gets one with only
-the generated part, and a test fails until somebody has written the rest.
+fields of a batch request are a table in the page of formats. The settings of a job, which several commands take, have a
+page of their own. A command without a page gets one with only the generated part, and a test fails until somebody has
+written the rest.
 """
 
 import inspect
@@ -15,11 +16,12 @@ from typing import Any, get_args
 import typer.main
 
 from exspec.jobs.cli import app
+from exspec.pipeline.input.batch import Body
 from exspec.pipeline.job.labels import LabelJob
 from exspec.pipeline.job.settings import Auto, Job, grouped
 
 FOLDER = Path(__file__).parents[2] / "jobs" / "docs"
-INDEX, SETTINGS = "README.md", "settings.md"
+INDEX, SETTINGS, FORMATS = "README.md", "settings.md", "formats.md"
 BEGIN, END = "<!-- generated: python -m tests.jobs.docs -->", "<!-- end -->"
 HEADINGS = ("## Examples", "## What it writes", "## When it goes wrong")
 EXIT_CODES = ("## Exit codes\n", "\nExit codes: ")  # by hand, or in the command's help
@@ -103,6 +105,12 @@ def settings_reference() -> str:
         lines += ["", f"### {group}{alone}", "", *rows]
     changes = [f"- {rule}: {', '.join(later[name])}" for name, rule in LATER.items()]
     return "\n".join([*lines, "", "### In a later run", "", *changes, STAY])
+
+
+def batch_reference() -> str:
+    """The generated part of the page of formats: the fields of a batch request's body."""
+    rows = [f"| `{name}` | {field.description} |" for name, field in Body.model_fields.items()]
+    return "\n".join(["| field | value |", "|---|---|", *rows])
 
 
 def _group(field: Any) -> str:
@@ -207,7 +215,7 @@ def pages() -> dict[Path, str]:
         path = FOLDER / f"{name}.md"
         page = path.read_text(encoding="utf-8") if path.exists() else f"{BEGIN}\n{END}\n"
         made[path] = renewed(page, reference(name, command))
-    for name, part in ((INDEX, index()), (SETTINGS, settings_reference())):
+    for name, part in ((INDEX, index()), (SETTINGS, settings_reference()), (FORMATS, batch_reference())):
         made[FOLDER / name] = renewed((FOLDER / name).read_text(encoding="utf-8"), part)
     return made
 

@@ -74,7 +74,7 @@ def test_labels_with_gold_review_report_and_audit(messages: Path, tmp_path: Path
 
     assert equal_rows(out) == [(24, 24)] * 2
     part = sorted(out.glob("part-*"))[1]
-    content, urgency = part.read_bytes(), pq.read_table(part)["label_urgency"][3].as_py()
+    urgency = pq.read_table(part)["label_urgency"][3].as_py()
     changed = "low" if urgency != "low" else "high"
     row = overwrite(part, "label_urgency", 3, changed)
     assert call("audit", out, "--share", 1, "--no-generate").exit_code == 1
@@ -82,7 +82,7 @@ def test_labels_with_gold_review_report_and_audit(messages: Path, tmp_path: Path
     assert difference["id"] == row["id"]
     assert json.loads(difference["stored"]) == {"label_urgency": changed}
 
-    part.write_bytes(content)
+    overwrite(part, "label_urgency", 3, urgency)
     answers = []
     for command in ("report", "compact", "report"):
         succeed(command, out)

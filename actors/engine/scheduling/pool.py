@@ -2,12 +2,15 @@
 
 import time
 from collections import deque
-from collections.abc import Set
+from collections.abc import Callable, Set
+from typing import TypeVar
 
 from exspec.actors.engine.kv.pages import Store
 from exspec.actors.engine.request import Completion, FinishReason, Request, Scores
 from exspec.actors.engine.statistics import SequenceCounters, SequenceStatistics
 from exspec.actors.engine.tokens.constraint import Constraint
+
+T = TypeVar("T")
 
 
 class Sequence:
@@ -21,7 +24,8 @@ class Sequence:
     def __init__(self, request: Request, longest: int) -> None:
         self.request = request
         self.tokens = list(request.prompt)
-        self.constraint: Constraint | None = request.constraint() if request.constraint else None
+        self.constraint: Constraint | None = None
+        self.error: BaseException | None = None  # of one of the request's own functions
         self.scores: list[Scores] = []
         self.limit = min(len(self.tokens) + request.max_new_tokens, longest)  # tokens at most, prompt included
         self.slot = -1
@@ -47,6 +51,18 @@ class Sequence:
     @property
     def length(self) -> int:
         return len(self.tokens) - 1
+
+    def guarded(self, function: Callable[..., T], otherwise: T, *arguments: object) -> T:
+        """The result of one of the request's own functions. The first exception becomes `error` and ends the sequence
+        with its round; until then the functions are not called again."""
+        if self.error is None:
+            try:
+                return function(*arguments)
+            except BaseException as error:  # SystemExit and panics of Rust code too
+                if isinstance(error, KeyboardInterrupt):
+                    raise
+                self.error = error
+        return otherwise
 
     @property
     def committed(self) -> list[int]:
@@ -128,7 +144,8 @@ class Pool:
             seconds_decode=time.monotonic() - sequence.started,
         )
         counted = sequence.statistics + timing
-        return Completion(sequence.request.id, committed, reason, stopped_by, counted, sequence.scores)
+        name = sequence.request.id
+        return Completion(name, committed, reason, stopped_by, counted, sequence.scores, sequence.error)
 
     def check(self) -> None:
         """Raise AssertionError if the invariants do not hold."""

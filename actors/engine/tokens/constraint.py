@@ -5,9 +5,10 @@ verifies. So the committed tokens are those of plain decoding under the same con
 is forced if it is the only one allowed. A forced token is free as a draft, since the target cannot disagree.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence, Set
 from functools import cached_property
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self, cast
 
 import numpy as np
 import torch
@@ -122,7 +123,8 @@ class Barred(Constraint):
     """
 
     def __init__(self, vocabulary: int, ends: Set[int], least: int, words: Iterable[tuple[int, ...]]) -> None:
-        self.vocabulary, self.ends, self.least, self.words = vocabulary, frozenset(ends), least, tuple(words)
+        self.vocabulary, self.least, self.words = vocabulary, least, tuple(words)
+        self.ends = frozenset(end for end in ends if end < vocabulary)  # a model's config may name others
         self.tokens: list[int] = []
         self._masks: dict[frozenset[int], Words] = {}
 
@@ -148,6 +150,50 @@ class Barred(Constraint):
         tokens, count = self.tokens, len(self.tokens)
         barred = {word[-1] for word in self.words if tokens[count - len(word) + 1 :] == list(word[:-1])}
         return frozenset(barred | self.ends if count < self.least else barred)
+
+
+class Guarded(Constraint):
+    """A request's constraint. When it raises, it allows everything from then on, and the sequence ends.
+
+    vocabulary: V. guard: `Sequence.guarded`.
+    """
+
+    def __init__(self, inner: Constraint, vocabulary: int, guard: Callable[..., Any]) -> None:
+        self.inner, self.vocabulary, self.guard = inner, vocabulary, guard
+        self.everything = mask_without((), vocabulary)
+
+    def allowed(self) -> Tensor:
+        return cast(Tensor, self.guard(self.inner.allowed, torch.from_numpy(self.everything)))
+
+    def kept(self) -> Few | Words | None:
+        return cast(Few | Words | None, self.guard(self._kept, self.everything))
+
+    def _kept(self) -> Few | Words | None:
+        kept = self.inner.kept()
+        if isinstance(kept, Few) and kept.tokens and not 0 <= kept.tokens[0] <= kept.tokens[-1] < self.vocabulary:
+            raise ValueError(f"constraint: one of the tokens {kept.tokens} is outside the vocabulary")
+        return kept
+
+    def accepts(self, token: int) -> bool:
+        return bool(self.guard(self.inner.accepts, True, token))
+
+    def advance(self, token: int) -> None:
+        self.guard(self.inner.advance, None, token)
+
+    def rollback(self, count: int) -> None:
+        self.guard(self.inner.rollback, None, count)
+
+    @classmethod
+    def compute(cls, rows: Sequence[tuple[Self, int]], masks: Words) -> None:
+        kinds: defaultdict[type[Constraint], list[tuple[Self, int]]] = defaultdict(list)
+        for guarded, row in rows:
+            kinds[type(guarded.inner)].append((guarded, row))
+        for kind, alike in kinds.items():
+            try:
+                kind.compute([(guarded.inner, row) for guarded, row in alike], masks)
+            except Exception:  # of which row?
+                for guarded, row in alike:
+                    guarded.guard(kind.compute, None, [(guarded.inner, row)], masks)
 
 
 def chain(tokens: Sequence[int], end: Node) -> Node:

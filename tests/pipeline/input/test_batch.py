@@ -35,7 +35,7 @@ def row(**body: Any) -> dict[str, Any]:
 
 def test_a_chat_call_becomes_a_request() -> None:
     made = prompts(max_new_tokens=9, top_p=0.5)
-    assert made.columns(SCHEMA) == ["body"]
+    assert made.columns(SCHEMA) == ["method", "url", "body"]
     messages = [{"role": "user", "content": "Hi"}]
     plain = made.request(row(model="m", messages=messages), SHARD, 0)
     assert made.text(row(messages=messages)) == "<|message|>Hi<|record|>"
@@ -65,19 +65,25 @@ def test_a_chat_call_becomes_a_request() -> None:
         ("[]", "body: expected an object, not list"),
         ("{}", "body: expected either messages or prompt"),
         ('{"prompt": [1, 2]}', "body.prompt: expected text, not list"),
-        ('{"messages": "Hi"}', "body.messages: expected a list, not str"),
+        ('{"messages": "Hi"}', 'body.messages: expected a list of messages with role and content, not "Hi"'),
         (
             '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
-            "expected text parts, not 'image_url'",
+            'content.0.type: expected "text", not "image_url"',
         ),
-        ('{"prompt": "x", "n": 2}', "body.n: not supported"),
-        ('{"prompt": "x", "response_format": {"type": "json_object"}}', "body.response_format: not supported"),
-        ('{"prompt": "x", "temperature": -1}', "column 'temperature': expected 0 or more, not -1"),
-        ('{"prompt": "x", "top_p": 2}', "top_p: expected above 0"),
+        ('{"prompt": "x", "n": 2}', "body.n: expected 1, not 2"),
+        (
+            '{"prompt": "x", "response_format": {"type": "json_object"}}',
+            'body.response_format: expected {"type": "text"}, not dict',
+        ),
+        ('{"prompt": "x", "temperature": -1}', "body.temperature: expected a number from 0 up, not -1"),
+        ('{"prompt": "x", "top_p": 2}', "body.top_p: expected a number above 0"),
         ('{"prompt": "x", "sampling": {"foo": 1}}', "body.sampling: not supported"),
-        ('{"prompt": "x", "temperature": 1' + "0" * 400 + "}", "column 'temperature': expected 0 or more"),
-        ('{"prompt": "x", "presence_penalty": 1' + "0" * 400 + "}", "presence_penalty: expected -100 to 100"),
-        ('{"prompt": "x", "stop": ["\\ud800"]}', "column 'stop': expected non-empty texts"),
+        ('{"prompt": "x", "temperature": 1' + "0" * 400 + "}", "body.temperature: expected a number from 0 up"),
+        (
+            '{"prompt": "x", "presence_penalty": 1' + "0" * 400 + "}",
+            "body.presence_penalty: expected a number from -100 to 100",
+        ),
+        ('{"prompt": "x", "stop": ["\\ud800"]}', "body.stop: expected text, or a list of texts, none of them empty"),
         ("[" * 100_000, "body: not JSON"),
     ],
 )
