@@ -411,8 +411,14 @@ BATCH = {"custom_id": "a", "method": "POST", "url": "/v1/completions"}
             {"map": "clean:renamed"},
             lambda row: row.update(text="w5"),
         ),
+        (
+            "s.jsonl",
+            '{"key": "007", "prom\n{"key": "8", "prompt": "w1", "budget": 2}\n',
+            {"bad_lines": "error"},
+            lambda row: row.update(key="007", prompt="w5", budget=2),
+        ),
     ],
-    ids=["CSV", "requests of the batch API", "rows that a function maps"],
+    ids=["CSV", "requests of the batch API", "rows that a function maps", "a broken line"],
 )
 def test_the_rows_of_a_repair_are_rows_as_the_job_reads_them(
     pair: jobs.Pair,
