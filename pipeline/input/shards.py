@@ -17,7 +17,7 @@ from exspec.pipeline.input.reading import FORMAT, Bytes, RangeFile, read_footer
 from exspec.pipeline.input.schemas import nullable, refuse_duplicates, unified
 from exspec.pipeline.input.snapshot import locate, probe
 from exspec.pipeline.input.tables import TableVersion, find_tables, read_iceberg, read_table
-from exspec.pipeline.storage import at_once, attempt
+from exspec.pipeline.storage import at_once, attempt, refuse_user
 
 KINDS = "Parquet, JSONL, CSV or Arrow"
 
@@ -144,6 +144,7 @@ class Listing:
 
     def locations(self, url: str) -> list[Location]:
         """The files of a folder, glob or path. Raises JobError."""
+        refuse_user(url)
         try:
             fs, path = _open(url, self.options)
         except (ImportError, ValueError) as error:

@@ -38,6 +38,9 @@ KEPT = [
     "hf://datasets/user/name@main/in",
     "https://host/find?mail=a@b",
     "https://host?mail=a@b",
+    "https://host/find?bypass=1&compass=north&pwned=no",
+    "file:///user@host/in",
+    "C:/Users/a@b",
 ]
 CUT = {
     "s3://SECRET:SECRET@bucket/folder": "s3://bucket/folder",
@@ -84,6 +87,19 @@ CUT = {
     "https://host/a#access_token=SECRET": "https://host/a",
     "https://proxy/?url=https://u:SECRET@host/a": "https://proxy/?url=https://host/a",
     "https://proxy/?url=https://host/a&sig=SECRET": "https://proxy/",
+    "https://host/a?pass=SECRET": "https://host/a",
+    "https://host/a?pw=SECRET": "https://host/a",
+    "https://host/a?user_pass=SECRET": "https://host/a",
+    "https://host/a?bearer=SECRET": "https://host/a",
+    "https://host/a?oauth=SECRET": "https://host/a",
+    "https://host/a?hmac=SECRET": "https://host/a",
+    "https:/u:SECRET@host/a": "https:/host/a",
+    "https:/SECRET@host/a": "https:/host/a",
+    "https:///u:SECRET@host/a": "https:///host/a",
+    "s3:/AKIA:SEC/RET@bucket/folder": "s3:/bucket/folder",
+    "1https://u:SECRET@host/a": "1https://host/a",
+    "url_https://u:SECRET@host/a": "url_https://host/a",
+    "/here/https:/u:SECRET@host/a": "/here/https:/host/a",
 }
 
 
