@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -17,7 +18,15 @@ from exspec.actors.engine.kv.cached_model import context_length
 from exspec.actors.engine.kv.memory import MemoryPlan
 from exspec.actors.engine.shape.plan import fit
 from exspec.actors.exactness import ModelError, check_config, limit_context
-from exspec.actors.models import Source, check_vocabularies, config_of, head_config, load_part
+from exspec.actors.models import (
+    Source,
+    check_folder,
+    check_names,
+    check_vocabularies,
+    config_of,
+    head_config,
+    load_part,
+)
 from exspec.pipeline.errors import JobError, job_errors, no_column
 from exspec.pipeline.input.batch import COLUMNS, is_batch, of_batch
 from exspec.pipeline.input.plan import Chunk, Plan, Shard, encode_schema
@@ -203,12 +212,15 @@ def _check_models(job: Job) -> CheckedModels:
     for role, name, revision in pairs:
         try:
             place = local_model(name, job.storage_options, weights=False)
-            source = Source(place, revision, job.trust_remote_code)
+            source = Source(place, revision, job.trust_remote_code, job.allow_pickle)
             if role == "draft" and (head := head_config(config_of(source), name, configs[0])):
                 digests[role] = model_digest(name, revision, job.storage_options)
                 configs.append(head)
                 continue
             config = load_part(AutoConfig, source)
+            check_names(source, config)
+            if Path(name).is_dir():
+                check_folder(source, config)
             tokenizers.append(load_part(AutoTokenizer, source))
             if role == "target":
                 own = own_settings(load_generation_config(place, revision, config, job.trust_remote_code))
