@@ -100,9 +100,12 @@ def config_of(source: Source) -> dict[str, Any]:
     """The config.json of a model or head. Raises ModelError naming it."""
     _check_name(source.name)
     try:
-        return dict(PretrainedConfig.get_config_dict(source.name, revision=source.revision)[0])
+        values = PretrainedConfig.get_config_dict(source.name, revision=source.revision)[0]
     except Exception as error:  # as in load_part
         raise ModelError(f"{source.name}: {_reason(error, AutoConfig, {})}") from error
+    if not isinstance(values, dict):
+        raise ModelError(f"{source.name}: config.json is a {type(values).__name__}; expected a JSON object")
+    return values
 
 
 def head_config(values: dict[str, Any], name: str, target: PretrainedConfig) -> PretrainedConfig | None:
@@ -149,7 +152,7 @@ def load_model(
     model, found = load_part(AutoModelForCausalLM, source, config=config, **options)
     if missing := sorted(found["missing_keys"]):  # transformers would make them random
         raise ModelError(
-            f"{source.name}: its files lack {missing[0]} and {len(missing) - 1} other tensors that config.json asks for; "
+            f"{source.name}: its files lack {missing[0]} and {len(missing) - 1} more tensors of its config.json; "
             "copy the model again"
         )
     model = model.to(device).eval()
@@ -224,12 +227,8 @@ def check_names(source: Source, config: PretrainedConfig) -> None:
             place = f"{source.name}: {'config.json' if name is first else first} names the file {name!r}"
             if not isinstance(name, str) or not re.fullmatch(r"[^/\\\0]*[^/\\\0.]", name):
                 raise ModelError(f"{place}; expected a file of the same folder")
-            if not (
-                source.allow_pickle
-                or name.endswith(".safetensors")
-                or name is first
-                and name.endswith(".safetensors.index.json")
-            ):
+            kinds = (".safetensors", ".safetensors.index.json") if name is first else (".safetensors",)
+            if not (source.allow_pickle or name.endswith(kinds)):
                 raise ModelError(f"{place}; {PICKLED}")
 
 
@@ -268,8 +267,8 @@ def check_folder(source: Source, config: PretrainedConfig) -> None:
             raise ModelError(f"{file}: cut or damaged ({first_line(error)}); copy the model again") from error
         if other := [name for name, count in rows.items() if count != size]:
             raise ModelError(
-                f"{folder}: vocab_size is {size} in config.json, but {other[0]} in {file.name} has {rows[other[0]]} rows; "
-                "copy the model again"
+                f"{folder}: vocab_size is {size} in config.json, but {other[0]} in {file.name} has "
+                f"{rows[other[0]]} rows; copy the model again"
             )
 
 

@@ -277,8 +277,8 @@ def refuse_user(url: str) -> None:
     """Raises JobError if a user or password is in the URL of a bucket: it would count as the bucket's name."""
     if has_user(url):
         raise JobError(
-            f"{url}: a user or password is in the URL, where no store looks for it; set it in storage_options, such as "
-            '{"key": ..., "secret": ...}, or in the environment'
+            f"{url.rstrip('/')}: a user or password is in the URL, where no store looks for it; set it in "
+            'storage_options, such as {"key": ..., "secret": ...}, or in the environment'
         )
 
 

@@ -146,7 +146,7 @@ def test_a_key_that_would_leave_the_folder_is_refused(
 
 def test_secrets_of_a_url_are_in_no_message(stored: str, moto: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "PATIENCE", 1)
-    with pytest.raises(JobError, match=r"/none: cannot be listed: ParamValidationError$") as error:
+    with pytest.raises(JobError, match=r"/none: a user or password is in the URL, where no store looks") as error:
         local_model(f"{stored.replace('://', '://testkey:SECRET/@')}/none", moto)
     assert "SECRET" not in str(error.value)
 
