@@ -84,7 +84,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "an odd width": (edit("config.json", hidden_size=7), "The hidden size (7) is not a multiple"),
     "an unknown dtype": (edit("config.json", dtype="float9"), "no attribute 'float9'"),
     "no tokenizer": (remove("tokenizer.json", "tokenizer_config.json"), TOKENIZER.format("there is none")),
-    "an empty tokenizer.json": (write("tokenizer.json", ""), TOKENIZER.format("Expecting value: line 1 column 1 (char"),
+    "an empty tokenizer.json": (write("tokenizer.json", ""), TOKENIZER.split("{")[0]),
     "an empty object as tokenizer": (write("tokenizer.json", "{}"), TOKENIZER.format("KeyError: 'added_tokens'")),
     "a cut tokenizer.json": (cut("tokenizer.json"), "its tokenizer cannot be loaded (Expecting"),
     "an empty tokenizer_config": (write("tokenizer_config.json", ""), "its tokenizer cannot be loaded (Expecting valu"),
@@ -270,7 +270,6 @@ def test_a_cached_model_works_without_a_network(
     pair: jobs.Pair,
     tmp_path: Path,
     no_network: list[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Files that are optional, and not in the cache, are not asked for."""
     commit = "0" * 40
