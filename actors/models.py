@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils._validators import validate_repo_id
 from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
@@ -71,6 +71,7 @@ def load_pair(
     the draft is larger than the target.
     """
     source = Source(target) if isinstance(target, str) else target
+    config_of(source)  # for a model that is not there, its error is clearer than the tokenizer's
     tokenizer = load_part(AutoTokenizer, source)
     pair = Pair(load_model(source, dtype, device), None, tokenizer)
     return pair if draft is None else replace(pair, draft=load_draft(pair, draft, source.name))

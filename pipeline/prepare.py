@@ -207,8 +207,9 @@ def _probe(folder: Folder) -> None:
 
 
 def _check_models(job: Job) -> CheckedModels:
-    tokenizers, contexts, digests, problems = [], [], {}, []
+    tokenizers, contexts, digests = [], [], {}
     configs: list[PretrainedConfig] = []
+    problems: list[str] = []
     own = OwnSettings({}, {})
     pairs = [("target", job.target, job.target_revision)]
     if job.draft is not None and wants_draft(job):

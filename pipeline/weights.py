@@ -59,8 +59,8 @@ def local_model(name: str, options: dict[str, Any], weights: bool = True) -> str
 def resolved(job: Job) -> Job:
     """The job with revisions of hub ids replaced by their present commits, so that all processes load the same.
 
-    Commits, folders and URLs stay as they are, and so does a revision that neither hub nor local cache knows.
-    Raises JobError for a hub id if there is no network and the local cache does not have it.
+    Folders and URLs stay as they are. Raises JobError for a hub id if the local cache does not have it and the hub
+    cannot be reached.
     """
     commits, problems = {}, []
     _work_offline(OFFLINE)
@@ -106,8 +106,9 @@ def _commit(name: str, revision: str | None) -> str | None:
         return cached or revision
     except Exception as error:  # of many types
         if cached is None:
+            place = f"{name} at {revision}" if revision else name
             raise JobError(
-                f"{name}: no such folder, not in the local cache of the hub, and the hub cannot be reached "
+                f"{place}: no such folder, not in the local cache of the hub, and the hub cannot be reached "
                 f"({first_line(error)}); correct the name, or connect to the hub"
             ) from error
         _work_offline(True)
