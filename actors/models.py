@@ -1,5 +1,7 @@
 """Loading a target/draft pair."""
 
+import json
+import re
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -7,6 +9,9 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
+from huggingface_hub.utils._validators import validate_repo_id
+from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -16,6 +21,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils.hub import cached_file
 
 from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.drafters.head import HeadDrafter
@@ -24,6 +30,10 @@ from exspec.actors.engine.engine import model_end_ids
 from exspec.actors.engine.kv.attention import first_line
 from exspec.actors.exactness import ModelError, check_config, check_forward, fix_rotary_factors
 
+INDEX = "model.safetensors.index.json"
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")  # ends of names
+FILES = "tokenizer.json and tokenizer_config.json beside config.json, as save_pretrained writes them"
+PICKLED = "expected safetensors, or allow_pickle: true for weights in files that can run code"
 REFUSED_CODE = "expected a model that transformers itself knows, or trust_remote_code: true to run that code"
 
 
@@ -61,6 +71,7 @@ def load_pair(
     the draft is larger than the target.
     """
     source = Source(target) if isinstance(target, str) else target
+    config_of(source)  # for a model that is not there, its error is clearer than the tokenizer's
     tokenizer = load_part(AutoTokenizer, source)
     pair = Pair(load_model(source, dtype, device), None, tokenizer)
     return pair if draft is None else replace(pair, draft=load_draft(pair, draft, source.name))
@@ -88,10 +99,14 @@ def load_draft(pair: Pair, draft: Source | str, target: str) -> PreTrainedModel:
 
 def config_of(source: Source) -> dict[str, Any]:
     """The config.json of a model or head. Raises ModelError naming it."""
+    _check_name(source.name)
     try:
-        return dict(PretrainedConfig.get_config_dict(source.name, revision=source.revision)[0])
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{source.name}: {_reason(error, {})}") from error
+        values = PretrainedConfig.get_config_dict(source.name, revision=source.revision)[0]
+    except Exception as error:  # as in load_part
+        raise ModelError(f"{source.name}: {_reason(error, AutoConfig, {})}") from error
+    if not isinstance(values, dict):
+        raise ModelError(f"{source.name}: config.json is a {type(values).__name__}; expected a JSON object")
+    return values
 
 
 def head_config(values: dict[str, Any], name: str, target: PretrainedConfig) -> PretrainedConfig | None:
@@ -131,9 +146,17 @@ def load_model(
     source: Source, dtype: torch.dtype, device: str | torch.device = "cpu", *, bits: bool = True
 ) -> PreTrainedModel:
     """Load one model for the engine. bits: see `check_forward`. Raises ModelError as `load_pair` does."""
-    check_config(load_part(AutoConfig, source), source.name)
-    safe = None if source.allow_pickle else True
-    model = load_part(AutoModelForCausalLM, source, dtype=dtype, use_safetensors=safe).to(device).eval()
+    config = load_part(AutoConfig, source)
+    check_config(config, source.name)
+    check_names(source, config)
+    options = {"dtype": dtype, "use_safetensors": None if source.allow_pickle else True, "output_loading_info": True}
+    model, found = load_part(AutoModelForCausalLM, source, config=config, **options)
+    if missing := sorted(found["missing_keys"]):  # transformers would make them random
+        raise ModelError(
+            f"{source.name}: its files lack {missing[0]} and {len(missing) - 1} more tensors of its config.json; "
+            "copy the model again"
+        )
+    model = model.to(device).eval()
     fix_rotary_factors(model)
     check_forward(model, source.name, bits)
     return model  # type: ignore[no-any-return]
@@ -148,23 +171,106 @@ def forget_sampling(model: PreTrainedModel) -> None:
 def load_part(loader: Any, source: Source, **options: Any) -> Any:
     """Load a hub id or folder with one of transformers' Auto classes. Raises ModelError naming the hub id or folder.
 
-    Without trust_remote_code, a model that needs its own code is rejected without a question on the terminal.
+    Without trust_remote_code, a model that needs its own code is rejected without a question on the terminal. The
+    attention that a configuration asks for is ignored: it may name code on the hub, and the engine has its own.
     """
+    _check_name(source.name)
     try:
-        return loader.from_pretrained(
+        loaded = loader.from_pretrained(
             source.name, revision=source.revision, trust_remote_code=source.trust_remote_code, **options
         )
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{source.name}: {_reason(error, options)}") from error
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # libraries raise errors of many types for broken files
+        raise ModelError(f"{source.name}: {_reason(error, loader, options)}") from error
+    if loader is AutoConfig:
+        loaded._attn_implementation = None
+    return loaded
 
 
-def _reason(error: Exception, options: dict[str, Any]) -> str:
+def _check_name(name: str) -> None:
+    if Path(name).is_dir():
+        if not (Path(name) / "config.json").is_file():
+            raise ModelError(f"{name}: the folder has no config.json; expected a model's files")
+        return
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        reason = "is a file" if Path(name).exists() else "no such folder"
+        raise ModelError(f"{name}: {reason}; expected a model's folder, or a hub id such as Qwen/Qwen3-8B") from error
+
+
+def _reason(error: Exception, loader: Any, options: dict[str, Any]) -> str:
     if "trust_remote_code" in str(error):
         return f"it comes with code of its own; {REFUSED_CODE}"
-    reason = f"cannot be loaded as a model folder or hub id: {first_line(error)}"
-    if options.get("use_safetensors") and "safetensors" in str(error):
-        return f"{reason}; expected safetensors, or allow_pickle: true for weights in files that can run code"
-    return reason
+    reason = first_line(error)
+    if isinstance(error, StrictDataclassError):  # the first line names the field, the next ones what is wrong
+        reason = " ".join(str(error).split())
+    elif not isinstance(error, (OSError, ValueError)):
+        reason = f"{type(error).__name__}: {reason}"
+    if loader is AutoTokenizer:
+        reason = "there is none" if "backend tokenizer" in reason else reason
+        return f"its tokenizer cannot be loaded ({reason}); expected {FILES}"
+    if "ignore_mismatched_sizes" in reason:
+        reason = "its tensors have other shapes than config.json asks for; copy the model again"
+    reason = f"cannot be loaded as a model folder or hub id: {reason}"
+    return f"{reason}; {PICKLED}" if options.get("use_safetensors") and "safetensors" in str(error) else reason
+
+
+def check_names(source: Source, config: PretrainedConfig) -> None:
+    """Reject weights in files that are not safetensors, unless allow_pickle is set, and files outside the folder.
+
+    transformers only checks the name of the index, and loads pickle if the index names it. Raises ModelError.
+    """
+    for part in (config, config.get_text_config()):
+        first = str(getattr(part, "transformers_weights", None) or INDEX)
+        for name in (first, *_index(source, first)):
+            place = f"{source.name}: {'config.json' if name is first else first} names the file {name!r}"
+            if not isinstance(name, str) or not re.fullmatch(r"[^/\\\0]*[^/\\\0.]", name):
+                raise ModelError(f"{place}; expected a file of the same folder")
+            kinds = (".safetensors", ".safetensors.index.json") if name is first else (".safetensors",)
+            if not (source.allow_pickle or name.endswith(kinds)):
+                raise ModelError(f"{place}; {PICKLED}")
+
+
+def _index(source: Source, name: str) -> list[Any]:
+    """The files that an index of weights names; none if this is no index, or if there is none."""
+    if "/" in name or not name.endswith(".index.json"):
+        return []
+    silent = dict.fromkeys(("missing_entries", "connection_errors", "gated_repo"), False)
+    options = {f"_raise_exceptions_for_{what}": value for what, value in silent.items()}
+    path = cached_file(source.name, name, revision=source.revision, **options)
+    if path is None:
+        return []
+    try:
+        index = json.loads(Path(path).read_text(encoding="utf-8"))
+        return list(dict.fromkeys(index["weight_map"].values()))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"{path}: not an index of weights ({type(error).__name__}: {first_line(error)})") from error
+
+
+def check_folder(source: Source, config: PretrainedConfig) -> None:
+    """Reject a local folder whose weights are missing or cut, or do not fit its vocab_size. Reads headers only.
+
+    Raises ModelError naming the file.
+    """
+    folder, size = Path(source.name), config.get_text_config().vocab_size
+    files = sorted(folder.glob("*.safetensors"))
+    if not files and not source.allow_pickle:
+        raise ModelError(f"{folder}: the folder has no weights in safetensors; {PICKLED}")
+    if gone := [name for name in _index(source, INDEX) if not (folder / name).is_file()]:
+        raise ModelError(f"{folder}: {gone[0]} is missing, which {INDEX} names; copy the model again")
+    for file in files:
+        try:
+            with safe_open(file, "pt") as tensors:
+                rows = {n: tensors.get_slice(n).get_shape()[0] for n in tensors.keys() if n.endswith(EMBEDDINGS)}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{file}: cut or damaged ({first_line(error)}); copy the model again") from error
+        if other := [name for name, count in rows.items() if count != size]:
+            raise ModelError(
+                f"{folder}: vocab_size is {size} in config.json, but {other[0]} in {file.name} has "
+                f"{rows[other[0]]} rows; copy the model again"
+            )
 
 
 def check_vocabularies(

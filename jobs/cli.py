@@ -4,10 +4,11 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, TextIO, cast
 
 import typer
 from pydantic import ByteSize, Field, TypeAdapter, ValidationError
@@ -308,7 +309,7 @@ def convert(
         rows = job.partition(output, file, options, partition_by, columns)
     else:
         rows = job.convert(output, file, options, columns, quote_formulas)
-    print(f"{rows} rows in {redacted(file)}")
+    print(f"{rows} rows in {file}")
 
 
 @command(
@@ -435,9 +436,29 @@ def cancel(job: JobId, address: Address = None) -> None:
     print(Cluster(address).cancel(job))
 
 
+class _Redacted:
+    """A text stream that removes the secrets of URLs from what is written to it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        self.stream.write(redacted(text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
 def main() -> None:
     """Entry point. Prints an error that the user can fix as one line per problem and exits with 2. Prints any other
-    error as a traceback and exits with 3."""
+    error as a traceback and exits with 3. Prints no secret of a URL."""
+    out, err = (cast(TextIO, _Redacted(stream)) for stream in (sys.stdout, sys.stderr))
+    with redirect_stdout(out), redirect_stderr(err):
+        _main()
+
+
+def _main() -> None:
     try:
         app()
     except Exception as error:
@@ -445,7 +466,7 @@ def main() -> None:
             traceback.print_exception(error)
             print("exspec: this is a bug in exspec; committed rows are not lost", file=sys.stderr)
             sys.exit(3)
-        lines = [redacted(" ".join(problem.split())) for problem in problems]
+        lines = [" ".join(problem.split()) for problem in problems]
         if len(lines) > 1:
             lines = [f"{len(lines)} problems", *(f"  {line}" for line in lines)]
         print("exspec:", "\n".join(lines), file=sys.stderr)

@@ -4,15 +4,20 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 
+from exspec.pipeline.secrets import redacted
+
 
 class JobError(ValueError):
-    """A job that cannot start. Each problem says what is wrong and what was expected. code: the exit code."""
+    """A job that cannot start. Each problem says what is wrong and what was expected, without the secrets of its URLs.
+
+    code: the exit code.
+    """
 
     code = 2
 
     def __init__(self, *problems: str) -> None:
-        super().__init__(*problems)
-        self.problems = problems
+        self.problems = tuple(map(redacted, problems))
+        super().__init__(*self.problems)
 
     def __str__(self) -> str:
         return "; ".join(self.problems)

@@ -4,8 +4,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import pyarrow as pa
 import torch
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
@@ -17,7 +19,16 @@ from exspec.actors.engine.kv.cached_model import context_length
 from exspec.actors.engine.kv.memory import MemoryPlan
 from exspec.actors.engine.shape.plan import fit
 from exspec.actors.exactness import ModelError, check_config, limit_context
-from exspec.actors.models import Source, check_vocabularies, config_of, head_config, load_part
+from exspec.actors.models import (
+    Source,
+    check_folder,
+    check_names,
+    check_vocabularies,
+    config_of,
+    head_config,
+    load_part,
+)
+from exspec.pipeline.cluster.connect import starts_here
 from exspec.pipeline.errors import JobError, job_errors, no_column
 from exspec.pipeline.input.batch import COLUMNS, is_batch, of_batch
 from exspec.pipeline.input.plan import Chunk, Plan, Shard, encode_schema
@@ -31,7 +42,7 @@ from exspec.pipeline.job.settings import Job
 from exspec.pipeline.output.columns import added_columns, carried_columns, output_schema
 from exspec.pipeline.output.owner import Output
 from exspec.pipeline.output.state import State
-from exspec.pipeline.shape import LONGEST, Shape, known_shape, memory_of, shape_of, wants_draft
+from exspec.pipeline.shape import LONGEST, Shape, device_here, known_shape, memory_of, shape_of, wants_draft
 from exspec.pipeline.storage import PROBE, Folder
 from exspec.pipeline.weights import local_model, model_digest, resolved
 
@@ -170,10 +181,10 @@ def prepare(job: Job, restart: bool = False, mending: bool = False) -> Prepared:
     folder = Folder(job.output, job.storage_options)
     check(lambda: _refuse_overlap(job, folder))
     output = check(lambda: _open(folder))
-    job = resolved(job)
-    models = check(lambda: _check_models(job))
-    if models:
-        job = check(lambda: with_own(job, models.own)) or job
+    known = check(lambda: resolved(job))
+    models = check(lambda: _check_models(known)) if known else None
+    if known and models:
+        job = check(lambda: with_own(known, models.own)) or known
         check(lambda: _check_tokens(job, models))
     earlier = output.state if output and output.state.job and not restart else None
     settled = earlier.done_shards() if earlier and job.since else set()
@@ -193,6 +204,8 @@ def prepare(job: Job, restart: bool = False, mending: bool = False) -> Prepared:
                 check(prompts.answers.constraint)
     if models:
         check(lambda: _check_memory(job, models))
+    if earlier is None or earlier.description["device"] == "cuda":  # else the device is another setting
+        check(lambda: _check_device(job))
     if problems or not (found and columns is not None and models and prompts and output):
         raise JobError(*dict.fromkeys(problems))
     plan = Plan(found[0], 1, job.limit, encode_schema(found[1]))
@@ -231,6 +244,7 @@ def _probe(folder: Folder) -> None:
 def _check_models(job: Job) -> CheckedModels:
     tokenizers, contexts, digests = [], [], {}
     configs: list[PretrainedConfig] = []
+    problems: list[str] = []
     own = OwnSettings({}, {})
     pairs = [("target", job.target, job.target_revision)]
     if job.draft is not None and wants_draft(job):
@@ -238,22 +252,31 @@ def _check_models(job: Job) -> CheckedModels:
     for role, name, revision in pairs:
         try:
             place = local_model(name, job.storage_options, weights=False)
-            source = Source(place, revision, job.trust_remote_code)
-            if role == "draft" and (head := head_config(config_of(source), name, configs[0])):
+            source = Source(place, revision, job.trust_remote_code, job.allow_pickle)
+            values = config_of(source)
+            if role == "draft" and problems:  # no target to compare it with
+                continue
+            if role == "draft" and (head := head_config(values, name, configs[0])):
                 digests[role] = model_digest(name, revision, job.storage_options)
                 configs.append(head)
                 continue
             config = load_part(AutoConfig, source)
+            check_names(source, config)
+            if Path(name).is_dir():
+                check_folder(source, config)
             tokenizers.append(load_part(AutoTokenizer, source))
             if role == "target":
                 own = own_settings(load_generation_config(place, revision, config, job.trust_remote_code))
             digests[role] = model_digest(name, revision, job.storage_options)
+            check_config(config, name)
         except (JobError, ModelError) as error:
-            raise JobError(f"{role} {error}") from error
-        check_config(config, name)
+            problems.append(f"{role} {error}")
+            continue
         limit_context(config)
         contexts.append(context_length(config))
         configs.append(config)
+    if problems:
+        raise JobError(*problems)
     if len(tokenizers) == 2:
         check_vocabularies(tokenizers[0], tokenizers[1], job.target, str(job.draft))
     if len(contexts) == 2 and contexts[1] < (capacity := min(job.capacity or LONGEST, contexts[0])):
@@ -274,12 +297,23 @@ def _check_tokens(job: Job, models: CheckedModels) -> None:
 def _check_memory(job: Job, models: CheckedModels) -> None:
     """Check the settings of the shape, and that one sequence fits into memory_gib if that is set."""
     config = shape_of(job, models.configs, 0, None).config
+    needed, there = memory_of(config, models.configs, job).total, psutil.virtual_memory().total
+    if needed > there and device_here(job) == "cpu" and starts_here(job):
+        raise JobError(
+            f"memory: an actor needs {needed / 2**30:,.1f} GiB, and this machine has {there / 2**30:,.1f} GiB; lower "
+            f"batch_size ({config.batch_size}), window ({config.slots}) or capacity ({config.capacity})"
+        )
     if job.memory_gib is not None:
         draft = models.configs[1] if len(models.configs) > 1 else None
         try:
             fit(models.configs[0], draft, config, getattr(torch, job.dtype), int(job.memory_gib * 2**30))
         except ValueError as error:
             raise JobError(str(error)) from error
+
+
+def _check_device(job: Job) -> None:
+    if job.device == "cuda" and starts_here(job) and not torch.cuda.is_available():
+        raise JobError("device: is cuda, but this machine has no GPU that torch can use; use cpu, or set ray_address")
 
 
 def _check_columns(job: Job, schema: pa.Schema) -> None:

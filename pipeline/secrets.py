@@ -7,11 +7,13 @@ from urllib.parse import unquote
 CONTAINERS = {"abfs", "abfss", "adl", "az", "wasb", "wasbs"}
 # The host of these URLs is a bucket, which has no port: what follows a colon is a password.
 BUCKETS = CONTAINERS | {"gcs", "gs", "oci", "r2", "s3", "s3a", "s3n"}
-SCHEME = re.compile(r"(?<![\w+.-])([A-Za-z][\w+.-]*)://")
+# One slash is a slip that leaves the password in place. A drive letter is no scheme.
+SCHEME = re.compile(r"([A-Za-z][\w+.-]{1,30}):/+")
 LINK = re.compile(r"::(?=[A-Za-z][\w+.-]*(?:://|::))")  # between the parts of a chained URL
 PARAMETER = re.compile(r"[?#&;]([^?#&;=\s]+)=")
 SECRET = re.compile(
-    r"^x-(amz|goog|ms|oss|cos)-|^(sig|sas|key|pwd|auth|jwt|code)$|signature|token|secret|passw|credential|authorization"
+    r"^x-(amz|goog|ms|oss|cos)-|^(sig|sas|key|auth|jwt|code)$|(^|[-_.])(pass|pw|pwd)($|[-_.])|signature|token|secret"
+    r"|passw|passphrase|credential|authorization|oauth|bearer|hmac"
     r"|(access|account|api|shared|private|subscription)[-_.]?key|accessid|session",
     re.IGNORECASE,
 )
@@ -28,7 +30,16 @@ def anonymous(url: str) -> str:
 
 def redacted(text: str) -> str:
     """The text with every URL in it made anonymous."""
-    return re.sub(r"[A-Za-z][\w+.-]*://\S+", _anonymous_word, text)
+    return re.sub(rf"{SCHEME.pattern}\S+", _anonymous_word, text)
+
+
+def has_user(url: str) -> bool:
+    """Whether the URL of a bucket has a user or password in it, which no store reads from there."""
+    return any(_scheme(link) in BUCKETS and _without_user(link) != link for link in LINK.split(url))
+
+
+def _scheme(url: str) -> str:
+    return url.partition(":")[0].lower()
 
 
 def _anonymous_word(found: re.Match[str]) -> str:
@@ -59,6 +70,8 @@ def _one_without_user(url: str) -> str:
     if found is None:
         return url
     scheme, rest = found[1].lower(), url[found.end() :]
+    if found[0].lower() == "file:///":
+        return url
     query = re.search(r"[?#][^?#=@]*=", rest)
     place = rest[: query.start()] if query and "@" in rest[: query.start()] else rest
     authority = re.split("[/?#]", place, maxsplit=1)[0]

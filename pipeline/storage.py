@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import socket
 import tempfile
 import time
 import uuid
@@ -19,6 +20,7 @@ from fsspec.implementations.local import LocalFileSystem
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
 from exspec.pipeline.errors import JobError
+from exspec.pipeline.secrets import has_user
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -27,7 +29,12 @@ STAGED, PROBE = "_staged", "_probe"  # a subfolder, and a prefix of probe files;
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"}
 PATIENCE = 180  # seconds of retries
 PERMANENT = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
-REFUSALS = ("NoCredentials", "InvalidAccessKey", "SignatureDoesNotMatch", "NoSuchBucket", "OSError Forbidden: ")
+REFUSALS = (
+    "NoCredentials", "PartialCredentials", "ClientAuthentication", "InvalidAccessKey", "SignatureDoesNotMatch",
+    "NoSuchBucket", "ParamValidation", "OSError Forbidden: ",
+)  # fmt: skip
+# Codes of S3 that another attempt may cure, though their HTTP status says that the request is wrong.
+PASSING = {"BadDigest", "ConditionalRequestConflict", "IncompleteBody", "OperationAborted", "RequestTimeout"}
 CLIENTS = ("botocore", "aiohttp", "gcsfs", "google.auth", "azure.core")  # modules whose errors are not OSErrors
 HOPELESS = {errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.ENAMETOOLONG}
 
@@ -46,6 +53,7 @@ class Folder:
 
     @cached_property
     def _connection(self) -> tuple[Any, str]:
+        refuse_user(self.url)
         try:
             return fsspec.url_to_fs(self.url, **self.options)  # type: ignore[no-any-return]
         except (ImportError, ValueError) as error:
@@ -293,6 +301,15 @@ class Folder:
         return at_once(action, names)
 
 
+def refuse_user(url: str) -> None:
+    """Raises JobError if a user or password is in the URL of a bucket: it would count as the bucket's name."""
+    if has_user(url):
+        raise JobError(
+            f"{url.rstrip('/')}: a user or password is in the URL, where no store looks for it; set it in "
+            'storage_options, such as {"key": ..., "secret": ...}, or in the environment'
+        )
+
+
 def at_once(action: Callable[[A], T], items: Iterable[A]) -> list[T]:
     """Results of an action for every item, in order, run concurrently.
 
@@ -364,7 +381,7 @@ def _is_transient(error: BaseException) -> bool:
     if isinstance(error, PERMANENT) or getattr(error, "errno", None) in HOPELESS:
         return False
     text = f"{type(error).__name__} {error}"
-    if any(word in text for word in REFUSALS):
+    if any(word in text for word in REFUSALS) or _unknown_host(error):
         return False
     status = _status(error)
     if status and 400 <= status < 500 and status not in (408, 429) and "PendingCopyOperation" not in text:
@@ -372,8 +389,17 @@ def _is_transient(error: BaseException) -> bool:
     return isinstance(error, OSError) or type(error).__module__.startswith(CLIENTS)
 
 
+def _unknown_host(error: BaseException | None) -> bool:
+    """Whether a name server answered that there is no such host. If none answers, the error is another one."""
+    while error is not None and not isinstance(error, socket.gaierror):
+        error = error.__cause__ or error.__context__
+    return error is not None and error.errno == socket.EAI_NONAME
+
+
 def _status(error: BaseException) -> int | None:
-    """The HTTP status of an error of Google's or Azure's client, if it has one."""
+    """The HTTP status of an error of a store's client, if it has one that counts."""
+    if answer := getattr(error.__cause__, "response", None):  # S3
+        return None if answer["Error"].get("Code") in PASSING else answer["ResponseMetadata"].get("HTTPStatusCode")
     client = type(error).__module__
     status = getattr(error, "code" if client.startswith("gcsfs") else "status_code", None)
     return int(str(status)) if str(status).isdecimal() else None

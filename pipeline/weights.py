@@ -13,13 +13,16 @@ from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from filelock import FileLock
+from huggingface_hub import HfApi, constants, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from exspec.actors.engine.cache import cache_folder
-from exspec.pipeline.errors import JobError
+from exspec.pipeline.errors import JobError, first_line
 from exspec.pipeline.job.settings import Job
 from exspec.pipeline.secrets import anonymous, redacted
 from exspec.pipeline.storage import Folder, at_once, attempt, etag
 
+OFFLINE = constants.HF_HUB_OFFLINE  # whether the user asks for it
 HUB_PATIENCE = 20  # seconds to wait for the hub to resolve a revision
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf"}
 
@@ -56,13 +59,20 @@ def local_model(name: str, options: dict[str, Any], weights: bool = True) -> str
 def resolved(job: Job) -> Job:
     """The job with revisions of hub ids replaced by their present commits, so that all processes load the same.
 
-    Commits, folders and URLs stay as they are, and so does a revision that neither hub nor local cache knows.
+    Folders and URLs stay as they are. Raises JobError for a hub id if the local cache does not have it and the hub
+    cannot be reached.
     """
-    commits = {}
+    commits, problems = {}, []
+    _work_offline(OFFLINE)
     for role in ("target", "draft"):
         name, revision = getattr(job, role), getattr(job, f"{role}_revision")
         if name is not None and "://" not in name and not Path(name).is_dir():
-            commits[f"{role}_revision"] = _commit(name, revision)
+            try:
+                commits[f"{role}_revision"] = _commit(name, revision)
+            except JobError as error:
+                problems.append(f"{role} {error}")
+    if problems:
+        raise JobError(*problems)
     return job.model_copy(update=commits)
 
 
@@ -82,19 +92,35 @@ def model_digest(name: str, revision: str | None, options: dict[str, Any]) -> st
 
 
 def _commit(name: str, revision: str | None) -> str | None:
-    if revision is not None and re.fullmatch("[0-9a-f]{40}", revision):
-        return revision
-    from huggingface_hub import HfApi
+    """The commit of a hub id. Raises JobError if neither the hub nor the local cache can be asked for it.
 
+    Without a network this process and its children use the cache only: the hub's client would try for half a minute to
+    download each file that the cache lacks.
+    """
+    cached = _cached_commit(name, revision)
+    if cached and cached == revision:
+        return revision
     try:
         return HfApi().model_info(name, revision=revision, timeout=HUB_PATIENCE).sha or revision
-    except Exception:  # any error of the hub: the local cache may have the model
-        return _cached_commit(name, revision) or revision
+    except (HfHubHTTPError, HFValidationError):  # the cache may have it; else loading it raises the error
+        return cached or revision
+    except Exception as error:  # of many types
+        if cached is None:
+            place = f"{name} at {revision}" if revision else name
+            raise JobError(
+                f"{place}: no such folder, not in the local cache of the hub, and the hub cannot be reached "
+                f"({first_line(error)}); correct the name, or connect to the hub"
+            ) from error
+        _work_offline(True)
+        return cached
+
+
+def _work_offline(offline: bool) -> None:
+    constants.HF_HUB_OFFLINE = offline
+    os.environ["HF_HUB_OFFLINE"] = str(int(offline))
 
 
 def _cached_commit(name: str, revision: str | None) -> str | None:
-    from huggingface_hub import try_to_load_from_cache
-
     try:
         found = try_to_load_from_cache(name, "config.json", revision=revision)
     except ValueError:  # not a hub id; loading it raises the error

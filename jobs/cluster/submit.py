@@ -74,6 +74,11 @@ def parse(context: Any, name: str, arguments: list[str]) -> Call:
     if name not in COMMANDS:
         raise JobError(f"submit {name}: expected one of {', '.join(COMMANDS)}, after the options of submit itself")
     command = context.parent.command.commands[name]
+    own = {option for parameter in context.command.params for option in parameter.opts}
+    known = {option for parameter in command.params for option in parameter.opts}
+    if misplaced := [word for word in arguments if word.partition("=")[0] in own - known - {"--help"}]:
+        option = misplaced[0].partition("=")[0]
+        raise JobError(f"{option}: is an option of submit; put it before {name}: exspec submit {option} ... {name} ...")
     return check(command, command.make_context(name, list(arguments), parent=context).params, arguments)
 
 

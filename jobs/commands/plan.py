@@ -129,8 +129,6 @@ def _notes(prepared: Prepared) -> list[str]:
     low, high = job.actor_range
     if job.ray_address:
         return notes
-    if job.device == "cuda" and not torch.cuda.is_available():
-        notes.append("device is cuda, and this machine has no GPU that torch can use: run refuses the job here")
     cards = torch.cuda.device_count() if job.device != "cpu" else 0
     gpus = high * (job.num_gpus or 1)
     if cards and job.actors != "auto" and gpus > cards:

@@ -207,6 +207,13 @@ def _address(job: Job) -> str:
     return job.ray_address or ("" if environment.startswith("http") else environment) or "local"
 
 
+def starts_here(job: Job) -> bool:
+    """Whether the job would start a Ray of its own, on this machine alone."""
+    import ray
+
+    return _address(job) == "local" and not ray.is_initialized()
+
+
 def check_cluster(job: Job) -> None:
     """Wait until the cluster has room for an actor. Raises JobError if it does not: Ray would wait for ever."""
     from ray.autoscaler.sdk import request_resources

@@ -18,7 +18,7 @@ from exspec.pipeline.input.reading import FORMAT, Bytes, RangeFile, read_footer
 from exspec.pipeline.input.schemas import nullable, refuse_duplicates, unified
 from exspec.pipeline.input.snapshot import IrregularError, locate, probe
 from exspec.pipeline.input.tables import TableVersion, find_tables, read_iceberg, read_table
-from exspec.pipeline.storage import at_once, attempt
+from exspec.pipeline.storage import at_once, attempt, refuse_user
 
 KINDS = "Parquet, JSONL, CSV or Arrow"
 NO_VALUE = "__HIVE_DEFAULT_PARTITION__"  # in the name of a folder, as Hive and Spark write null
@@ -156,6 +156,7 @@ class Listing:
 
     def locations(self, url: str) -> list[Location]:
         """The files of a folder, glob or path. Raises JobError."""
+        refuse_user(url)
         try:
             fs, path = _open(url, self.options)
         except (ImportError, ValueError) as error:

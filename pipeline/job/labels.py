@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pyarrow as pa
-from pydantic import field_validator, model_validator
+from pydantic import field_validator
 
 from exspec.pipeline.job.settings import Job, setting
 from exspec.pipeline.output.columns import carried_as
@@ -85,33 +85,33 @@ class LabelJob(Job):
             raise ValueError("expected a JSON object")
         return None if schema is None else json.dumps(schema)
 
-    @model_validator(mode="after")
-    def _one_kind(self) -> "LabelJob":
+    def _broken(self) -> Iterator[str]:
+        yield from super()._broken()
         given = [name for name in ("labels", "fields", "json_schema") if getattr(self, name)]
         if len(given) != 1:
-            raise ValueError(f"expected one of labels, fields and json_schema, not {' and '.join(given) or 'none'}")
+            yield f"expected one of labels, fields and json_schema, not {' and '.join(given) or 'none'}"
+            return
         for name, labels in self.choices.items():
             place = f"fields.{name}" if name else "labels"
             if len(labels) < 2 or len(set(labels)) < len(labels) or not all(labels):
                 hint = "; give --labels once per label" if not name and "," in "".join(labels) else ""
-                raise ValueError(f"{place}: expected two or more distinct, non-empty labels, not {labels}{hint}")
+                yield f"{place}: expected two or more distinct, non-empty labels, not {labels}{hint}"
         names = self.answer_columns().names
         if twice := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"two answers would have the column {twice[0]!r}; rename a field or property")
+            yield f"two answers would have the column {twice[0]!r}; rename a field or property"
         limits = ("min_new_tokens", "ignore_eos", "bad_words", "bad_words_ids")
         if useless := [name for name in limits if getattr(self, name)]:
-            raise ValueError(f"{useless[0]} does not apply to a labeling job: its answers are constrained")
+            yield f"{useless[0]} does not apply to a labeling job: its answers are constrained"
         if self.stop or self.stop_column:
-            raise ValueError("stop and stop_column do not apply to a labeling job: an answer ends when it is complete")
+            yield "stop and stop_column do not apply to a labeling job: an answer ends when it is complete"
         if self.choices and self.max_new_tokens_column:
-            raise ValueError("max_new_tokens_column does not apply to labels: an answer is as long as its label")
+            yield "max_new_tokens_column does not apply to labels: an answer is as long as its label"
         if not self.classes and (self.gold_column or self.review_share):
-            raise ValueError("gold_column and review_share need labels, fields, or a schema property with an enum")
-        if unknown := [name for name in self.gold if name not in self.classes]:
+            yield "gold_column and review_share need labels, fields, or a schema property with an enum"
+        elif unknown := [name for name in self.gold if name not in self.classes]:
             expected = "a column" if self.labels else f"FIELD=COLUMN with one of {', '.join(self.classes)}"
             wrong = next(text for text in self.gold_column if text.rpartition("=")[0] == unknown[0])
-            raise ValueError(f"gold_column: expected {expected}, not {wrong!r}")
-        return self
+            yield f"gold_column: expected {expected}, not {wrong!r}"
 
     @property
     def choices(self) -> dict[str, list[str]]:

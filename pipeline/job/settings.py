@@ -7,10 +7,19 @@ from datetime import UTC, date, datetime
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    create_model,
+    field_validator,
+    model_validator,
+)
 
 from exspec.actors.engine.config import SETTINGS
 from exspec.actors.engine.request import HIGHEST, LARGEST, LARGEST_INT, SMALLEST
@@ -34,6 +43,7 @@ class Dtype(StrEnum):
 
 AUTO = tuple(name for name, known in SETTINGS.items() if known.measured)  # settings that calibration can choose
 Auto = int | Literal["auto"]
+RULES = "\n"  # between the messages of rules that a job breaks, in one error of pydantic
 # The headings of the help, in order.
 GROUPS = (
     "Models", "Input and output", "Prompts", "Sampling", "Decoding", "Cluster", "Chunks and failures", "Labels",
@@ -142,7 +152,9 @@ class Job(Decoding):
     min_new_tokens: int = _sampling(0, "Minimum tokens of a completion.", ge=0, le=LARGEST_INT)
     ignore_eos: bool = _sampling(False, "Generate max_new_tokens tokens, past any end token.")
     bad_words: list[str] = _sampling([], "Texts whose token sequences a completion must not contain.")
-    bad_words_ids: list[list[Annotated[int, Field(ge=0)]]] = _sampling([], "Like bad_words, as lists of token ids.")
+    bad_words_ids: list[list[Annotated[int, Field(ge=0, strict=True)]]] = _sampling(
+        [], "Like bad_words, as lists of token ids."
+    )
     model_sampling: bool = _sampling(False, "Use the target's generation config for unset sampling settings.", "any")
     seed: int = _sampling(0, "Seed of the job. Each row's seed is derived from it.", ge=0)
     stop: list[str] = _sampling([], "Strings that end a completion. They are not part of the output.")
@@ -174,6 +186,15 @@ class Job(Decoding):
         None, "last: skip finished shards, even if their files are gone. A date: skip older shards too.", "any"
     )
     ray_address: str | None = _cluster(None, "Address of a Ray cluster. Default: RAY_ADDRESS, or a local Ray.", "any")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """YAML reads yes, no, on and off as truth values, which Python counts as 1 and 0."""
+        kind = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, bool) and bool not in (kind, *get_args(kind)):
+            raise ValueError("expected a number or text; YAML reads yes, no, on and off as true or false")
+        return value
 
     @field_validator("input", "stop", "bad_words", mode="before")
     @classmethod
@@ -251,15 +272,20 @@ class Job(Decoding):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Job":
-        if self.prompt_column and self.prompt_template:
-            raise ValueError("expected prompt_column or prompt_template, not both")
-        if self.min_new_tokens > self.max_new_tokens:
-            raise ValueError(f"min_new_tokens is {self.min_new_tokens}, above max_new_tokens ({self.max_new_tokens})")
-        if "auto" not in (self.window, self.batch_size) and int(self.window) < int(self.batch_size):
-            raise ValueError(f"window is {self.window}, expected at least batch_size ({self.batch_size})")
-        if min(self.actor_range) < 1 or self.actor_range[0] > self.actor_range[1]:
-            raise ValueError(f"actors is {self.actors}, expected a number or MIN:MAX, from 1 up")
+        if broken := list(self._broken()):
+            raise ValueError(RULES.join(broken))
         return self
+
+    def _broken(self) -> Iterator[str]:
+        """What is wrong between settings."""
+        if self.prompt_column and self.prompt_template:
+            yield "expected prompt_column or prompt_template, not both"
+        if self.min_new_tokens > self.max_new_tokens:
+            yield f"min_new_tokens is {self.min_new_tokens}, above max_new_tokens ({self.max_new_tokens})"
+        if "auto" not in (self.window, self.batch_size) and int(self.window) < int(self.batch_size):
+            yield f"window is {self.window}, expected at least batch_size ({self.batch_size})"
+        if min(self.actor_range) < 1 or self.actor_range[0] > self.actor_range[1]:
+            yield f"actors is {self.actors}, expected a number or MIN:MAX, from 1 up"
 
     def published(self) -> dict[str, Any]:
         """The settings that may be written next to the output: no secrets, and no permission to run code."""
@@ -349,10 +375,35 @@ def load_job(kind: type[J], file: Path | None, flags: dict[str, Any], pair: dict
     if not {"target", "draft"} & set(settings):
         settings |= pair or {}
     try:
-        return kind(**settings)
+        return kind.model_validate(settings)
     except ValidationError as error:
-        found = [(e, bool(flags) if not e["loc"] else e["loc"][0] in flags) for e in error.errors()]
-        raise JobError(*(problem(e, None if flagged else file, kind) for e, flagged in found)) from error
+        wrong = [e for e in error.errors() if e["loc"]]
+        rules = _broken_rules(kind, settings, {str(e["loc"][0]) for e in wrong}) if wrong else error.errors()
+        found: list[Any] = [*wrong, *({**e, "msg": line} for e in rules for line in e["msg"].split(RULES))]
+        flagged = [e["loc"][0] in flags if e["loc"] else bool(flags) for e in found]
+        problems = [problem(e, None if flag else file, kind) for e, flag in zip(found, flagged, strict=True)]
+        raise JobError(*problems) from error
+
+
+def _broken_rules(kind: type[J], settings: dict[str, Any], wrong: set[str]) -> list[Any]:
+    """The errors of rules between the other settings: pydantic tries no rule if a setting is wrong by itself."""
+    sound = {"target": "none", "input": "none", "output": "none"}
+    sound |= {name: value for name, value in settings.items() if name not in wrong}
+    try:
+        kind.model_validate(sound)
+    except ValidationError as error:
+        return [e for e in error.errors() if not any(name in e["msg"] for name in wrong)]
+    return []
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is given twice, of which YAML itself would take the last."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        if twice := [key for i, (key, _) in enumerate(node.value) if key.value in keys[:i]]:
+            raise yaml.constructor.ConstructorError(None, None, f"{twice[0].value} is given twice", twice[0].start_mark)
+        return super().construct_mapping(node, deep)
 
 
 def read_job_file(file: Path | None) -> dict[str, Any]:
@@ -360,7 +411,7 @@ def read_job_file(file: Path | None) -> dict[str, Any]:
     if file is None:
         return {}
     try:
-        settings = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+        settings = yaml.load(file.read_text(encoding="utf-8"), _Loader) or {}  # a safe one
     except OSError as error:
         raise JobError(f"job file {file}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -368,7 +419,8 @@ def read_job_file(file: Path | None) -> dict[str, Any]:
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise JobError(f"job file {file}{place}: not YAML: {' '.join(problem.split())}") from error
+        reason = "" if isinstance(error, yaml.constructor.ConstructorError) else "not YAML: "
+        raise JobError(f"job file {file}{place}: {reason}{' '.join(problem.split())}") from error
     if not isinstance(settings, dict):
         raise JobError(f"job file {file}: expected a mapping of settings, not {type(settings).__name__}")
     return settings

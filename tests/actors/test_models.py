@@ -173,7 +173,7 @@ def test_a_model_that_ignores_positions_is_refused() -> None:
 
 
 def test_a_missing_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"nowhere: cannot be loaded as a model folder or hub id"):
+    with pytest.raises(ModelError, match=r"nowhere: no such folder; expected a model's folder, or a hub id"):
         load_pair(str(tmp_path / "nowhere"), None)
     with pytest.raises(ModelError, match=r"some/model: cannot be loaded as a model folder or hub id"):
         load_pair("some/model", None)

@@ -68,7 +68,6 @@ def test_time_and_cost_follow_from_tokens_and_speed() -> None:
 @pytest.mark.parametrize(
     ("options", "note"),
     [
-        (["--device", "cuda"], "note: device is cuda, and this machine has no GPU that torch can use"),
         (["--actors", "999"], "note: 999 actors of 1 threads share the"),
         (["--actors", "99999"], "actors need"),
     ],

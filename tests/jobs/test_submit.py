@@ -199,6 +199,10 @@ def test_a_refused_request_is_one_line(
         (["run", "--job", "nowhere.yaml"], "--job nowhere.yaml: No such file or directory"),
         (["audit", "out"], "output out: a cluster cannot resolve a relative path"),
         (["tune", "--input", "s3://b/in"], "submit tune: expected one of run"),
+        (
+            [*RUN, "--address", "http://head:8265"],
+            "--address: is an option of submit; put it before run: exspec submit",
+        ),
         ([*RUN, "--ray-address", "auto"], "ray_address: leave it out; a submitted job runs on the cluster"),
     ],
 )

@@ -159,7 +159,7 @@ def test_row_errors_are_data(pair: jobs.Pair, tmp_path: Path) -> None:
         ({"prompt_column": "budget"}, "prompt_column: 'budget' is int64, expected text or a list of messages"),
         ({"id_column": "uid"}, "id_column: 'uid' is not in the input"),
         ({"input": ["nowhere/"]}, "nowhere: no such file or folder"),
-        ({"target": "no/such-model"}, "target no/such-model: cannot be loaded as a model folder or hub id"),
+        ({"target": "no/such-model"}, "target no/such-model: no such folder, not in the local cache of the hub, and"),
         ({"prompt_template": "{{ a b }}"}, "prompt_template, line 1: expected token"),
         ({"bucket": 2}, "bucket: expected at least the verify width (4)"),
         ({**AUTO, "draft": None, "drafter": "model"}, "drafter model needs a draft; give one, or use another drafter"),

@@ -146,7 +146,7 @@ def test_a_key_that_would_leave_the_folder_is_refused(
 
 def test_secrets_of_a_url_are_in_no_message(stored: str, moto: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "PATIENCE", 1)
-    with pytest.raises(JobError, match=r"/none: cannot be listed: ParamValidationError$") as error:
+    with pytest.raises(JobError, match=r"/none: a user or password is in the URL, where no store looks") as error:
         local_model(f"{stored.replace('://', '://testkey:SECRET/@')}/none", moto)
     assert "SECRET" not in str(error.value)
 
@@ -249,11 +249,21 @@ def test_what_is_not_a_revision_of_the_hub_stays(pair: jobs.Pair, tmp_path: Path
     for names, revision in (
         (pair, "main"),
         (("s3://bucket/model", "memory://model"), None),
-        (("some/other", "no hub id: /"), "main"),
-        (("some/model", "some/model"), "3" * 40),
+        (("no hub id: /", "no/hub/id"), "main"),
     ):
         job = jobs.job(names, tmp_path, tmp_path / "out", target_revision=revision, draft_revision=revision)
         assert resolved(job) == job
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize(("name", "revision"), [("some/other", "main"), ("some/model", "3" * 40)])
+def test_what_neither_hub_nor_cache_knows_is_refused(name: str, revision: str, pair: jobs.Pair, tmp_path: Path) -> None:
+    """Loading it would ask the hub for each file, with retries."""
+    job = jobs.job((name, pair[1]), tmp_path, tmp_path / "out", target_revision=revision)
+    with pytest.raises(
+        JobError, match=f"target {name} at {revision}: no such folder, not in the local cache of the hub"
+    ):
+        resolved(job)
 
 
 def test_a_job_with_its_pair_in_object_storage(stored: str, moto: dict[str, Any], tmp_path: Path) -> None:

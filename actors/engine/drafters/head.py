@@ -115,6 +115,7 @@ def checked(configures: type[C], makes: type[PreTrainedModel], values: dict[str,
     """A head's config with these values. Raises ValueError if no head can be made with it."""
     try:
         config = configures(**values)
+        config._attn_implementation = None  # it may name code on the hub
         with torch.device("meta"):
             makes(config)
     except StrictDataclassError as error:

@@ -95,7 +95,11 @@ def test_every_kind_of_file_gives_the_same_rows(name: str, columns: list[str] | 
             "a.jsonl.gz: truncated, or not a gzip file: .*ended before",
         ),
         ("a.csv.gz", gzip.compress(b"a\n1\n" * 99, mtime=0)[:-9], "a.csv.gz: truncated, or not a gzip file"),
-        ("a.arrow.gz", gzip.compress(b"ARROW1" + bytes(99), mtime=0), "a.arrow.gz: an Arrow file cannot be read from .gz"),
+        (
+            "a.arrow.gz",
+            gzip.compress(b"ARROW1" + bytes(99), mtime=0),
+            "a.arrow.gz: an Arrow file cannot be read from .gz",
+        ),
         ("a.csv", b"a,b\n1,2,3\n", "a.csv: line 2: 3 columns, expected 2 as in the header"),
         ("a.csv", b"", "a.csv: Empty CSV file"),
         ("a.arrow", b"rows of no kind", "a.arrow: not an Arrow stream"),
