@@ -1,8 +1,12 @@
 """Errors that a user can act on."""
 
+import tempfile
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+
+from exspec.pipeline.secrets import redacted
 
 
 class JobError(ValueError):
@@ -53,6 +57,29 @@ def job_errors(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise JobError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def started() -> Iterator[None]:
+    """For a job that has started: a JobError inside the block breaks it off, with exit code 1."""
+    try:
+        yield
+    except BrokenOffError:
+        raise
+    except JobError as error:
+        raise BrokenOffError(*error.problems) from error
+
+
+def kept_traceback(error: BaseException) -> str:
+    """Write the traceback, without secrets, to a new file. Returns its path."""
+    with tempfile.NamedTemporaryFile("w", prefix="exspec-", suffix=".log", delete=False, errors="replace") as file:
+        file.write(redacted("".join(traceback.format_exception(error))))
+    return file.name
+
+
+def counted(count: int, noun: str) -> str:
+    """The number with its noun: "1 row", "2 rows", "2 processes"."""
+    return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
 
 
 def first_line(error: Exception) -> str:

@@ -7,22 +7,25 @@ from exspec.jobs.commands.convert import behind, finish
 from exspec.jobs.commands.label import review
 from exspec.jobs.commands.plan import examined
 from exspec.jobs.commands.tables import candidates_table
-from exspec.pipeline.errors import JobError
+from exspec.pipeline.errors import JobError, started
 from exspec.pipeline.job.labels import LabelJob
 from exspec.pipeline.job.settings import AUTO, Job
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.progress import Progress
 from exspec.pipeline.run import execute
 from exspec.pipeline.shape import device_here, sample, settle, shape_of
+from exspec.pipeline.storage import Folder
 
 
 def run(job: Job, restart: bool, retry_errors: bool, progress: Progress) -> int:
     """Run a job, or the missing part of it, and return the exit code."""
     job, file = behind(job)
-    code = execute(prepare(job, restart), retry_errors, progress=progress)
-    if isinstance(job, LabelJob):
-        review(job)
-    return finish(job, file, code)
+    with Folder(job.output, job.storage_options).untouched():  # by a job that is refused
+        code = execute(prepare(job, restart), retry_errors, progress=progress)
+    with started():
+        if isinstance(job, LabelJob):
+            review(job)
+        return finish(job, file, code)
 
 
 def tune(job: Job) -> None:
