@@ -5,6 +5,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from exspec.pipeline.cluster.connect import logs
 from exspec.pipeline.errors import counted
@@ -32,9 +33,11 @@ def short_of_memory() -> str:
     from ray._private import state  # the public way needs Ray's dashboard
     from ray.core.generated import common_pb2, gcs_pb2
 
+    read = gcs_pb2.WorkerTableData.FromString  # type: ignore[attr-defined]
+    short = common_pb2.WorkerExitType.NODE_OUT_OF_MEMORY  # type: ignore[attr-defined]
     table = state.state._connect_and_get_accessor().get_worker_table()
-    workers = sorted(map(gcs_pb2.WorkerTableData.FromString, table), key=lambda worker: worker.end_time_ms)
-    killed = [w.exit_detail for w in workers if w.exit_type == common_pb2.WorkerExitType.NODE_OUT_OF_MEMORY]
+    workers = sorted(map(read, table), key=lambda worker: worker.end_time_ms)
+    killed = [worker.exit_detail for worker in workers if worker.exit_type == short]
     return _memory(killed[-1], len(killed)) if killed else ""
 
 
@@ -92,6 +95,6 @@ def _dead() -> str:
     from ray._private import worker
 
     node = worker._global_node
-    processes = node.all_processes if node else {}
+    processes: dict[str, list[Any]] = node.all_processes if node else {}
     needed = [(name, process) for name in ("gcs_server", "raylet") for process in processes.get(name, [])]
     return next((name for name, process in needed if process.process.poll() is not None), "")

@@ -1,5 +1,6 @@
 """Whatever dies or is refused: an exit code, one sentence with the cause and the next step, and no traceback."""
 
+import json
 import os
 import pty
 import signal
@@ -25,10 +26,22 @@ from exspec.pipeline.output.log import Log
 from exspec.pipeline.output.report import Report
 from exspec.pipeline.storage import Folder
 from tests.jobs.calls import call
-from tests.jobs.conftest import _in_process, pair  # noqa: F401
 from tests.pipeline import jobs
+from tests.pipeline.in_process import in_process
 
 NEVER = ("Traceback", "DataContext", "Started a local Ray")  # in no message
+
+
+@pytest.fixture(scope="module", name="pair")
+def _pair(tmp_path_factory: pytest.TempPathFactory) -> jobs.Pair:
+    return jobs.save_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(autouse=True)
+def _in_process() -> Iterator[None]:
+    """The jobs of this process need no Ray."""
+    with in_process():
+        yield
 
 
 # Real processes, with their own Ray
@@ -153,7 +166,7 @@ SAYINGS = [
         OOM, "(7.28 of 23.54 GB were used); process 18286 held the most, 4.69 GB (python /data/other.py); free memory",
         id="the memory monitor names the process that held the memory",
     ),
-    pytest.param(f"ray::A()\n  File x\nValueError: bad weights\n\n{UDF}", "ValueError: bad weights", id="a worker's error"),
+    pytest.param(f"ray::A()\n  File x\nValueError: no\n\n{UDF}", "ValueError: no", id="a worker's error"),
     pytest.param(f"exspec.pipeline.errors.JobError: it died\n\n{UDF}", "it died", id="our own sentence"),
     pytest.param("The actor died.\n\tpid: 3", "RuntimeError: The actor died. pid: 3", id="no exception inside"),
 ]  # fmt: skip
@@ -190,7 +203,7 @@ def test_the_memory_monitor_kills_the_actors(pair: jobs.Pair, tmp_path: Path) ->
 
 
 def rows(place: Path, *prompts: str | None) -> Path:
-    lines = ["{}" if prompt is None else f'{{"prompt": "{prompt}"}}' for prompt in prompts]
+    lines = [json.dumps({"prompt": prompt}) for prompt in prompts]
     (place / "rows.jsonl").write_text("\n".join(lines) + "\n")
     return place / "rows.jsonl"
 

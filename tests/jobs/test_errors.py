@@ -1,5 +1,5 @@
-"""A user's mistake is one line that names it, with exit code 2. A bug in exspec is one line that names the file with the
-traceback, with exit code 3."""
+"""A user's mistake is one line that names it, with exit code 2. A bug in exspec is one line that names the file with
+its traceback, with exit code 3."""
 
 import gzip
 import json
