@@ -297,7 +297,7 @@ def messages(
 
 
 @command(
-    "exspec bench --limit 16 --repeats 1",
+    "exspec bench --methods plain,exspec,generate --kernels eager --limit 16 --repeats 1",
     "exspec bench --methods plain,exspec:3,exspec:8 --batch-size 4",
     "exspec bench --methods plain,exspec@model,exspec@suffix:12",
     "exspec bench --target model/ --draft small/ --draft head/ --methods plain,exspec@model,exspec@eagle3",
