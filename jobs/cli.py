@@ -1,6 +1,7 @@
 """The command line. Commands import what they need when they run, so that `--help` loads neither torch nor Ray."""
 
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 from exspec.jobs.benchmarks.settings import SHAPE, BenchSettings, SyntheticSettings
 from exspec.jobs.options import GroupedCommand, with_flags, with_settings
 from exspec.pipeline.cluster.connect import show_token
-from exspec.pipeline.errors import JobError
+from exspec.pipeline.errors import JobError, counted, first_line, kept_traceback
 from exspec.pipeline.job.labels import LabelJob
 from exspec.pipeline.job.settings import Job
 from exspec.pipeline.progress import Progress
@@ -309,7 +310,7 @@ def convert(
         rows = job.partition(output, file, options, partition_by, columns)
     else:
         rows = job.convert(output, file, options, columns, quote_formulas)
-    print(f"{rows} rows in {file}")
+    print(f"{counted(rows, 'row')} in {file}")
 
 
 @command(
@@ -328,7 +329,7 @@ def messages(
 
 
 @command(
-    "exspec bench --limit 16 --repeats 1",
+    "exspec bench --methods plain,exspec,generate --kernels eager --limit 16 --repeats 1",
     "exspec bench --methods plain,exspec:3,exspec:8 --batch-size 4",
     "exspec bench --methods plain,exspec@model,exspec@suffix:12",
     "exspec bench --target model/ --draft small/ --draft head/ --methods plain,exspec@model,exspec@eagle3",
@@ -451,8 +452,9 @@ class _Redacted:
 
 
 def main() -> None:
-    """Entry point. Prints an error that the user can fix as one line per problem and exits with 2. Prints any other
-    error as a traceback and exits with 3. Prints no secret of a URL."""
+    """Entry point. Prints an error that the user can fix as one line per problem and exits with 2. Of any other error
+    it prints one line, which names the file with the traceback, and exits with 3. Prints no secret of a URL."""
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # else a thread of Ray's would start a second Ray at the end
     out, err = (cast(TextIO, _Redacted(stream)) for stream in (sys.stdout, sys.stderr))
     with redirect_stdout(out), redirect_stderr(err):
         _main()
@@ -463,8 +465,9 @@ def _main() -> None:
         app()
     except Exception as error:
         if (problems := _problems(error)) is None:
-            traceback.print_exception(error)
-            print("exspec: this is a bug in exspec; committed rows are not lost", file=sys.stderr)
+            said = f"{type(error).__name__}: {first_line(error)}"
+            bug = f"this is a bug in exspec; committed rows are not lost; traceback: {kept_traceback(error)}"
+            print(f"exspec: {said}; {bug}", file=sys.stderr)
             sys.exit(3)
         lines = [" ".join(problem.split()) for problem in problems]
         if len(lines) > 1:

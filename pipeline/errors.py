@@ -1,5 +1,7 @@
 """Errors that a user can act on."""
 
+import tempfile
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -62,13 +64,25 @@ def job_errors(what: str) -> Iterator[None]:
 
 @contextmanager
 def started() -> Iterator[None]:
-    """Turn a JobError into a BrokenOffError: the job has started, so it is no longer refused."""
+    """For a job that has started: a JobError inside the block breaks it off, with exit code 1."""
     try:
         yield
     except BrokenOffError:
         raise
     except JobError as error:
         raise BrokenOffError(*error.problems) from error
+
+
+def kept_traceback(error: BaseException) -> str:
+    """Write the traceback, without secrets, to a new file. Returns its path."""
+    with tempfile.NamedTemporaryFile("w", prefix="exspec-", suffix=".log", delete=False, errors="replace") as file:
+        file.write(redacted("".join(traceback.format_exception(error))))
+    return file.name
+
+
+def counted(count: int, noun: str) -> str:
+    """The number with its noun: "1 row", "2 rows", "2 processes"."""
+    return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
 
 
 def first_line(error: Exception) -> str:

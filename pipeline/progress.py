@@ -67,16 +67,18 @@ class Progress:
 
     @contextmanager
     def decoding(
-        self, report: "Report", finished: int, actors: int, signs: Callable[[], Signs], lacking: Callable[[], str]
+        self, report: "Report", finished: int, actors: int, signs: Callable[[], Signs], lacking: Callable[[bool], str]
     ) -> Iterator[None]:
         """Show the progress of the report until the block ends.
 
         finished: rows that were done before. actors: expected number of actors. signs: the present state of the actors.
-        lacking: says what missing actors wait for.
+        lacking: says what missing actors wait for, or nothing if they do not wait for long (False).
         """
         if self.quiet:
             yield
             return
+        from exspec.pipeline.output.page import duration
+
         self.stop()
         over = threading.Event()
 
@@ -88,13 +90,16 @@ class Progress:
                 line = report.line(now) if now.tokens else "loading models"
                 line += f", {now.actors} of {actors} actors ready" if waiting else ""
                 done = finished + report.rows_now
+                said &= waiting
                 if self.live:
                     self.bar.update(self.bar.task_ids[-1], completed=done, description=line)
                 else:
+                    if report.rows_now and now.seconds:
+                        line += f", {duration((report.planned - done) * now.seconds / report.rows_now)} left"
                     print(f"{done}/{report.planned} rows, {line}", file=sys.stderr, flush=True)
-                if waiting and not said and time.monotonic() - began > PATIENCE:
+                if waiting and not said and (why := lacking(time.monotonic() - began > PATIENCE)):
                     said = True
-                    self.say(f"waiting for {actors - now.actors} of {actors} actors: {lacking()}")
+                    self.say(f"waiting for {actors - now.actors} of {actors} actors: {why}")
 
         watch = threading.Thread(target=show, daemon=True)
         if self.live:

@@ -1,11 +1,14 @@
 """Runs a prepared job: decode what is missing, check, report, and write `_SUCCESS`."""
 
+import os
 import platform
 import shutil
 import signal
+import stat
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -18,9 +21,10 @@ from ray.exceptions import RayError
 
 from exspec.actors.engine import EngineConfig
 from exspec.pipeline.cluster.connect import actors_that_fit, check_cluster, connect, device, lacking, logs, on_a_device
+from exspec.pipeline.cluster.failures import cause, last_words
 from exspec.pipeline.cluster.graph import LATEST, PairLoader, results
 from exspec.pipeline.cluster.ray_ledger import RayLedger
-from exspec.pipeline.errors import BrokenOffError, JobError, StoppedError, started
+from exspec.pipeline.errors import BrokenOffError, JobError, StoppedError, counted, kept_traceback, started
 from exspec.pipeline.input.plan import Plan, Shard
 from exspec.pipeline.input.snapshot import changed
 from exspec.pipeline.job.settings import Job
@@ -65,9 +69,14 @@ def execute(
     if prepared.note:
         progress.say(f"note: {prepared.note}")
     action = "restart" if prepared.restart else "repair" if repair else "retry" if retry_errors else "run"
+    _stop_on_signals()
+    run = _Run(prepared, load, progress)
     try:
-        with take(output, action, prepared.job.wait) as writer:
-            return _Run(prepared, writer, load, progress).run(retry_errors, repair)
+        with last_words():
+            if output.state.job is None and output.state.taken is None:
+                run.connect(plan.rows)  # a cluster that lacks something refuses the job before its log begins
+            with take(output, action, prepared.job.wait) as writer:
+                return run.run(writer, retry_errors, repair)
     except KeyboardInterrupt:
         kept = f"{output.state.rows} of {plan.rows} rows are kept"
         raise StoppedError(f"stopped; {kept}; run the job again to resume") from None
@@ -90,14 +99,35 @@ def finished(output: Output, plan: Plan) -> bool:
     return SUCCESS in shown and all(whole) and parts == len(whole) and not output.folder.names(STAGED)
 
 
+def _stop_on_signals() -> None:
+    """SIGTERM and SIGHUP (the terminal is closed) end the job as Ctrl-C does, unless they are ignored (nohup)."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, _interrupt)
+
+
+def _interrupt(number: int, _: Any) -> None:
+    signal.signal(number, signal.SIG_IGN)  # a shell and the kernel may both send SIGHUP
+    for output in (1, 2):
+        with suppress(OSError):  # not open
+            if stat.S_ISCHR(os.fstat(output).st_mode) and not os.isatty(output):  # a closed terminal
+                os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    raise KeyboardInterrupt
+
+
 class _Run:
-    """One run on an output that this process owns."""
+    """One run on an output. From `run` on, this process owns it as `writer`."""
 
-    def __init__(self, prepared: Prepared, writer: Writer, load: Any, progress: Progress) -> None:
-        self.prepared, self.writer, self.load, self.progress = prepared, writer, load, progress
+    writer: Writer
+
+    def __init__(self, prepared: Prepared, load: Any, progress: Progress) -> None:
+        self.prepared, self.load, self.progress = prepared, load, progress
         self.job, self.folder, self.plan = prepared.job, prepared.folder, prepared.plan
+        self.connected = False
 
-    def run(self, retry_errors: bool, repair: Repair | None) -> int:
+    def run(self, writer: Writer, retry_errors: bool, repair: Repair | None) -> int:
+        self.writer = writer
         fresh = self.prepared.restart or self.writer.state.job is None
         if fresh and repair:
             raise JobError(f"--repair: expected an output with rows that failed, but {self.folder.url} has no job")
@@ -117,16 +147,17 @@ class _Run:
         retries = retry_errors or state.failed("again")
         tried = (state.failed(only), sum(s.errors for s in state.summaries())) if retries else None
         if fresh:
-            self._connect(self.plan.rows)
+            self.connect(self.plan.rows)
             self.plan = replace(self.plan, rows_per_chunk=self.job.chunk_rows(self.plan.rows))
         tasks, again = self._tasks(fresh, only)
         first = next(tasks, None)
         if first is None:
             self._update(self.prepared.changed(state))
         elif not fresh:
-            self._connect(self.plan.rows - self.writer.state.rows)
+            self.connect(self.plan.rows - self.writer.state.rows)
         if self.writer.lost:
-            self.progress.say(f"{self.writer.lost} rows were in files that are gone or damaged; decoding them again")
+            lost = counted(self.writer.lost, "row")
+            self.progress.say(f"{lost} to decode again: the files that held them are gone or damaged")
         if not fresh and first is not None:
             self.progress.say(f"resuming the job: {self.writer.state.rows} of {self.plan.rows} rows are done")
         config = None if first is None else self._begin(fresh)
@@ -148,12 +179,14 @@ class _Run:
         failed = [Task(replace(c, shard=self.plan.shards[c.number]), file, start) for c, file, start in found]
         return chain(missing, failed), Counter(str(task.file) for task in failed)
 
-    def _connect(self, rows: int) -> None:
-        """Join the cluster, and decide what depends on it. rows: to decode."""
+    def connect(self, rows: int) -> None:
+        """Join the cluster, and decide what depends on it. rows: to decode. Only the first call does something."""
+        if self.connected:
+            return
+        self.connected = True
         self.progress.stage("joining the cluster" if self.job.ray_address else "starting Ray")
         connect(self.job)
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray would install its own handler
+        _stop_on_signals()  # Ray has installed its own handler
         # Decided once: a GPU node that joins later must not change the resources of actors.
         self.job = self.job.model_copy(update={"device": device(self.job)})
         check_cluster(self.job)
@@ -213,7 +246,7 @@ class _Run:
         except ValueError as error:
             raise JobError(str(error)) from error
         except (RayError, torch.OutOfMemoryError) as error:
-            raise JobError(f"calibration failed: {_last_line(error)}; set memory_gib") from error
+            raise JobError(f"calibration failed: {cause(error)}; set memory_gib") from error
         self.progress.say(f"shape: {settled}")
         return settled
 
@@ -226,16 +259,17 @@ class _Run:
         make = self.load or PairLoader(job, config, job.device, writer.state.names()[-LATEST:])
         ledger = RayLedger()
         chunk = self.plan.rows_per_chunk
-        found = results(job, config.slots, chunk, self.prepared.room(config), tasks, schema, sink, make, ledger)
+        room = self.prepared.room(config)
         watched = self.progress.decoding(
             report, writer.state.rows, job.actor_range[0], ledger.signs, partial(lacking, job)
         )
-        with watched:
+        with watched, closing(results(job, config.slots, chunk, room, tasks, schema, sink, make, ledger)) as found:
             try:
                 collect(job, found, report, Collector(writer, again))
             except RayError as error:
                 raise BrokenOffError(
-                    f"the job failed; run it again to resume: {_last_line(error)}; Ray's logs: {logs()}"
+                    f"the job broke off: {cause(error)}; committed rows are kept; run it again to resume; details: "
+                    f"{kept_traceback(error)}; Ray's logs: {logs()}"
                 ) from error
             except StopError as error:
                 return str(error)
@@ -251,12 +285,14 @@ class _Run:
         report.complete(state, self.job.evaluate(partial(tables, self.writer, intact=False)))
         figures = report.figures()
         self.progress.stop()
-        whole = state.complete and not report.set_aside and not _too_many(figures, self.job)
+        failed = _too_many(figures, self.job)
+        whole = state.complete and not report.set_aside and not failed
         idle = whole and not report.engines
         place = anonymous(self.folder.url)
         lines = (
             [f"nothing to do: all {state.rows} rows are in {place}"] if idle else report.closing_lines(figures, place)
         )
+        lines += [failed] if failed else []
         for line in lines:
             self.progress.tell(line)
         if figures["set_aside"]:
@@ -279,9 +315,9 @@ class _Run:
         mended = min(tried, max(0, before - errors))
         if tried:
             failed = f"{tried - mended} still have an error"
-            self.progress.tell(f"retried: {tried} rows; {mended} of them are done now, {failed}")
+            self.progress.tell(f"retried: {counted(tried, 'row')}; {mended} of them are done now, {failed}")
         if alone := errors - (tried - mended):
-            self.progress.tell(f"not retried: {alone} rows with an error that a retry would not help")
+            self.progress.tell(f"not retried: {counted(alone, 'row')} with an error that a retry would not help")
 
     def _show_samples(self) -> None:
         width = shutil.get_terminal_size().columns
@@ -293,11 +329,13 @@ class _Run:
         return [shard for shard in self.plan.shards if shard.name not in self.prepared.settled]
 
 
-def _last_line(error: Exception) -> str:
-    """The last line of a worker's error, below the traceback that Ray puts into its text."""
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
-
-
-def _too_many(figures: dict[str, Any], job: Job) -> bool:
-    share = 1 - 1e-9 if job.max_error_share is None else job.max_error_share
-    return bool(figures["errors"] > share * figures["rows"])
+def _too_many(figures: dict[str, Any], job: Job) -> str:
+    """A sentence if so many rows have an error that the job failed; empty if not."""
+    rows, errors, most = figures["rows"], figures["errors"], job.max_error_share
+    if most is None and errors == rows > 0:
+        return (
+            f"the job failed: no row has a completion, {errors} of {rows} have an error; correct the input or settings"
+        )
+    if most is not None and errors > most * rows:
+        return f"the job failed: {errors} of {rows} rows have an error, more than max_error_share ({most:g}) allows"
+    return ""

@@ -288,13 +288,17 @@ class Folder:
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """Remove a local folder at the end of the block if it did not exist before and contains no files."""
-        there = not self.local or self.exists("")
+        """Remove a local folder at the end of the block if it did not exist before and contains no files, and those of
+        its parents that are new and empty."""
+        place = Path(self.path)
+        new = [folder for folder in (place, *place.parents) if self.local and not folder.exists()]
         try:
             yield
         finally:
-            if not there and not any(files for _, _, files in os.walk(self.path)):
-                shutil.rmtree(self.path, ignore_errors=True)
+            below = [folder for folder, _, _ in os.walk(place, topdown=False)] if new else []
+            for folder in dict.fromkeys([*map(Path, below), *new]):
+                with suppress(OSError):  # not empty
+                    folder.rmdir()
 
     def each(self, action: Callable[[str], T], names: Iterable[str]) -> list[T]:
         """Results of an action for every name, run concurrently."""

@@ -23,7 +23,7 @@ from exspec.actors.models import Pair, forget_sampling
 from exspec.actors.stop_strings import StopStrings, completion_text
 from exspec.jobs.commands.reference import decode, fitted, generated, is_greedy, margin
 from exspec.jobs.finished import FinishedRow, check_map, choose, read_rows
-from exspec.pipeline.errors import JobError
+from exspec.pipeline.errors import JobError, counted
 from exspec.pipeline.input.plan import Shard
 from exspec.pipeline.input.snapshot import vanished
 from exspec.pipeline.job.kinds import stored_job
@@ -65,11 +65,11 @@ def audit(
         progress.stage("loading the target")
         pair = pair_of(job, device, draft=False)
         rows = list(read_rows(job, done, pair, choose(done, count, share, seed, missing)))
-        progress.stage(f"decoding {len(rows)} rows again")
+        progress.stage(f"decoding {counted(len(rows), 'row')} again")
         comparisons = [_against_plain(rows, job, done, pair, device)]
         if generate:
             greedy = [row for row in rows if row.request is None or is_greedy(row.request)]
-            progress.stage(f"decoding {len(greedy)} rows with generate of transformers, one at a time")
+            progress.stage(f"decoding {counted(len(greedy), 'row')} with generate of transformers, one at a time")
             comparisons.append(_against_generate(greedy, job, pair, device))
     folder.write(AUDIT, json.dumps(asdict(Audit(len(rows), seed, comparisons)), indent=1).encode())
     rewrite(done)

@@ -17,7 +17,7 @@ import pyarrow as pa
 from pyarrow.dataset import write_dataset
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 
-from exspec.pipeline.errors import JobError, did_you_mean, first_line
+from exspec.pipeline.errors import JobError, counted, did_you_mean, first_line
 from exspec.pipeline.input.batch import answer, is_batch
 from exspec.pipeline.input.plan import decode_schema
 from exspec.pipeline.job.kinds import stored_job
@@ -59,7 +59,7 @@ def behind(job: J) -> tuple[J, str | None]:
 def finish(job: Job, file: str | None, code: int) -> int:
     """Write the file, if the job has one and all rows are done. Returns the exit code unchanged."""
     if file and code == 0:
-        print(f"{convert(job.output, file, job.storage_options)} rows in {anonymous(file)}")
+        print(f"{counted(convert(job.output, file, job.storage_options), 'row')} in {anonymous(file)}")
     return code
 
 

@@ -8,7 +8,7 @@ import torch
 
 from exspec.actors.engine import Completion, Engine, Request, SequenceStatistics
 from exspec.actors.engine.drafters.lookup import kind
-from exspec.pipeline.errors import JobError
+from exspec.pipeline.errors import JobError, counted
 from exspec.pipeline.output.page import duration
 from exspec.pipeline.prepare import Prepared
 from exspec.pipeline.shape import Settled, device_here, pair_of, sample, settle
@@ -40,10 +40,11 @@ class Estimate:
 
     def lines(self, price: float | None) -> list[str]:
         """The lines to print. price: of one GPU for an hour."""
+        decoded, rows = counted(self.decoded, "row"), counted(self.rows, "row")
         lines = [
-            f"estimate from {self.decoded} rows decoded here, {self.shape}: {self.speed:.0f} tokens/s per actor",
-            f"{self.rows} rows: about {self.prompts:,.0f} prompt tokens and {self.tokens:,.0f} completion tokens",
-            f"{duration(self.seconds)} with {self.actors} such actor{'s' * (self.actors != 1)}",
+            f"estimate from {decoded} decoded here, {self.shape}: {self.speed:.0f} tokens/s per actor",
+            f"{rows}: about {self.prompts:,.0f} prompt tokens and {self.tokens:,.0f} completion tokens",
+            f"{duration(self.seconds)} with {counted(self.actors, 'such actor')}",
         ]
         if price is not None:
             cost = self.seconds / 3600 * self.actors * self.gpus * price

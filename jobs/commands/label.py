@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.csv
 
 from exspec.jobs.commands.convert import as_json
+from exspec.pipeline.errors import counted
 from exspec.pipeline.job.labels import LabelJob
 from exspec.pipeline.output.contents import tables
 from exspec.pipeline.output.owner import REVIEW, Output, read_output, take
@@ -23,7 +24,7 @@ def review(job: LabelJob) -> None:
     if job.review_share:
         count = write_review(job, output)
         file = f"{anonymous(output.folder.url)}/{REVIEW}"
-        print(f"{count} rows to review: {file}" if count else "no labeled rows to review")
+        print(f"{counted(count, 'row')} to review: {file}" if count else "no labeled rows to review")
 
 
 def _compare(job: LabelJob, output: Output) -> None:

@@ -14,7 +14,7 @@ from rich.table import Table
 from exspec.jobs.commands.convert import behind
 from exspec.jobs.commands.estimate import estimate
 from exspec.jobs.commands.shared_prompts import Shared
-from exspec.pipeline.errors import JobError
+from exspec.pipeline.errors import JobError, counted
 from exspec.pipeline.input.plan import Chunk
 from exspec.pipeline.input.prompts import Prompts
 from exspec.pipeline.input.requests import requests
@@ -109,12 +109,15 @@ def _facts(prepared: Prepared) -> list[tuple[str, str]]:
         ("target", anonymous(job.target)),
         ("draft", anonymous(job.draft) if job.draft else "none"),
         ("device", f"{job.device}, on the cluster {job.ray_address}" if job.ray_address else device_here(job)),
-        ("input", f"{len(planned.shards)} shards with {planned.rows} rows; {done} of them are done"),
+        (
+            "input",
+            f"{counted(len(planned.shards), 'shard')} with {counted(planned.rows, 'row')}; {done} of them are done",
+        ),
         ("prompt", f"{prompt}, {'in the chat template' if prepared.prompts.chat else 'without a chat template'}"),
         ("ids", f"column {job.id_column}" if job.id_column else "shard and row number"),
         ("output", f"{anonymous(job.output)}: {', '.join(columns)}"),
-        ("chunks", f"{chunks} of at most {planned.rows_per_chunk} rows"),
-        ("actors", f"{job.actors}, each with at least {job.chunks_in_flight} chunks at once"),
+        ("chunks", f"{chunks} of at most {counted(planned.rows_per_chunk, 'row')}"),
+        ("actors", f"{job.actors}, each with at least {counted(job.chunks_in_flight, 'chunk')} at once"),
         ("shape", f"{Settled(config, [])}, at most {config.capacity} tokens per row"),
         ("memory", f"per actor: {prepared.memory(config)}"),
     ]

@@ -11,13 +11,14 @@ from exspec.jobs.commands.label import review
 from exspec.jobs.commands.plan import examined
 from exspec.jobs.commands.repair import repaired
 from exspec.jobs.commands.tables import candidates_table
-from exspec.pipeline.errors import JobError
+from exspec.pipeline.errors import JobError, started
 from exspec.pipeline.job.labels import LabelJob
 from exspec.pipeline.job.settings import AUTO, Job
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.progress import Progress
 from exspec.pipeline.run import execute
 from exspec.pipeline.shape import device_here, sample, settle, shape_of
+from exspec.pipeline.storage import Folder
 
 
 def run(job: Job, restart: bool, retry_errors: bool, repair: Path | None, progress: Progress) -> int:
@@ -27,12 +28,14 @@ def run(job: Job, restart: bool, retry_errors: bool, repair: Path | None, progre
     if repair and not repair.is_file():
         raise JobError(f"--repair {repair}: no such file; expected one that `exspec convert --errors` wrote")
     job, file = behind(job)
-    prepared = prepare(job, restart, mending=retry_errors or repair is not None)
-    fixed = partial(repaired, repair, job.storage_options) if repair else None
-    code = execute(prepared, retry_errors, progress=progress, repair=fixed)
-    if isinstance(job, LabelJob):
-        review(job)
-    return finish(job, file, code)
+    with Folder(job.output, job.storage_options).untouched():  # by a job that is refused
+        prepared = prepare(job, restart, mending=retry_errors or repair is not None)
+        fixed = partial(repaired, repair, job.storage_options) if repair else None
+        code = execute(prepared, retry_errors, progress=progress, repair=fixed)
+    with started():
+        if isinstance(job, LabelJob):
+            review(job)
+        return finish(job, file, code)
 
 
 def tune(job: Job) -> None:

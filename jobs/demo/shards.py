@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from exspec.jobs.demo.messages import examples
+from exspec.pipeline.errors import counted
 
 SEED = 5  # the demo pair was trained on others
 
@@ -29,4 +30,4 @@ def write_shards(folder: Path, rows: int, shards: int) -> None:
             }
         )
         pq.write_table(table, folder / f"messages-{number:03}.parquet")
-    print(f"{rows} messages in {folder}")
+    print(f"{counted(rows, 'message')} in {folder}")

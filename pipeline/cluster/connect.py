@@ -258,10 +258,14 @@ def _short(job: Job) -> str:
     return ""
 
 
-def lacking(job: Job) -> str:
-    """What missing actors wait for, as text."""
+def lacking(job: Job, long: bool) -> str:
+    """What missing actors wait for, as text; empty if they do not wait for long, and no process was killed."""
     import ray
 
+    from exspec.pipeline.cluster.failures import short_of_memory
+
+    if (short := short_of_memory()) or not long:
+        return short
     count = job.actor_range[0]
     if not any(ray.cluster_resources().get(name, 0) < count * n * ACTOR for name, n in _needs(job).items()):
         return f"there is room for them; they are still loading models; Ray's logs: {logs()}"

@@ -3,8 +3,9 @@
 import json
 import logging
 import pickle
+from collections.abc import Generator as Yields
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
@@ -52,7 +53,7 @@ def results(
     sink: PartSink,
     load: Loader,
     ledger: RayLedger,
-) -> Iterator[dict[str, Any]]:
+) -> Yields[dict[str, Any], None, None]:
     """Run the tasks; yields a result for each when its file is staged or it is set aside."""
     import ray
     from ray.data import ActorPoolStrategy, DataContext, TaskPoolStrategy
@@ -64,7 +65,8 @@ def results(
     context.execution_options.verbose_progress = False
     context.max_consecutive_actor_init_deaths = 3
     context.execution_no_progress_timeout_s = FOREVER
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    to_file = logging.getLogger("ray.data")  # in Ray's logs; its errors reach the driver as exceptions
+    to_file.handlers = [h for h in to_file.handlers if not isinstance(h, logging.StreamHandler)]
 
     low, high = job.actor_range
     passes, count = [], 0
@@ -95,9 +97,10 @@ def results(
         num_cpus=ACTOR,
         num_gpus=gpus(job),
     )
-    batches: Iterator[Any] = iter(done.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0))
-    for batch in batches:
-        yield from (pickle.loads(result) for result in batch["result"].to_pylist())
+    found: Any = iter(done.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0))
+    with closing(found) as batches:  # ends the threads of Ray Data, which would outlive Ray
+        for batch in batches:
+            yield from (pickle.loads(result) for result in batch["result"].to_pylist())
 
 
 def read_together(tasks: Iterator[Task]) -> Iterator[list[Task]]:

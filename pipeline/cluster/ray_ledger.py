@@ -5,6 +5,7 @@ from contextlib import suppress
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from exspec.actors.ledger import Ledger, Signs
+from exspec.pipeline.errors import JobError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -16,8 +17,12 @@ def remote(method: Callable[Concatenate[Ledger, P], T]) -> Callable[Concatenate[
 
     def call(self: "RayLedger", /, *args: P.args, **kwargs: P.kwargs) -> T:
         import ray
+        from ray.exceptions import RayActorError
 
-        result: T = ray.get(getattr(self._actor, method.__name__).remote(*args, **kwargs))
+        try:
+            result: T = ray.get(getattr(self._actor, method.__name__).remote(*args, **kwargs))
+        except RayActorError:
+            raise JobError("the process of the ledger, which counts the attempts at each chunk, has died") from None
         return result
 
     return call

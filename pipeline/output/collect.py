@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
+from exspec.pipeline.errors import counted
 from exspec.pipeline.job.settings import Job
 from exspec.pipeline.output.compact import mend
 from exspec.pipeline.output.owner import Writer
@@ -76,8 +77,12 @@ def collect(job: Job, results: Iterable[dict[str, Any]], report: Report, collect
             collector.add(result)
             failed += result.get("fault") == "output"
             if failed >= MOST_UNWRITTEN:
-                raise StopError(f"stopped: {failed} chunks could not be written; the last: {result['set_aside']}")
+                raise StopError(
+                    f"stopped: {counted(failed, 'chunk')} could not be written; the last: {result['set_aside']}"
+                )
             if job.max_error_share is not None and report.now["errors"] > job.max_error_share * report.planned:
-                raise StopError(f"stopped: {report.now['errors']} rows have an error, more than max_error_share")
+                raise StopError(
+                    f"stopped: {counted(report.now['errors'], 'row')} with an error, more than max_error_share allows"
+                )
     finally:
         collector.flush()

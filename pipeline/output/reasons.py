@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from exspec.pipeline.errors import counted
+
 NAMED = 3  # row ids per reason
 MOST = 200  # distinct reasons
 OTHER = "other reasons"
@@ -54,4 +56,4 @@ class Reasons:
 
     def lines(self) -> list[str]:
         """A line per reason, the most frequent first."""
-        return [f"{r.rows} {'row' if r.rows == 1 else 'rows'}: {r.text} ({r.named})" for r in self.most_first]
+        return [f"{counted(r.rows, 'row')}: {r.text} ({r.named})" for r in self.most_first]

@@ -11,7 +11,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from exspec.actors.engine import EngineStatistics
 from exspec.actors.ledger import Signs
-from exspec.pipeline.errors import JobError
+from exspec.pipeline.errors import JobError, counted
 from exspec.pipeline.job.kinds import stored_job
 from exspec.pipeline.output.contents import samples, tables
 from exspec.pipeline.output.owner import AUDIT, REPORT, REPORT_PAGE, Output
@@ -159,7 +159,7 @@ class Report:
         reasons = self.totals.reasons.lines()
         lines += [f"  {line}" for line in reasons[:REASONS]]
         if len(reasons) > REASONS:
-            lines.append(f"  and {len(reasons) - REASONS} more reasons: see the report")
+            lines.append(f"  and {counted(len(reasons) - REASONS, 'more reason')}: see the report")
         if f["tokens_per_second"]:
             speed = [f"{f['completion_tokens']} tokens in {f['seconds']:.0f} s of decoding"]
             speed.append(f"{f['tokens_per_second']} tokens/s")

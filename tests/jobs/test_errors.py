@@ -1,4 +1,5 @@
-"""A user's mistake is one line that names it, with exit code 2. A bug in exspec is a traceback, with exit code 3."""
+"""A user's mistake is one line that names it, with exit code 2. A bug in exspec is one line that names the file with
+its traceback, with exit code 3."""
 
 import gzip
 import json
@@ -112,10 +113,15 @@ def _fails(*_: object) -> None:
 
 
 @pytest.mark.parametrize("broken", [lambda *_: {}["shards"], _fails, lambda *_: json.loads("{")])
-def test_a_bug_prints_a_traceback(broken: Callable[..., object], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_a_bug_leaves_its_traceback_in_a_file(
+    broken: Callable[..., object], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     """Its exit code is different from that of every other result. A ValueError that a library raises is a bug too,
     because its message was not written for the user."""
     monkeypatch.setattr("exspec.jobs.demo.shards.write_shards", broken)
     assert call(monkeypatch, "messages", "out") == 3
-    assert "Traceback" in (printed := capsys.readouterr().err)
+    (printed,) = capsys.readouterr().err.splitlines()
     assert "this is a bug in exspec" in printed
+    kept = Path(printed.split("traceback: ")[1])
+    assert "Traceback" in kept.read_text()
+    kept.unlink()

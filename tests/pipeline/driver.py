@@ -1,13 +1,17 @@
-"""A job in a separate process with its own Ray: `python -m tests.pipeline.driver JOB.json SECONDS`."""
+"""The command line with the arithmetic model, for a separate process with its own Ray.
+
+`python -m tests.pipeline.driver SECONDS run --job JOB.json`: every step of the model takes so many seconds.
+"""
 
 import sys
-from pathlib import Path
+from functools import partial
 
-from exspec.pipeline.job.settings import Job
-from exspec.pipeline.prepare import prepare
-from exspec.pipeline.run import execute
+from exspec.jobs import cli
+from exspec.jobs.commands import run as command
 from tests.pipeline import jobs
 
 if __name__ == "__main__":
-    job = Job.model_validate_json(Path(sys.argv[1]).read_text())
-    sys.exit(execute(prepare(job), load=jobs.ArithmeticLoader(float(sys.argv[2]))))
+    _, seconds, *words = sys.argv
+    sys.argv = ["exspec", *words]
+    command.execute = partial(command.execute, load=jobs.ArithmeticLoader(float(seconds)))
+    cli.main()

@@ -32,7 +32,7 @@ def in_process() -> Iterator[None]:
         patch.setattr(run, "connect", lambda _: None)
         patch.setattr(run, "check_cluster", lambda _: None)
         patch.setattr(run, "actors_that_fit", lambda *_: 1)
-        patch.setattr(run, "lacking", lambda _: "nothing")
+        patch.setattr(run, "lacking", lambda *_: "nothing")
         patch.setattr(
             run, "on_a_device", lambda _, function, *arguments: handed_over(function)(*handed_over(arguments))
         )

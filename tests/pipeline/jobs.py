@@ -202,11 +202,21 @@ def run(
 def started(pair: Pair, place: Path, parts: int) -> subprocess.Popen[bytes]:
     """Start a job over 120 rows in a process with its own Ray, and wait until it has committed some parts."""
     write_shards(place / "in", rows=120)
-    (place / "job.json").write_text(job(pair, place / "in", place / "out").model_dump_json())
-    command = [sys.executable, "-m", "tests.pipeline.driver", str(place / "job.json"), "0.05"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    write_job(pair, place)
+    process = subprocess.Popen(command(place), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wait_for_parts(place / "out", parts, process)
     return process
+
+
+def write_job(pair: Pair, place: Path, **settings: Any) -> None:
+    """Write the job over `place / "in"` as a file for `command`."""
+    made = job(pair, place / "in", place / "out", **settings)
+    (place / "job.json").write_text(made.model_dump_json(exclude_unset=True))
+
+
+def command(place: Path, seconds: float = 0.05) -> list[str]:
+    """The command that runs the job in `place`; each step takes so many seconds."""
+    return [sys.executable, "-m", "tests.pipeline.driver", str(seconds), "run", "--job", str(place / "job.json")]
 
 
 def wait_for_parts(output: Path, count: int, process: subprocess.Popen[Any]) -> None:
