@@ -14,7 +14,7 @@ from exspec.pipeline.errors import JobError, first_line, job_errors
 from exspec.pipeline.input.formats import FormatError, scan, suffix_of
 from exspec.pipeline.input.plan import Plan, Shard, decode_row, decode_schema
 from exspec.pipeline.input.reading import FORMAT, Bytes, RangeFile, read_footer
-from exspec.pipeline.input.schemas import nullable, refuse_duplicates, unified
+from exspec.pipeline.input.schemas import nullable, refuse_deep, refuse_duplicates, unified
 from exspec.pipeline.input.snapshot import locate, probe
 from exspec.pipeline.input.tables import TableVersion, find_tables, read_iceberg, read_table
 from exspec.pipeline.storage import at_once, attempt
@@ -103,9 +103,11 @@ def _schema(footers: Sequence[tuple[Shard, pa.Schema]], known: pa.Schema | None)
 
 
 def _distinct(locations: Iterable[Location]) -> list[Location]:
-    """The locations, each once. Raises JobError if two have the same name, or one has two names."""
+    """The locations, each once. Raises JobError if two have the same name, one has two, or one is not UTF-8."""
     names: dict[str, Location] = {}
     for location in locations:
+        if (shown := location.url.encode(errors="backslashreplace").decode()) != location.url:
+            raise JobError(f"input {shown}: the file's name is not UTF-8; rename the file")
         other = names.setdefault(location.name, location)
         if other.url != location.url:
             raise JobError(
@@ -253,6 +255,7 @@ def _footer(location: Location, known: Shard | None, schema: pa.Schema | None) -
         what = "cannot be read" if whole else "not a Parquet file"
         raise JobError(f"{location.url}: {what} ({first_line(file.refused or error)})") from error
     refuse_duplicates(location.url, opened.schema_arrow)
+    refuse_deep(location.url, opened.schema_arrow)
     if location.table:
         location.table.check(location.url, opened.schema_arrow)
     fields = [*nullable(opened.schema_arrow), *(decode_row(location.values).schema if location.values else ())]
@@ -277,4 +280,5 @@ def _counted(
         return replace(known, url=location.url, stamp=stamp), planned
     rows, schema = scan(location.name, lambda: RangeFile(file))
     refuse_duplicates(location.url, schema)
+    refuse_deep(location.url, schema)
     return Shard(location.name, location.url, rows, file.size, content, stamp), nullable(schema)
