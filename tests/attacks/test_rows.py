@@ -123,10 +123,24 @@ def test_an_odd_row_is_an_error_and_its_neighbours_are_decoded(pair: jobs.Pair, 
     assert all(row["completion"] is not None for row in rows[::2])
 
 
-def with_chat(pair: jobs.Pair, place: Path) -> jobs.Pair:
+CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}"
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("attack", [LOOPS, "{{ 'w1' * 10**12 }}", "{{ 'w1'|center(10**12) }}", "{{ 9**(9**9) > 0 }}"])
+def test_a_chat_template_that_never_ends_for_one_row_is_its_error(
+    pair: jobs.Pair, tmp_path: Path, attack: str
+) -> None:
+    put(tmp_path, pa.table({"prompt": ["w1", "w2", "w3"]}))
+    template = f"{CHAT}{{% if messages[0].content == 'w2' %}}{attack}{{% endif %}}"
+    rows = written(with_chat(pair, tmp_path, template), tmp_path)
+    assert [row["error"] is None for row in rows] == [True, False, True], [row["error"] for row in rows]
+
+
+def with_chat(pair: jobs.Pair, place: Path, template: str = CHAT) -> jobs.Pair:  # noqa: ARG001
     """The pair with a chat template."""
     made = jobs.tokenizer()
-    made.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    made.chat_template = template
     folders = jobs.save_pair(place / "models")
     for folder in folders:
         made.save_pretrained(folder)
