@@ -128,9 +128,7 @@ LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% en
 
 
 @pytest.mark.parametrize("attack", [LOOPS, "{{ 'w1' * 10**12 }}", "{{ 'w1'|center(10**12) }}", "{{ 9**(9**9) > 0 }}"])
-def test_a_chat_template_that_never_ends_for_one_row_is_its_error(
-    pair: jobs.Pair, tmp_path: Path, attack: str
-) -> None:
+def test_a_chat_template_that_never_ends_for_one_row_is_its_error(pair: jobs.Pair, tmp_path: Path, attack: str) -> None:
     put(tmp_path, pa.table({"prompt": ["w1", "w2", "w3"]}))
     template = f"{CHAT}{{% if messages[0].content == 'w2' %}}{attack}{{% endif %}}"
     rows = written(with_chat(pair, tmp_path, template), tmp_path)
@@ -202,7 +200,10 @@ def test_a_batch_body_that_is_nested_deeply_is_an_error(pair: jobs.Pair, tmp_pat
     (tmp_path / "in").mkdir()
     good = '{"messages": [{"role": "user", "content": "w1"}]}'
     bodies = [good, f'{{"messages": {nested(500)}}}', good]
-    lines = (f'{{"custom_id": "{i}", "method": "POST", "url": "/v1/chat/completions", "body": {b}}}' for i, b in enumerate(bodies))
+    lines = (
+        f'{{"custom_id": "{i}", "method": "POST", "url": "/v1/chat/completions", "body": {b}}}'
+        for i, b in enumerate(bodies)
+    )
     (tmp_path / "in" / "s.jsonl").write_text("\n".join(lines))
     rows = written(with_chat(pair, tmp_path), tmp_path)
     assert [row["response"]["status_code"] for row in rows] == [200, 400, 200]
