@@ -21,7 +21,7 @@ Row = dict[str, Any] | RowError
 
 
 def attempted(action: Callable[[], T]) -> T | RowError:
-    """The result of an action on one row. Whatever it raises, RecursionError and MemoryError too, is the row's error."""
+    """The result of an action on one row. Any exception is the row's error, RecursionError and MemoryError included."""
     try:
         return action()
     except RowError as error:

@@ -4,7 +4,6 @@ import pyarrow as pa
 
 from exspec.pipeline.errors import JobError
 
-
 DEEPEST = 64  # levels of lists and records in a column
 
 

@@ -21,7 +21,7 @@ _budget = threading.local()
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Templates rendered inside the block by this thread share one budget. Beyond it they raise TemplateRuntimeError."""
+    """This thread's templates share one budget inside the block. Beyond it they raise TemplateRuntimeError."""
     _budget.left = BUDGET
     try:
         yield
@@ -33,14 +33,15 @@ def bound_chat_templates() -> None:
     """Chat templates are bounded too: transformers makes their environment by this name, and has no setting for it."""
     from transformers.utils import chat_template_utils
 
-    chat_template_utils.ImmutableSandboxedEnvironment = BoundedChatEnvironment
+    chat_template_utils.ImmutableSandboxedEnvironment = BoundedChatEnvironment  # type: ignore[attr-defined]
 
 
 class _Generator(CodeGenerator):
     """Compiles templates so that they pay for iterations, calls of macros, and joined texts."""
 
     def visit_Template(self, node: nodes.Template, frame: Any = None) -> None:  # noqa: N802
-        for part in node.find_all((nodes.For, nodes.Macro, nodes.CallBlock, nodes.Block)):
+        parts: Iterator[Any] = node.find_all((nodes.For, nodes.Macro, nodes.CallBlock, nodes.Block))
+        for part in parts:
             cost = STEP + sum(len(text.data) for text in part.find_all(nodes.TemplateData))
             pay = nodes.Call(nodes.EnvironmentAttribute("pay"), [nodes.Const(cost)], [], None, None)
             statement = nodes.ExprStmt(pay, lineno=part.lineno).set_lineno(part.lineno)
