@@ -2,8 +2,6 @@
 
 import csv
 import gzip
-import json
-import math
 import re
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
@@ -20,6 +18,7 @@ from pyarrow.fs import FSSpecHandler, PyFileSystem
 from exspec.pipeline.errors import JobError, counted, did_you_mean, first_line
 from exspec.pipeline.input.batch import answer, is_batch
 from exspec.pipeline.input.plan import decode_schema
+from exspec.pipeline.input.rows import as_json, nearest
 from exspec.pipeline.job.kinds import stored_job
 from exspec.pipeline.job.settings import Job
 from exspec.pipeline.output.contents import columns_of, tables
@@ -176,9 +175,17 @@ def _text(
     write: Lines, opened: Any, path: Path, names: list[str], found: Iterator[pa.Table], each: Each | None
 ) -> None:
     """Write rows as text. opened: `open` of Python or of gzip."""
-    rows: Iterator[Row] = (row for table in found for row in table.to_pylist())
+    rows: Iterator[Row] = (row for table in found for row in _rows(table))
     with opened(path, "wt", encoding="utf-8", newline="") as text:
         write(text, names, map(each, rows) if each else rows)
+
+
+def _rows(table: pa.Table) -> list[Row]:
+    try:
+        return list(table.to_pylist())
+    except Exception:  # a value that Python does not have, such as a date after the year 9999
+        columns = [[nearest(scalar) for scalar in column] for column in table.columns]
+        return [dict(zip(table.column_names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
 def _json_lines(text: TextIO, _: list[str], rows: Iterator[Row]) -> None:
@@ -191,21 +198,6 @@ def _csv(text: TextIO, names: list[str], rows: Iterator[Row]) -> None:
     writer.writerow(names)
     for row in rows:
         writer.writerow(as_json(value) if isinstance(value, list | dict) else value for value in row.values())
-
-
-def as_json(value: Any) -> str:
-    """JSON with bytes as hexadecimal digits, and with null for NaN and infinities."""
-    return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False, default=str)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):  # a map is a list of tuples
-        return [_plain(item) for item in value]
-    if isinstance(value, bytes):
-        return value.hex()
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # Every format by its suffix.

@@ -7,8 +7,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 
-from exspec.jobs.commands.convert import as_json
 from exspec.pipeline.errors import counted
+from exspec.pipeline.input.rows import as_json
 from exspec.pipeline.job.labels import LabelJob
 from exspec.pipeline.output.contents import tables
 from exspec.pipeline.output.owner import REVIEW, Output, read_output, take

@@ -16,12 +16,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from exspec.jobs.commands.convert import as_json
 from exspec.pipeline.errors import JobError, first_line
 from exspec.pipeline.input.batch import BODY, ID
 from exspec.pipeline.input.plan import Plan, Shard, decode_schema, encode_row
 from exspec.pipeline.input.reading import Unreadable, read_ranges
-from exspec.pipeline.input.rows import RowError, values
+from exspec.pipeline.input.rows import RowError, as_json, values
 from exspec.pipeline.input.schemas import is_json, is_text
 from exspec.pipeline.output.contents import read_range
 from exspec.pipeline.output.owner import Output, read_output

@@ -7,7 +7,7 @@ from collections.abc import Generator as Yields
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby
 from typing import Any
 
@@ -26,7 +26,7 @@ from exspec.pipeline.input.plan import Chunk
 from exspec.pipeline.input.prompts import Prompts
 from exspec.pipeline.input.reading import Unreadable
 from exspec.pipeline.input.requests import mapped, read_mapped
-from exspec.pipeline.input.rows import RowError, rows
+from exspec.pipeline.input.rows import Row, RowError, attempted, rows
 from exspec.pipeline.job.settings import Job
 from exspec.pipeline.output.columns import ID, carried_columns
 from exspec.pipeline.output.contents import read_groups, read_range
@@ -138,7 +138,7 @@ class Reader:
         prompts = _prompts(type(self.job), self.job.model_dump_json(), schema).within(self.room)
         carried, name = carried_columns(self.job, schema), self.job.id_column
         kept = {new: name for name, new in carried.items()} | ({ID: name} if name else {})
-        needed = prompts.columns(schema)
+        needed = list(dict.fromkeys([*prompts.columns(schema), *([name] if name else [])]))
         columns = list(dict.fromkeys([*kept.values(), *needed]))
         ranges = [(task.chunk.first, task.chunk.rows) for task in tasks]
         found = read_mapped(self.job, tasks[0].chunk.shard, ranges, columns, self.schema)
@@ -188,18 +188,16 @@ WORK_SCHEMA = pa.schema(
 )
 
 
-def _work(prompts: Prompts, chunk: Chunk, i: int, row: dict[str, Any] | RowError, skip: bool) -> dict[str, Any]:
-    work: dict[str, Any] = {"_skip": skip}
-    if isinstance(row, RowError):
-        return work | {"_error": str(row)}
-    try:
-        settings = prompts.settings(row, chunk.shard, chunk.first + i)
-        work |= {"_max_new_tokens": settings.max_new_tokens, "_stop": settings.stop}
-        work["_sampling"] = json.dumps(settings.sampling)
-        work["_prompt"], work["_cut"] = prompts.fitted(row, settings.max_new_tokens)
-        return work
-    except RowError as error:
-        return work | {"_error": str(error)}
+def _work(prompts: Prompts, chunk: Chunk, i: int, row: Row, skip: bool) -> dict[str, Any]:
+    asked = attempted(partial(_asked, prompts, chunk, i, row))
+    return {"_skip": skip} | ({"_error": str(asked)} if isinstance(asked, RowError) else asked)
+
+
+def _asked(prompts: Prompts, chunk: Chunk, i: int, row: Row) -> dict[str, Any]:
+    settings = prompts.settings(row, chunk.shard, chunk.first + i)
+    tokens, cut = prompts.fitted(row, settings.max_new_tokens)
+    work = {"_prompt": tokens, "_cut": cut, "_max_new_tokens": settings.max_new_tokens, "_stop": settings.stop}
+    return work | {"_sampling": json.dumps(settings.sampling)}
 
 
 @lru_cache(maxsize=2)

@@ -13,7 +13,6 @@ import jinja2
 import jinja2.meta
 import pyarrow as pa
 from jinja2 import nodes
-from jinja2.sandbox import SandboxedEnvironment
 
 from exspec.actors.answers.answers import asked
 from exspec.actors.engine import Request, Room, Sampling
@@ -24,6 +23,7 @@ from exspec.pipeline.input.batch import BODY, COLUMNS, METHOD, URL, fields, is_b
 from exspec.pipeline.input.plan import Shard
 from exspec.pipeline.input.rows import Row, RowError, are_texts
 from exspec.pipeline.input.schemas import is_json, is_list, is_text
+from exspec.pipeline.input.templates import BoundedEnvironment, bound_chat_templates, bounded
 from exspec.pipeline.job.settings import Job
 
 MESSAGES = "messages"
@@ -63,6 +63,7 @@ class Prompts:
         self.json_stop = is_json(stop)
         self.chat = bool(tokenizer.chat_template) if job.chat is None else job.chat
         self._check_chat()
+        bound_chat_templates()
         self.special = {} if job.allow_special else _marks(tokenizer)  # control tokens by mark
         self.marks = re.compile(f"([{re.escape(''.join(self.special))}])" if self.special else "(?!)")
         self.template: jinja2.Template | None = None
@@ -121,7 +122,8 @@ class Prompts:
         row = self._given(row)
         if self.template:
             try:
-                rendered = self.template.render({name: self._marked(value) for name, value in row.items()})
+                with bounded():
+                    rendered = self.template.render({name: self._marked(value) for name, value in row.items()})
             except Exception as error:  # expressions may raise anything
                 raise RowError(f"prompt_template: {type(error).__name__}: {error}") from error
             return self._chat([{"role": "user", "content": rendered}]) if rendered else ""
@@ -164,9 +166,10 @@ class Prompts:
         if self.job.system_prompt and messages[0].get("role") != "system":
             messages = [{"role": "system", "content": self.job.system_prompt}, *messages]
         try:
-            rendered = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **self.job.template_arguments
-            )
+            with bounded():
+                rendered = self.tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=True, **self.job.template_arguments
+                )
         except Exception as error:  # templates may raise anything
             raise RowError(f"chat template: {error}") from error
         return str(rendered)
@@ -312,7 +315,7 @@ def _is_temperature(value: Any) -> bool:
 
 def _template(source: str, columns: Sequence[str]) -> tuple[jinja2.Template, set[str]]:
     """A template and the names that it uses. Raises JobError for invalid syntax and unknown columns."""
-    environment = SandboxedEnvironment(undefined=jinja2.StrictUndefined)
+    environment = BoundedEnvironment(undefined=jinja2.StrictUndefined)
     try:
         parsed = environment.parse(source)
         template = environment.from_string(source)

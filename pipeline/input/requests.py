@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import pyarrow as pa
 
@@ -12,7 +13,7 @@ from exspec.pipeline.input.formats import spread
 from exspec.pipeline.input.plan import Chunk, Shard
 from exspec.pipeline.input.prompts import Prompts
 from exspec.pipeline.input.reading import Unreadable, read_ranges
-from exspec.pipeline.input.rows import BAD, Row, RowError, rows
+from exspec.pipeline.input.rows import BAD, Row, RowError, attempted, rows
 from exspec.pipeline.job.functions import Function, FunctionError
 from exspec.pipeline.job.settings import Job
 
@@ -83,7 +84,4 @@ def requests(
             raise JobError(f"{chunk}: {table.reason}")
         for i, row in zip(numbers, rows(table.take(pa.array(numbers, pa.int64())), needed), strict=True):
             number = chunk.first + i
-            try:
-                yield Asked(number, row, prompts.request(row, chunk.shard, number))
-            except RowError as error:
-                yield Asked(number, row, error)
+            yield Asked(number, row, attempted(partial(prompts.request, row, chunk.shard, number)))

@@ -1,9 +1,13 @@
 """Rows as Python values. A value that cannot be converted is an error of its row only."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import pyarrow as pa
+
+T = TypeVar("T")
 
 
 class RowError(ValueError):
@@ -21,6 +25,16 @@ def are_texts(value: Any) -> bool:
     """Whether a value is one text or a list of texts, none of them empty."""
     texts = value if isinstance(value, list) else [value]
     return all(isinstance(text, str) and text and text.encode(errors="replace").decode() == text for text in texts)
+
+
+def attempted(action: Callable[[], T]) -> T | RowError:
+    """The result of an action on one row. Any exception is the row's error, RecursionError and MemoryError included."""
+    try:
+        return action()
+    except RowError as error:
+        return error
+    except Exception as error:
+        return RowError(f"the row cannot be read: {type(error).__name__}: {error}")
 
 
 def rows(table: pa.Table, columns: Sequence[str]) -> Iterator[Row]:
@@ -51,3 +65,67 @@ def _value(scalar: pa.Scalar, name: str) -> Any:
         return scalar.as_py()
     except Exception as error:
         return RowError(f"column {name!r}: not a value of {scalar.type}: {type(error).__name__}: {error}")
+
+
+def nearest(scalar: pa.Scalar) -> Any:
+    """A value of any type as a Python value, or if it has none as text: every value can be shown."""
+    return _inside(scalar, _shown)
+
+
+def stored(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
+    """A column as Parquet and its readers take it: as JSON text if `kind` is not its type, and bytes that are not UTF-8
+    as escapes. Other values stay the same."""
+    if column.type != kind:
+        texts = [as_json(nearest(scalar)) if scalar.is_valid else None for scalar in column]
+        return pa.chunked_array([pa.array(texts, kind)])
+    try:
+        column.validate(full=True)
+    except pa.ArrowInvalid:
+        return pa.chunked_array([pa.array([_inside(scalar, _text) for scalar in column], kind)])
+    if pa.types.is_dictionary(kind) and any(chunk.dictionary.null_count for chunk in column.chunks):
+        return pa.chunked_array([pa.array(column.to_pylist(), kind)])  # Parquet takes no null among the coded values
+    return column
+
+
+def _inside(scalar: pa.Scalar, leaf: Callable[[pa.Scalar], Any]) -> Any:
+    """A value with all values inside replaced."""
+    if not scalar.is_valid:
+        return None
+    if isinstance(scalar, pa.DictionaryScalar | pa.ExtensionScalar | pa.RunEndEncodedScalar | pa.UnionScalar):
+        return _inside(scalar.value, leaf)
+    if isinstance(scalar, pa.MapScalar):
+        return [(_inside(pair[0], leaf), _inside(pair[1], leaf)) for pair in scalar.values]
+    if isinstance(scalar, pa.ListScalar):
+        return [_inside(item, leaf) for item in scalar.values]
+    if isinstance(scalar, pa.StructScalar):
+        return {field.name: _inside(scalar[i], leaf) for i, field in enumerate(scalar.type)}
+    return leaf(scalar)
+
+
+def _text(scalar: pa.Scalar) -> Any:
+    if not isinstance(scalar, pa.StringScalar):
+        return scalar
+    return scalar.as_buffer().to_pybytes().decode(errors="backslashreplace")
+
+
+def _shown(scalar: pa.Scalar) -> Any:
+    found = _text(scalar)
+    try:
+        return found.as_py() if isinstance(found, pa.Scalar) else found
+    except Exception:  # dates that Python does not have, and unknown time zones
+        return f"{scalar.value} {scalar.type}"
+
+
+def as_json(value: Any) -> str:
+    """JSON with bytes as hexadecimal digits, and with null for NaN and infinities."""
+    return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False, default=str)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):  # a map is a list of tuples
+        return [_plain(item) for item in value]
+    if isinstance(value, bytes):
+        return value.hex()
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -7,6 +7,8 @@ import pyarrow as pa
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.rows import BAD
 
+DEEPEST = 64  # levels of lists and records in a column
+
 
 def nullable(schema: pa.Schema) -> pa.Schema:
     """The schema with nulls allowed in every field, nested ones too."""
@@ -97,6 +99,16 @@ def unified(schema: pa.Schema, first: str, url: str, other: pa.Schema, fixed: bo
             )
         fields.append(field if fixed else field.with_type(kind))
     return pa.schema(fields)
+
+
+def refuse_deep(url: str, schema: pa.Schema) -> None:
+    """Raises JobError if a column is nested too deeply for Parquet and for Python's recursion."""
+    for column in schema:
+        kinds, depth = [column.type], 0
+        while kinds := [kind.field(i).type for kind in kinds for i in range(kind.num_fields)]:
+            depth += 1
+            if depth > DEEPEST:
+                raise JobError(f"{url}: column {column.name!r} is nested more than {DEEPEST} levels deep")
 
 
 def refuse_duplicates(url: str, schema: pa.Schema) -> None:

@@ -15,7 +15,7 @@ from exspec.pipeline.errors import JobError, first_line, job_errors
 from exspec.pipeline.input.formats import SUFFIXES, FormatError, scan, suffix_of
 from exspec.pipeline.input.plan import Plan, Shard, decode_row, decode_schema, encode_row
 from exspec.pipeline.input.reading import FORMAT, Bytes, RangeFile, read_footer
-from exspec.pipeline.input.schemas import nullable, refuse_duplicates, unified
+from exspec.pipeline.input.schemas import nullable, refuse_deep, refuse_duplicates, unified
 from exspec.pipeline.input.snapshot import IrregularError, locate, probe
 from exspec.pipeline.input.tables import TableVersion, find_tables, read_iceberg, read_table
 from exspec.pipeline.storage import at_once, attempt, refuse_user
@@ -115,9 +115,11 @@ def _schema(footers: Sequence[tuple[Shard, pa.Schema]], known: pa.Schema | None)
 
 
 def _distinct(locations: Iterable[Location]) -> list[Location]:
-    """The locations, each once. Raises JobError if two have the same name, or one has two names."""
+    """The locations, each once. Raises JobError if two have the same name, one has two, or one is not UTF-8."""
     names: dict[str, Location] = {}
     for location in locations:
+        if (shown := location.url.encode(errors="backslashreplace").decode()) != location.url:
+            raise JobError(f"input {shown}: the file's name is not UTF-8; rename the file")
         other = names.setdefault(location.name, location)
         if other.url != location.url:
             raise JobError(
@@ -300,6 +302,7 @@ def _footer(
             what += f", and its suffix names no other format; exspec reads {SUFFIXES}"
         raise JobError(f"{location.url}: {what} ({first_line(file.refused or error)})") from error
     refuse_duplicates(location.url, found)
+    refuse_deep(location.url, found)
     if location.table:
         location.table.check(location.url, found)
     row = _outside(location.values, {*found.names, *ignored})

@@ -1,9 +1,11 @@
 """The columns of an output: carried input columns, columns of answers, and the columns that every output has."""
 
+import io
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from exspec.actors.work import WORK
 from exspec.pipeline.errors import JobError, no_column
@@ -62,7 +64,21 @@ def carried_as(job: "Job", name: str) -> str:
 
 
 def carried_schema(job: "Job", schema: pa.Schema) -> pa.Schema:
-    return pa.schema([schema.field(name).with_name(new) for name, new in carried_columns(job, schema).items()])
+    """The carried columns in the output. A column whose type Parquet does not have becomes JSON text."""
+    carried = [schema.field(name).with_name(new) for name, new in carried_columns(job, schema).items()]
+    if _writable(carried):
+        return pa.schema(carried)
+    return pa.schema([f if _writable([f]) else pa.field(f.name, pa.string(), metadata=f.metadata) for f in carried])
+
+
+def _writable(fields: list[pa.Field]) -> bool:
+    """Whether Parquet can hold columns of these types, found by writing and reading a row of nulls."""
+    buffer = io.BytesIO()
+    try:
+        pq.write_table(pa.table([pa.nulls(1, field.type) for field in fields], schema=pa.schema(fields)), buffer)
+        return bool(pq.read_table(buffer).to_pylist())
+    except (pa.ArrowException, OSError, ValueError, RecursionError):  # it raises different types for different types
+        return False
 
 
 def output_schema(job: "Job", schema: pa.Schema) -> pa.Schema:

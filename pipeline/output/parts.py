@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from exspec.actors.generator import Origin, RowResult
 from exspec.pipeline.input.plan import Chunk
+from exspec.pipeline.input.rows import RowError, stored, values
 from exspec.pipeline.job.functions import Function, FunctionError
 from exspec.pipeline.output.columns import GENERATED, ID, added_columns, conform
 from exspec.pipeline.output.contents import md5, opened, read_range
@@ -74,7 +75,10 @@ class PartSink:
             if result and result.error:
                 reasons.add(result.error, 1, [name], result.lasting)
         generated = pa.Table.from_pylist(rows, schema=self.generated)
-        columns = [(generated if name in self.generated.names else block)[name] for name in self.schema.names]
+        columns = [
+            generated[field.name] if field.name in self.generated.names else stored(block[field.name], field.type)
+            for field in self.schema
+        ]
         table = pa.Table.from_arrays(columns, schema=self.schema)
         if self.last:
             made = self.last(table)
@@ -91,8 +95,11 @@ class PartSink:
         own = [f"{chunk.shard.name}:{chunk.first + i}" for i in range(block.num_rows)]
         if ID not in block.column_names:
             return own
-        given = block[ID].to_pylist()
-        return [name if value is None else _id(value) for name, value in zip(own, given, strict=True)]
+        given = values(block, ID)
+        return [
+            name if value is None or isinstance(value, RowError) else _id(value)
+            for name, value in zip(own, given, strict=True)
+        ]
 
     def _kept(self, task: Task) -> list[dict[str, Any]]:
         assert task.file is not None
@@ -101,7 +108,7 @@ class PartSink:
 
 
 def _id(value: Any) -> str:
-    return value.hex() if isinstance(value, bytes) else str(value)
+    return value.hex() if isinstance(value, bytes) else str(value).encode(errors="backslashreplace").decode()
 
 
 def encode(table: pa.Table, job: str, chunks: list[Summary]) -> bytes:

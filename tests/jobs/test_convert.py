@@ -12,8 +12,9 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 
-from exspec.jobs.commands.convert import as_json, behind
+from exspec.jobs.commands.convert import behind
 from exspec.pipeline.errors import JobError
+from exspec.pipeline.input.rows import as_json
 from exspec.pipeline.job.settings import Job
 from exspec.pipeline.output.owner import Output, take
 from exspec.pipeline.prepare import prepare
