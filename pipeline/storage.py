@@ -395,9 +395,13 @@ def _is_transient(error: BaseException) -> bool:
 
 def _unknown_host(error: BaseException | None) -> bool:
     """Whether a name server answered that there is no such host. If none answers, the error is another one."""
-    while error is not None and not isinstance(error, socket.gaierror):
+    seen = set()  # the causes may form a circle
+    while error is not None and id(error) not in seen:
+        if isinstance(error, socket.gaierror):
+            return error.errno == socket.EAI_NONAME
+        seen.add(id(error))
         error = error.__cause__ or error.__context__
-    return error is not None and error.errno == socket.EAI_NONAME
+    return False
 
 
 def _status(error: BaseException) -> int | None:

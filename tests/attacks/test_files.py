@@ -416,13 +416,17 @@ def outcome(place: Path) -> dict[tuple[str, int], Any]:
     return {(row["shard"], row["row"]): row["error"] or [row["completion"]] for row in rows_of(place / "out")}
 
 
+REQUEST = {"method": "POST", "url": "/v1/completions"}
 GOOD = [f"w{n % 30}" for n in range(40)]
 JOBS = {
     "JSONL": ("a.jsonl", [json.dumps({"prompt": text, "n": n}) for n, text in enumerate(GOOD)], '{"prompt": "w1", '),
     "CSV": ("a.csv", [f"{text},{n}" for n, text in enumerate(GOOD)], "w1,2,3"),
     "batch requests": (
         "a.jsonl",
-        [json.dumps({"custom_id": str(n), "body": {"prompt": text, "max_tokens": 3}}) for n, text in enumerate(GOOD)],
+        [
+            json.dumps(REQUEST | {"custom_id": str(n), "body": {"prompt": text, "max_tokens": 3}})
+            for n, text in enumerate(GOOD)
+        ],
         '{"custom_id": "1", "body": ',
     ),
 }

@@ -113,7 +113,7 @@ def outcome(pair: jobs.Pair, place: Path, **given: Any) -> list[dict[str, Any]] 
     job: Job = jobs.job(pair, place / "in", place / "out", max_new_tokens_column=None, **{"id_column": None} | given)
     try:
         (shard,), schema = find_shards(job.input, {})
-        job = of_batch(job, schema) if is_batch(job, schema) else job
+        job = of_batch(job, schema, None) if is_batch(job, schema) else job
         carried = carried_schema(job, schema)
         tasks = [Task(Chunk(shard, 0, 0, shard.rows))]
         (block,) = Reader(job, schema, Room(64, 64))(pa.table({"tasks": [pickle.dumps(tasks)]}))
@@ -125,7 +125,7 @@ def outcome(pair: jobs.Pair, place: Path, **given: Any) -> list[dict[str, Any]] 
     errors = rows["_error"].to_pylist()
     results: list[RowResult | None] = [RowResult(None, None, error or "decoded", 1) for error in errors]
     sink = PartSink(Folder(str(place / "out")), "job", "chunk", carried, job.answer_columns())
-    staged = sink.stage(tasks[0], rows, results, Origin("actor", {}, 0.0, 1))
+    staged = sink.stage(tasks[0], rows, results, Origin("actor", {}, 0.0, 1.0, 1))
     table = pq.read_table(place / "out" / staged["staged"])
     for column in table.columns:
         column.validate(full=True)
@@ -218,7 +218,7 @@ def test_any_value_in_csv(pair: jobs.Pair, value: str, name: str) -> None:
 def test_any_body_of_a_batch_request(pair: jobs.Pair, body: Any) -> None:
     def write(folder: Path, body: Any) -> None:
         good = {"prompt": GOOD, "max_tokens": 4}
-        lines = [{"custom_id": str(i), "url": "/v1/completions", "body": b} for i, b in enumerate([good, body, good])]
+        lines = [{"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": b} for i, b in enumerate([good, body, good])]
         (folder / "s.jsonl").write_text("\n".join(map(json.dumps, lines)))
 
     compare(pair, write, body, {"prompt": "w2"}, chat=False)
