@@ -218,7 +218,10 @@ def test_any_value_in_csv(pair: jobs.Pair, value: str, name: str) -> None:
 def test_any_body_of_a_batch_request(pair: jobs.Pair, body: Any) -> None:
     def write(folder: Path, body: Any) -> None:
         good = {"prompt": GOOD, "max_tokens": 4}
-        lines = [{"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": b} for i, b in enumerate([good, body, good])]
+        lines = [
+            {"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": b}
+            for i, b in enumerate([good, body, good])
+        ]
         (folder / "s.jsonl").write_text("\n".join(map(json.dumps, lines)))
 
     compare(pair, write, body, {"prompt": "w2"}, chat=False)

@@ -219,7 +219,7 @@ def read_or_refused(found: list[bytes]) -> bool:
     assert state.rows + sum(chunk.rows for chunk in islice(state.missing(), 50)) >= min(state.plan.rows, 1)
     assert all(chunk.rows > 0 for chunk in islice(state.missing(), 50))
     assert state.complete in (True, False)
-    assert state.mendable <= sum(s.errors for s in state.summaries())
+    assert state.failed("mendable") <= sum(s.errors for s in state.summaries())
     assert all(name in state.names() for _, name, _ in state.chunks())
     return True
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,13 @@ from exspec.pipeline.job.labels import LabelJob
 from exspec.pipeline.job.settings import Job, load_job
 from exspec.pipeline.prepare import prepare
 from tests.pipeline import jobs
+
+
+@pytest.fixture(autouse=True)
+def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job would start its own Ray. Other tests of this process may have started one."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+
 
 BASE: dict[str, Any] = {"target": "t", "input": "in", "output": "out"}
 MIN, WINDOW = "min_new_tokens is 9, above max_new_tokens (2)", "window is 2, expected at least batch_size (4)"

@@ -50,7 +50,7 @@ def test_a_second_command_exits_and_a_command_after_a_kill_resumes(tmp_path: Pat
     assert "96 of 96 rows" in end(waiting, 0)
     assert "nothing to do: all 96 rows" in end(after, 0), "the process that it waited for did all rows"
     assert kept <= {path.name for path in (tmp_path / "out").glob("part-*")}, "finished parts are kept"
-    assert "1 files instead of 24" in end(start(tmp_path, "compact", "out"), 0)
+    assert "1 file instead of 24" in end(start(tmp_path, "compact", "out"), 0)
     assert "nothing to do: all 96 rows" in end(start(tmp_path, *run), 0)
     rows = rows_of(tmp_path / "out")
     assert len({(row["shard"], row["row"]) for row in rows}) == len(rows) == 96

@@ -89,7 +89,7 @@ def test_only_what_is_missing_runs_again(pair: jobs.Pair, source: Path, tmp_path
     for path in parts[::3]:
         path.unlink()
     assert run(job) == 0
-    assert "rows were in files that are gone or damaged; decoding them again" in capsys.readouterr().out
+    assert "rows to decode again: the files that held them are gone or damaged" in capsys.readouterr().out
     jobs.assert_complete(out, 60)
     kept = {path: path.stat().st_mtime_ns for path in out.glob("part-*") if path in before}
     assert kept == {path: before[path] for path in parts if path not in parts[::3]}

@@ -376,7 +376,7 @@ def test_a_damaged_file_is_decoded_again(pair: jobs.Pair, place: Path, capsys: A
             list(tables(read_output(Folder(str(out))), None))
         assert "\n" not in str(error.value)
     assert jobs.run(pair, place) == 0
-    assert f"{ROWS} rows were in files that are gone or damaged; decoding them again" in capsys.readouterr().out
+    assert f"{ROWS} rows to decode again: the files that held them are gone or damaged" in capsys.readouterr().out
     assert visible(out)["id"].equals(before["id"])
     assert not merged.exists()
 
@@ -394,7 +394,7 @@ def test_flipped_bytes_are_named_and_nothing_is_removed(place: Path) -> None:
 def test_an_audit_reads_merged_files(pair: jobs.Pair, tmp_path: Path) -> None:
     jobs.write_shards(tmp_path / "in", rows=40)
     assert execute(prepare(jobs.job(pair, tmp_path / "in", tmp_path / "out"))) == 0
-    assert "1 files instead of 6" in calls.succeed("compact", tmp_path / "out", "--target-size", "1MiB")
+    assert "1 file instead of 6" in calls.succeed("compact", tmp_path / "out", "--target-size", "1MiB")
     assert "nothing to do" in calls.succeed("compact", tmp_path / "out", "--target-size", "1MiB")
     calls.succeed("audit", tmp_path / "out", "--share", "1")
     assert json.loads((tmp_path / "out" / "_audit.json").read_text())["comparisons"][0]["equal"] == 40
