@@ -254,7 +254,7 @@ def check_folder(source: Source, config: PretrainedConfig) -> None:
 
     Raises ModelError naming the file.
     """
-    folder, size = Path(source.name), config.get_text_config().vocab_size
+    folder, size = Path(source.name), getattr(config.get_text_config(), "vocab_size", None)
     files = sorted(folder.glob("*.safetensors"))
     if not files and not source.allow_pickle:
         raise ModelError(f"{folder}: the folder has no weights in safetensors; {PICKLED}")
@@ -266,7 +266,7 @@ def check_folder(source: Source, config: PretrainedConfig) -> None:
                 rows = {n: tensors.get_slice(n).get_shape()[0] for n in tensors.keys() if n.endswith(EMBEDDINGS)}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{file}: cut or damaged ({first_line(error)}); copy the model again") from error
-        if other := [name for name, count in rows.items() if count != size]:
+        if other := [name for name, count in rows.items() if size and count != size]:
             raise ModelError(
                 f"{folder}: vocab_size is {size} in config.json, but {other[0]} in {file.name} has "
                 f"{rows[other[0]]} rows; copy the model again"

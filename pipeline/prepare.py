@@ -203,7 +203,8 @@ def prepare(job: Job, restart: bool = False, mending: bool = False) -> Prepared:
             if prompts and prompts.answers.constraint:
                 check(prompts.answers.constraint)
     if models:
-        check(lambda: _check_memory(job, models))
+        rows = sum(shard.rows for shard in found[0]) if found and earlier is None else None
+        check(lambda: _check_memory(job, models, rows))
     if earlier is None or earlier.description["device"] == "cuda":  # else the device is another setting
         check(lambda: _check_device(job))
     if problems or not (found and columns is not None and models and prompts and output):
@@ -294,11 +295,15 @@ def _check_tokens(job: Job, models: CheckedModels) -> None:
         raise JobError(f"bad_words_ids: token {unknown[0]} is not in the target's vocabulary of {size}")
 
 
-def _check_memory(job: Job, models: CheckedModels) -> None:
-    """Check the settings of the shape, and that one sequence fits into memory_gib if that is set."""
-    config = shape_of(job, models.configs, 0, None).config
+def _check_memory(job: Job, models: CheckedModels, rows: int | None) -> None:
+    """Check the settings of the shape, and that one sequence fits into memory_gib if that is set.
+
+    rows: of a new job. A shape that is free will be fitted to the memory, and that of an older job is stored.
+    """
+    shape = shape_of(job, models.configs, rows or 0, None)
+    config, settled = shape.config, rows is not None and not shape.free and job.memory_gib is None
     needed, there = memory_of(config, models.configs, job).total, psutil.virtual_memory().total
-    if needed > there and device_here(job) == "cpu" and starts_here(job):
+    if settled and needed > there and device_here(job) == "cpu" and starts_here(job):
         raise JobError(
             f"memory: an actor needs {needed / 2**30:,.1f} GiB, and this machine has {there / 2**30:,.1f} GiB; lower "
             f"batch_size ({config.batch_size}), window ({config.slots}) or capacity ({config.capacity})"

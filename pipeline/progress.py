@@ -72,7 +72,7 @@ class Progress:
         """Show the progress of the report until the block ends.
 
         finished: rows that were done before. actors: expected number of actors. signs: the present state of the actors.
-        lacking: says what missing actors wait for, or nothing if they do not wait for long (False).
+        lacking: says what missing actors wait for; nothing while the wait is short (False) and no process was killed.
         """
         if self.quiet:
             yield

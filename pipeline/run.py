@@ -211,7 +211,7 @@ class _Run:
             self._update({"job": prepared.job.published()} | prepared.changed(state))
             return settled.config
         description = {
-            "format": FORMAT,
+            "format": 1,  # older versions can read it until rows are repaired
             "kind": job.kind,
             "job": prepared.job.published(),
             "fingerprint": prepared.fingerprint(job.device),
@@ -228,7 +228,10 @@ class _Run:
 
     def _update(self, description: dict[str, Any]) -> None:
         """Write to the log what this run changes in the description and the plan of the job."""
-        self.writer.describe(description, again="fingerprint" in description)
+        again = "fingerprint" in description
+        if again or any(shard.repairs for shard in self.plan.shards):
+            description = description | {"format": FORMAT}
+        self.writer.describe(description, again)
         self.writer.extend(self.plan)
 
     def _settle(self, shape: Shape) -> Settled:

@@ -83,8 +83,8 @@ def _missing_shards(done: Output) -> Set[str]:
     First it prints what the audit reads: the log names it, and anybody may have written the log.
     """
     state = done.state
-    job, shards = state.description["job"], len(state.plan.shards)
-    print(f"reading {shards} shards below {', '.join(_places(state.plan.shards))}; target: {job['target']}")
+    job, shards = state.description["job"], counted(len(state.plan.shards), "shard")
+    print(f"reading {shards} below {', '.join(_places(state.plan.shards))}; target: {job['target']}")
     if not state.complete:
         print(f"{state.rows} of {state.plan.rows} rows are done; the sample is taken from these")
     missing = vanished(state.plan.shards, done.folder.options)

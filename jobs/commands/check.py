@@ -14,15 +14,14 @@ def check(output: str, options: dict[str, Any]) -> int:
     """Read all files of an output and print those that are not as the log says. Returns 1 if there are any, else 0."""
     folder = Folder(output, options)
     done, place = read_output(folder), anonymous(folder.url)
-    names, before = done.state.names(), folder.names()
+    names = done.state.names()
     with Progress(quiet=False) as progress:
         progress.stage(f"reading {len(names)} files")
         problems = folder.each(lambda name: _problem(done, name), names)
-    state, after = done.read().state, folder.names()  # another process may have replaced files meanwhile
+    stray, state = done.foreign(), done.state  # another process may have replaced files meanwhile
     lines = [problem for name, problem in zip(names, problems, strict=True) if problem and state.has(name)]
-    stray = sorted(name for name in before & after if name[0] not in "._" and not state.has(name))
     lines += [f"{place}/{n}: is not in the log; move it away, because readers of the folder read it" for n in stray]
-    if state.done is not None and SUCCESS not in after:
+    if state.done is not None and not folder.exists(SUCCESS):
         lines.append(f"{place}/{SUCCESS}: is missing; run the job again")
     for line in lines or [f"{place}: all {len(names)} files are as the log says"]:
         print(line)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from exspec.pipeline.errors import JobError, first_line
+from exspec.pipeline.errors import JobError, counted, first_line
 from exspec.pipeline.input.batch import BODY, ID
 from exspec.pipeline.input.plan import Plan, Shard, decode_schema, encode_row
 from exspec.pipeline.input.reading import Unreadable, read_ranges
@@ -26,12 +26,7 @@ from exspec.pipeline.output.contents import read_range
 from exspec.pipeline.output.owner import Output, read_output
 from exspec.pipeline.storage import Folder
 
-SHARD, ROW, NAME, ERROR = OWN = (
-    "exspec_shard",
-    "exspec_row",
-    "exspec_id",
-    "exspec_error",
-)  # beside the input's columns
+SHARD, ROW, NAME, ERROR = OWN = "exspec_shard", "exspec_row", "exspec_id", "exspec_error"  # beside the input's columns
 Row = dict[str, Any]
 Key = tuple[int, int]  # index of a shard in the plan, and number of a row in it
 
@@ -39,11 +34,11 @@ Key = tuple[int, int]  # index of a shard in the plan, and number of a row in it
 def export(output: str, file: str, options: dict[str, Any]) -> int:
     """Write the failed rows of a job to a JSON Lines file: where each is from, its error, and the input's columns.
 
-    A value that has no JSON is null. Returns the number of rows. Raises JobError if they cannot be read.
+    A value that JSON cannot express is null. Returns the number of rows. Raises JobError if they cannot be read.
     """
     if not file.endswith(".jsonl"):
         raise JobError(f"{file}: expected a name that ends with .jsonl, which failed rows are written to")
-    done, count = read_output(Folder(output, options)), 0
+    done, count, unread = read_output(Folder(output, options)), 0, list[str]()
     plan, (folder, _, base) = done.state.plan, file.rpartition("/")
     schema = _schema(plan)
     with (
@@ -54,9 +49,14 @@ def export(output: str, file: str, options: dict[str, Any]) -> int:
             shard, failed = plan.shards[number], list(group)
             tables = _read(shard, [row for (_, row), *_ in failed], schema, options)
             for ((_, row), name, error), table in zip(failed, tables, strict=True):
+                if isinstance(table, str):
+                    unread.append(table)
+                    continue
                 own = dict(zip(OWN, (shard.name, row, name, error), strict=True))
                 text.write(f"{as_json(own | _shown(table))}\n")
                 count += 1
+    if unread:
+        print(f"not written: {counted(len(unread), 'row')} that cannot be read, such as {unread[0]}")
     return count
 
 
@@ -86,6 +86,8 @@ def repaired(file: Path, options: dict[str, Any], output: Output, plan: Plan) ->
         for key, table in zip(keys, _read(shard, [row for _, row in keys], schema, options), strict=True):
             place, row = given[key]
             with _told(place, problems):
+                if isinstance(table, str):
+                    raise JobError(table)
                 if (corrected := _corrected(table, row)) is not None:
                     if key not in failed:
                         raise JobError("this row was repaired before, and has no error now")
@@ -146,13 +148,14 @@ def _failed(output: Output) -> Iterator[tuple[Key, str, str]]:
                 yield (chunk.number, chunk.first + i), row["id"], row["error"]
 
 
-def _read(shard: Shard, rows: Sequence[int], schema: pa.Schema, options: dict[str, Any]) -> Iterator[pa.Table]:
-    """Rows of the input, each as a table. Raises JobError."""
+def _read(shard: Shard, rows: Sequence[int], schema: pa.Schema, options: dict[str, Any]) -> Iterator[pa.Table | str]:
+    """Rows of the input, each as a table, or as the reason why it cannot be read."""
     found = read_ranges(shard, [(row, 1) for row in rows], None, options, schema)
     for row, table in zip(rows, found, strict=True):
         if isinstance(table, Unreadable):
-            raise JobError(f"{shard.published().url}, row {row}: {table.reason}")
-        yield table.select(schema.names)
+            yield f"{shard.published().url}, row {row}: {table.reason}"
+        else:
+            yield table.select(schema.names)
 
 
 def _lines(file: Path) -> Iterator[tuple[str, Row]]:

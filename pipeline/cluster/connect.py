@@ -259,7 +259,7 @@ def _short(job: Job) -> str:
 
 
 def lacking(job: Job, long: bool) -> str:
-    """What missing actors wait for, as text; empty if they do not wait for long, and no process was killed."""
+    """What missing actors wait for, as text; empty while the wait is short and no process was killed."""
     import ray
 
     from exspec.pipeline.cluster.failures import short_of_memory

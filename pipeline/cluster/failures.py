@@ -29,15 +29,21 @@ def cause(error: Exception) -> str:
 
 
 def short_of_memory() -> str:
-    """A sentence on the processes that Ray's memory monitor has killed; empty if there are none."""
+    """A sentence on this job's processes that Ray's memory monitor has killed; empty if there are none."""
+    import ray
     from ray._private import state  # the public way needs Ray's dashboard
     from ray.core.generated import common_pb2, gcs_pb2
+    from ray.exceptions import RayError
 
     read = gcs_pb2.WorkerTableData.FromString  # type: ignore[attr-defined]
     short = common_pb2.WorkerExitType.NODE_OUT_OF_MEMORY  # type: ignore[attr-defined]
-    table = state.state._connect_and_get_accessor().get_worker_table()
+    try:
+        job = ray.get_runtime_context().get_job_id()
+        table = state.state._connect_and_get_accessor().get_worker_table()
+    except (RayError, RuntimeError):  # Ray is gone
+        return ""
     workers = sorted(map(read, table), key=lambda worker: worker.end_time_ms)
-    killed = [worker.exit_detail for worker in workers if worker.exit_type == short]
+    killed = [w.exit_detail for w in workers if w.exit_type == short and w.job_id.hex() == job]
     return _memory(killed[-1], len(killed)) if killed else ""
 
 
@@ -53,7 +59,7 @@ def _memory(text: str, killed: int) -> str:
 
 @contextmanager
 def last_words() -> Iterator[None]:
-    """If this process ends inside the block at once, without an exception, a helper process prints why.
+    """If this process dies inside the block, a helper process prints why.
 
     Ray's C++ code calls `_exit` when the raylet or the GCS is gone, and the system kills a process that takes too much
     memory. Nothing of this process can run then.

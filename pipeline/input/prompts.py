@@ -23,7 +23,7 @@ from exspec.pipeline.input.batch import BODY, COLUMNS, METHOD, URL, fields, is_b
 from exspec.pipeline.input.plan import Shard
 from exspec.pipeline.input.rows import Row, RowError, are_texts
 from exspec.pipeline.input.schemas import is_json, is_list, is_text
-from exspec.pipeline.input.templates import BoundedEnvironment, bound_chat_templates, bounded
+from exspec.pipeline.input.templates import Sandbox, bounded
 from exspec.pipeline.job.settings import Job
 
 MESSAGES = "messages"
@@ -63,7 +63,6 @@ class Prompts:
         self.json_stop = is_json(stop)
         self.chat = bool(tokenizer.chat_template) if job.chat is None else job.chat
         self._check_chat()
-        bound_chat_templates()
         self.special = {} if job.allow_special else _marks(tokenizer)  # control tokens by mark
         self.marks = re.compile(f"([{re.escape(''.join(self.special))}])" if self.special else "(?!)")
         self.template: jinja2.Template | None = None
@@ -315,7 +314,7 @@ def _is_temperature(value: Any) -> bool:
 
 def _template(source: str, columns: Sequence[str]) -> tuple[jinja2.Template, set[str]]:
     """A template and the names that it uses. Raises JobError for invalid syntax and unknown columns."""
-    environment = BoundedEnvironment(undefined=jinja2.StrictUndefined)
+    environment = Sandbox(undefined=jinja2.StrictUndefined)
     try:
         parsed = environment.parse(source)
         template = environment.from_string(source)

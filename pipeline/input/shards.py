@@ -86,6 +86,7 @@ def find_shards(
     if since:
         wanted = at_once(since.wants, locations)
         locations = [location for location, new in zip(locations, wanted, strict=True) if new]
+    locations = _in_folders(locations, planned, known)
     ignored = _ignored(planned, known)
 
     def footer(location: Location) -> tuple[Shard, pa.Schema]:
@@ -228,7 +229,7 @@ def _plain(fs: Any, base: str, files: Iterable[str]) -> list[Location]:
         )
     wanted = ".parquet" if ".parquet" in found else next(iter(found), None)
     shown = {f: name for f, name in shown.items() if wanted and kinds[f] == wanted}
-    return [Location(name, fs.unstrip_protocol(f), fs, f, values=_values(name)) for f, name in sorted(shown.items())]
+    return [Location(name, fs.unstrip_protocol(f), fs, f) for f, name in sorted(shown.items())]
 
 
 def _keys(name: str) -> list[tuple[str, str]]:
@@ -237,11 +238,22 @@ def _keys(name: str) -> list[tuple[str, str]]:
     return [(unquote(key), unquote(value)) for key, equals, value in pairs if key and equals]
 
 
-def _values(name: str) -> str:
-    """The columns that the folders of a shard name, as in Shard. Raises JobError if two have one name."""
+def _in_folders(locations: Sequence[Location], planned: Iterable[Shard], known: pa.Schema | None) -> list[Location]:
+    """The locations with the columns that folders name, except in tables; null if a file is outside such a folder."""
+    names = [location.name for location in locations if not location.table]
+    names += [shard.name for shard in planned if not shard.version]
+    keys = dict.fromkeys(key for name in names for key, _ in _keys(name) if known is None or key in known.names)
+    return [
+        location if location.table else replace(location, values=_values(location.name, keys)) for location in locations
+    ]
+
+
+def _values(name: str, keys: Iterable[str]) -> str:
+    """The columns that folders name, as in Shard. Raises JobError if two folders of the shard have one name."""
     pairs = _keys(name)
-    if len(values := dict(pairs)) < len(pairs):
+    if len(own := dict(pairs)) < len(pairs):
         raise JobError(f"input: the folders of {name!r} name a column twice; expected each key once")
+    values = dict.fromkeys(keys, NO_VALUE) | own
     columns = {key: pa.array([None if value == NO_VALUE else value], pa.string()) for key, value in values.items()}
     return encode_row(pa.record_batch(columns)) if columns else ""
 

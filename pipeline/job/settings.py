@@ -411,7 +411,7 @@ def read_job_file(file: Path | None) -> dict[str, Any]:
     if file is None:
         return {}
     try:
-        settings = yaml.load(file.read_text(encoding="utf-8"), _Loader) or {}  # a safe one
+        settings = yaml.load(file.read_text(encoding="utf-8"), _Loader) or {}  # a SafeLoader
     except OSError as error:
         raise JobError(f"job file {file}: {error.strerror}") from error
     except UnicodeDecodeError as error:

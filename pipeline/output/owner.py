@@ -16,7 +16,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
-from exspec.pipeline.errors import BrokenOffError, JobError, job_errors
+from exspec.pipeline.errors import BrokenOffError, JobError, counted, job_errors
 from exspec.pipeline.input.plan import Plan
 from exspec.pipeline.output import lease as leases
 from exspec.pipeline.output.log import LOG, Entry, Log, entry_name
@@ -68,21 +68,23 @@ class Output:
 
     def refuse_waiting(self) -> None:
         """Raises JobError if error rows have to be decoded again: a repair, or a run with other settings, broke off."""
-        if rows := self.state.failed("again"):
-            raise JobError(
-                f"{self.folder.url}: {rows} rows with an error have to be decoded again; run the job again first"
-            )
+        if count := self.state.failed("again"):
+            rows = counted(count, "row")
+            raise JobError(f"{self.folder.url}: {rows} with an error must be decoded again; run the job again first")
 
     def check_foreign(self) -> None:
         """Raises JobError if the folder has Parquet files that are not the job's. Reads new log entries."""
-        names = self.folder.names()
-        others = names.difference(self.read().state.names())  # read last: an owner may add files now
-        foreign = sorted(n for n in others if n.endswith(".parquet") and n[0] not in "._" and not self.state.had(n))
-        if foreign:
+        if foreign := self.foreign():
             raise JobError(
                 f"output {self.folder.url}: has {foreign[0]}, which this job did not write; readers of the folder "
                 "would read its rows too; move it to another folder, or use another output"
             )
+
+    def foreign(self) -> list[str]:
+        """Parquet files that the log never showed, though readers of the folder read them. Reads new log entries."""
+        names = self.folder.names()
+        others = names.difference(self.read().state.names())  # read last: an owner may add files now
+        return sorted(n for n in others if n.endswith(".parquet") and n[0] not in "._" and not self.state.had(n))
 
 
 class Writer(Output):

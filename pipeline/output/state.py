@@ -19,7 +19,7 @@ from exspec.pipeline.input.plan import Chunk, Count, Plan, Rows, Shard, decode_r
 from exspec.pipeline.output.log import Entry
 from exspec.pipeline.output.reasons import Reason
 
-FORMAT = 1  # of an output. A change that this version could not read needs the next number.
+FORMAT = 2  # the highest that this version reads. 2: with repaired rows, or error rows to decode again
 PART = re.compile(r"part-[0-9]{7,15}-[0-9]{12}-[0-9]{1,15}-[0-9]{6,15}\.parquet")
 PartName = Annotated[str, Field(pattern=f"^{PART.pattern}$")]
 StagedName = Annotated[str, Field(pattern="^_staged/[0-9]{10,15}-[0-9A-Za-z-]{1,64}$")]

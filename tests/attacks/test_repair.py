@@ -269,7 +269,7 @@ def test_a_killed_repair_is_resumed_by(
         lambda: compact(Folder(str(place / "out")), 1 << 20),
         lambda: call("convert", place / "out", "x.csv"),
     ):
-        with pytest.raises(JobError, match="rows with an error have to be decoded again; run the job again first"):
+        with pytest.raises(JobError, match="with an error must be decoded again; run the job again first"):
             refused()
     assert resume(pair, place, file) == 0
     assert outcome(place) == fresh

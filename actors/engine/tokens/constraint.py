@@ -191,7 +191,9 @@ class Guarded(Constraint):
         for kind, alike in kinds.items():
             try:
                 kind.compute([(guarded.inner, row) for guarded, row in alike], masks)
-            except Exception:  # of which row?
+            except BaseException as error:  # find the row that failed; a panic of Rust is no Exception
+                if isinstance(error, KeyboardInterrupt):
+                    raise
                 for guarded, row in alike:
                     guarded.guard(kind.compute, None, [(guarded.inner, row)], masks)
 

@@ -133,7 +133,7 @@ def test_missing_columns_are_inserted_in_order() -> None:
         conform(schema.empty_table(), pa.schema(list(schema)[:-1]), "place")
 
 
-NEWER = "out: is an output of exspec 7.1, in format 2; exspec .* reads up to format 1; use the newer version"
+NEWER = "out: is an output of exspec 7.1, in format 3; exspec .* reads up to format 2; use the newer version"
 
 
 @pytest.mark.parametrize(
