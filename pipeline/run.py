@@ -249,7 +249,9 @@ class _Run:
         except ValueError as error:
             raise JobError(str(error)) from error
         except (RayError, torch.OutOfMemoryError) as error:
-            raise JobError(f"calibration failed: {cause(error)}; set memory_gib") from error
+            reason = cause(error)
+            advice = "" if "memory_gib" in reason else "; set memory_gib"
+            raise JobError(f"calibration failed: {reason}{advice}") from error
         self.progress.say(f"shape: {settled}")
         return settled
 

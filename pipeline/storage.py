@@ -290,7 +290,11 @@ class Folder:
     def untouched(self) -> Iterator[None]:
         """Remove a local folder at the end of the block if it did not exist before and contains no files, and those of
         its parents that are new and empty."""
-        place = Path(self.path)
+        try:
+            place = Path(self.path)
+        except JobError:  # of a URL that cannot be opened; the job is refused for it
+            yield
+            return
         new = [folder for folder in (place, *place.parents) if self.local and not folder.exists()]
         try:
             yield

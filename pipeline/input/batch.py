@@ -49,11 +49,15 @@ def _check(good: Callable[[Any], bool]) -> AfterValidator:
 
 
 class Part(BaseModel, strict=True):
+    """A part of a message's content."""
+
     type: Literal["text"] = Field(description='"text"')
     text: str = Field(description="text")
 
 
 class Message(BaseModel, strict=True):
+    """A message of a chat. Other fields are ignored."""
+
     role: str = Field(description="text")
     content: Annotated[list[Part], BeforeValidator(_parts)] = Field(description="text, or a list of text parts")
 
