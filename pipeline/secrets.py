@@ -9,6 +9,8 @@ CONTAINERS = {"abfs", "abfss", "adl", "az", "wasb", "wasbs"}
 BUCKETS = CONTAINERS | {"gcs", "gs", "oci", "r2", "s3", "s3a", "s3n"}
 # One slash is a slip that leaves the password in place. A drive letter is no scheme.
 SCHEME = re.compile(r"([A-Za-z][\w+.-]{1,30}):/+")
+# Inside a URL, one slash begins another one only after a common scheme: a password may have :/ in it.
+NESTED = re.compile(r"[A-Za-z][\w+.-]{1,30}://|(?:https?|ftps?|hdfs|abfss?|adl|az|wasbs?|gcs|gs|oci|r2|s3[an]?):/")
 LINK = re.compile(r"::(?=[A-Za-z][\w+.-]*(?:://|::))")  # between the parts of a chained URL
 PARAMETER = re.compile(r"[?#&;]([^?#&;=\s]+)=")
 SECRET = re.compile(
@@ -60,7 +62,8 @@ def _without_signature(url: str) -> str:
 
 def _without_user(url: str) -> str:
     """A URL may contain other URLs, such as a proxy's."""
-    begins = [found.start() for found in SCHEME.finditer(url)]
+    first = SCHEME.search(url)
+    begins = [first.start(), *(found.start() for found in NESTED.finditer(url, first.end()))] if first else []
     pieces = [url[i:j] for i, j in zip([0, *begins], [*begins, len(url)], strict=True)]
     return "".join(map(_one_without_user, pieces))
 
