@@ -230,7 +230,7 @@ class State:
     def _begin(self, entry: Begin) -> None:
         self.job, self.began, self.description = entry.job, entry.at, {}
         self._describe(entry)
-        self.description["shape"].setdefault("drafter", "model")  # older jobs have no drafter
+        self.description["shape"] = {"drafter": "model"} | self.description["shape"]  # older jobs have no drafter
         self._set_plan(entry.plan)
         self._table.executescript(
             "INSERT OR IGNORE INTO gone SELECT name FROM file; DELETE FROM file; DELETE FROM chunk;"
