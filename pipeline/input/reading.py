@@ -132,8 +132,8 @@ def _repaired(shard: Shard, first: int, item: pa.Table | Unreadable) -> pa.Table
     """The rows of a range from row `first` on, with the shard's repairs."""
     if isinstance(item, Unreadable) or not item.num_columns:
         return item
-    for row, text in shard.repairs.items():
-        if 0 <= (at := int(row) - first) < item.num_rows:
+    for at in range(item.num_rows if shard.repairs else 0):
+        if text := shard.repairs.get(str(first + at)):
             new = _typed(decode_row(text), replace(shard, values=""), item.column_names, item.schema)
             item = pa.concat_tables([item.slice(0, at), new, item.slice(at + 1)])
     return item
