@@ -24,7 +24,6 @@ from exspec.pipeline.job.settings import SHARED, Job
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
 from tests.pipeline import jobs
-from tests.pipeline.in_process import in_process
 
 SHARD = Shard("a.jsonl", "a.jsonl", 9, 9, "")
 SCHEMA = pa.schema({name: pa.string() for name in ("custom_id", "method", "url", "body")})
@@ -236,11 +235,6 @@ def arrived(body: dict[str, Any]) -> None:
     assert (stop.strings if stop else ()) == ((texts,) if isinstance(texts, str) else tuple(texts))
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> jobs.Pair:
-    return jobs.save_pair(tmp_path_factory.mktemp("pair"))
-
-
 def lines(count: int, **call: Any) -> list[dict[str, Any]]:
     """Requests of which every third names no model."""
     call = {"method": "POST", "url": TEXT} | call
@@ -257,8 +251,7 @@ def job(pair: jobs.Pair, place: Path, **settings: Any) -> Job:
 
 
 def decoded(made: Job, **options: Any) -> int:
-    with in_process():
-        return execute(prepare(made), load=jobs.ArithmeticLoader(), **options)
+    return execute(prepare(made), load=jobs.ArithmeticLoader(), **options)
 
 
 def answers(place: Path) -> list[dict[str, Any]]:

@@ -37,7 +37,6 @@ from exspec.pipeline.output.totals import MOST_BINS, Totals
 from exspec.pipeline.storage import Folder
 from tests.jobs.calls import rows_of
 from tests.pipeline import jobs
-from tests.pipeline.conftest import _in_process, moto, pair  # noqa: F401
 from tests.pipeline.in_process import in_process
 
 ROWS, DAY = 24, 86_400.0
@@ -56,7 +55,7 @@ Told = dict[str, tuple[int, str]]  # by command: exit code and words of its mess
 
 
 @pytest.fixture(scope="module")
-def finished(pair: jobs.Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+def finished(pair: jobs.Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished job of three parts, with a row that failed, and its input, report and audit. Tests copy it."""
     place = tmp_path_factory.mktemp("finished")
     with in_process(), pytest.MonkeyPatch.context() as patch:
@@ -70,7 +69,7 @@ def finished(pair: jobs.Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def place(finished: Path, pair: jobs.Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:  # noqa: F811
+def place(finished: Path, pair: jobs.Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     copied = Path(shutil.copytree(finished, tmp_path / "job"))
     (copied / "job.json").write_text(jobs.job(pair, copied / "in", copied / "out", method="plain").model_dump_json())
     monkeypatch.chdir(copied)
@@ -260,7 +259,7 @@ def test_files_that_are_merged_while_check_reads_are_not_damaged(place: Path, ca
     assert len(parts(place)) == 1
 
 
-def test_damage_on_object_storage(place: Path, moto: dict[str, Any], capsys: Any) -> None:  # noqa: F811
+def test_damage_on_object_storage(place: Path, moto: dict[str, Any], capsys: Any) -> None:
     fs = s3fs.S3FileSystem(**moto, skip_instance_cache=True)
     fs.mkdir("damage")
     fs.put(str(place / "out"), "damage/out", recursive=True)
@@ -364,7 +363,7 @@ def test_a_summary_without_a_count_is_refused(name: str, place: Path, capsys: An
         assert (code, "Traceback" in printed, "not a valid log entry" in printed) == (2, False, True), printed
 
 
-def test_durations_are_right_while_the_clock_jumps(pair: jobs.Pair, tmp_path: Path, monkeypatch: Any) -> None:  # noqa: F811
+def test_durations_are_right_while_the_clock_jumps(pair: jobs.Pair, tmp_path: Path, monkeypatch: Any) -> None:
     """It jumps by 30 days whenever an actor looks."""
     jumps = iter(range(1, 1000))
     clock = SimpleNamespace(**vars(time) | {"time": lambda: NOW + next(jumps) * 30 * DAY})

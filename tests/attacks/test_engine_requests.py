@@ -18,16 +18,10 @@ from exspec.actors.engine.tokens.constraint import Automaton, Constraint, Node, 
 from exspec.actors.stop_strings import StopMatcher, completion_text
 from tests import tiny
 from tests.pipeline import jobs
-from tests.pipeline.in_process import in_process
 from tests.tiny import ArithmeticModel
 
 BEYOND = tiny.VOCABULARY
 END = tiny.ENDS[0]
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> jobs.Pair:
-    return jobs.save_pair(tmp_path_factory.mktemp("pair"))
 
 
 class OwnError(RuntimeError):
@@ -247,8 +241,7 @@ def test_a_stop_check_that_raises_costs_a_job_one_row(
         table = pq.read_table(shard)
         stops = ["w7" if key == 5 else "w99" for key in table["key"].to_pylist()]
         pq.write_table(table.append_column("stop", [stops]), shard)
-    with in_process():
-        assert jobs.run(pair, tmp_path, stop_column="stop") == 0
+    assert jobs.run(pair, tmp_path, stop_column="stop") == 0
     check_one_error(tmp_path / "out", "OwnError: on purpose")
 
 
@@ -260,8 +253,7 @@ def test_a_completion_that_cannot_be_decoded_costs_a_job_one_row(
     bad = ArithmeticModel.continuation(jobs.prompt(5), jobs.budget(5))
     odd = lambda tokenizer, completion, stop: fail() if completion.tokens == bad else text(tokenizer, completion, stop)  # noqa: E731
     monkeypatch.setattr(generator, "completion_text", odd)
-    with in_process():
-        assert jobs.run(pair, tmp_path) == 0
+    assert jobs.run(pair, tmp_path) == 0
     check_one_error(tmp_path / "out", "OwnError: on purpose")
 
 

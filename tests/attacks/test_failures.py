@@ -27,21 +27,8 @@ from exspec.pipeline.output.report import Report
 from exspec.pipeline.storage import Folder
 from tests.jobs.calls import call
 from tests.pipeline import jobs
-from tests.pipeline.in_process import in_process
 
 NEVER = ("Traceback", "DataContext", "Started a local Ray")  # in no message
-
-
-@pytest.fixture(scope="module", name="pair")
-def _pair(tmp_path_factory: pytest.TempPathFactory) -> jobs.Pair:
-    return jobs.save_pair(tmp_path_factory.mktemp("pair"))
-
-
-@pytest.fixture(autouse=True)
-def _in_process() -> Iterator[None]:
-    """The jobs of this process need no Ray."""
-    with in_process():
-        yield
 
 
 # Real processes, with their own Ray

@@ -34,20 +34,8 @@ from exspec.pipeline.storage import Folder
 from tests import tiny
 from tests.jobs.calls import rows_of, succeed
 from tests.pipeline import jobs
-from tests.pipeline.in_process import in_process
 
 Rows = list[Any]
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> jobs.Pair:
-    return jobs.save_pair(tmp_path_factory.mktemp("pair"))
-
-
-@pytest.fixture(autouse=True)
-def _here() -> Iterator[None]:
-    with in_process():
-        yield
 
 
 def found(place: Path, bad_lines: bool = False) -> tuple[list[Shard], pa.Schema, Rows]:

@@ -103,11 +103,6 @@ arrays = st.one_of(
 )
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> jobs.Pair:
-    return jobs.save_pair(tmp_path_factory.mktemp("pair"))
-
-
 def outcome(pair: jobs.Pair, place: Path, **given: Any) -> list[dict[str, Any]] | None:
     """The rows of a job as they are converted; None if planning refuses the input."""
     job: Job = jobs.job(pair, place / "in", place / "out", max_new_tokens_column=None, **{"id_column": None} | given)

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from itertools import islice
 from pathlib import Path
@@ -29,16 +29,10 @@ from exspec.pipeline.output.parts import FOOTER
 from exspec.pipeline.storage import Folder
 from tests.jobs import calls
 from tests.pipeline import jobs
-from tests.pipeline.conftest import moto  # noqa: F401
 from tests.pipeline.in_process import in_process
 
 ROWS = 20
 Entry = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> jobs.Pair:
-    return jobs.save_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +42,6 @@ def finished(pair: jobs.Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with in_process():
         assert jobs.run(pair, place, ROWS) == 0
     return place
-
-
-@pytest.fixture(autouse=True)
-def _in_process() -> Iterator[None]:
-    with in_process():
-        yield
 
 
 @pytest.fixture
@@ -146,7 +134,7 @@ def test_a_name_in_the_log_never_leads_out_of_the_output(
         assert contents(place.parent) == before
 
 
-def test_a_name_in_the_log_never_leads_out_of_a_prefix(place: Path, moto: dict[str, Any]) -> None:  # noqa: F811
+def test_a_name_in_the_log_never_leads_out_of_a_prefix(place: Path, moto: dict[str, Any]) -> None:
     """In a bucket, and to another one."""
     folder = Folder("s3://exspec-attacked/out", moto)
     folder.fs.mkdir("exspec-attacked")

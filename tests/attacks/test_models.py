@@ -114,11 +114,6 @@ BROKEN: dict[str, tuple[Change, str]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> jobs.Pair:
-    return jobs.save_pair(tmp_path_factory.mktemp("pair"))
-
-
 @pytest.fixture
 def folder(pair: jobs.Pair, tmp_path: Path) -> Path:
     return Path(shutil.copytree(pair[0], tmp_path / "model"))

@@ -58,11 +58,6 @@ cli.main()
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> jobs.Pair:
-    return jobs.save_pair(tmp_path_factory.mktemp("pair"))
-
-
-@pytest.fixture(scope="module")
 def begun(pair: jobs.Pair, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Jobs: new, finished with a row that has an error, and finished."""
     places = {name: tmp_path_factory.mktemp(name) for name in ("new", "flawed", "finished")}
@@ -71,12 +66,6 @@ def begun(pair: jobs.Pair, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         jobs.run(pair, places["flawed"], ROWS, jobs.RefusingLoader(jobs.prompt(REFUSED)))
         jobs.run(pair, places["finished"], ROWS)
     return places
-
-
-@pytest.fixture(autouse=True)
-def _in_process() -> Iterator[None]:
-    with in_process():
-        yield
 
 
 def act(action: str, pair: jobs.Pair, place: Path) -> int:

@@ -31,17 +31,11 @@ from exspec.pipeline.run import execute
 from exspec.pipeline.storage import Folder
 from tests.jobs.calls import call, rows_of, succeed
 from tests.pipeline import jobs
-from tests.pipeline.conftest import _in_process, moto  # noqa: F401
-from tests.pipeline.in_process import in_process as jobs_in_process
+from tests.pipeline.in_process import in_process
 
 ROWS, BAD = 30, (3, 4, 17)
 TIMES = ("seconds_queued", "seconds_prefill", "seconds_decode")
 Row = dict[str, Any]
-
-
-@pytest.fixture(scope="module", name="pair")
-def two_models(tmp_path_factory: pytest.TempPathFactory) -> jobs.Pair:
-    return jobs.save_pair(tmp_path_factory.mktemp("pair"))
 
 
 def rows(bad: tuple[int, ...] = BAD) -> list[Row]:
@@ -94,7 +88,7 @@ def failed(pair: jobs.Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished job in which three rows have an error."""
     place = tmp_path_factory.mktemp("failed")
     write(place, rows())
-    with jobs_in_process():
+    with in_process():
         assert jobs.run(pair, place) == 0
     return place
 
@@ -104,7 +98,7 @@ def fresh(pair: jobs.Pair, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     """What the same job writes if its input is good from the start."""
     place = tmp_path_factory.mktemp("fresh")
     write(place, rows(bad=()))
-    with jobs_in_process():
+    with in_process():
         assert jobs.run(pair, place) == 0
     return outcome(place)
 
@@ -695,7 +689,7 @@ ENDS: dict[str, tuple[str, bytes, bytes, bool]] = {
 @pytest.mark.parametrize(("name", "old", "new", "expected"), ENDS.values(), ids=ENDS)
 def test_a_file_grows_by_whole_lines(
     tmp_path: Path,
-    moto: dict[str, Any],  # noqa: F811
+    moto: dict[str, Any],
     url: str,
     name: str,
     old: bytes,

@@ -16,12 +16,6 @@ from exspec.pipeline.input import templates
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
 from tests.pipeline import jobs
-from tests.pipeline.in_process import in_process
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> jobs.Pair:
-    return jobs.save_pair(tmp_path_factory.mktemp("pair"))
 
 
 def text(*content: bytes | None, large: bool = False) -> pa.Array:
@@ -34,8 +28,7 @@ def written(pair: jobs.Pair, place: Path, **settings: Any) -> list[dict[str, Any
     """The rows of a job over `place / "in"`, after conversions of its output. Every good row must be decoded."""
     defaults: dict[str, Any] = {"id_column": None, "max_new_tokens_column": None, "max_new_tokens": 4}
     job = jobs.job(pair, place / "in", place / "out", **defaults | settings)
-    with in_process():
-        execute(prepare(job), load=jobs.ArithmeticLoader())
+    execute(prepare(job), load=jobs.ArithmeticLoader())
     parts = sorted((place / "out").glob("part-*"))
     table = pa.concat_tables([pq.read_table(part) for part in parts])
     for column in table.columns:

@@ -114,11 +114,6 @@ def test_any_settings_make_a_job_or_are_refused_by_name(values: dict[str, Any]) 
         assert all(found)
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> jobs.Pair:
-    return jobs.save_pair(tmp_path_factory.mktemp("pair"))
-
-
 def refused(pair: jobs.Pair, place: Path, **values: Any) -> tuple[str, ...]:
     jobs.write_shards(place / "in", rows=2)
     with pytest.raises(JobError) as error:
