@@ -16,7 +16,7 @@ from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 
 from exspec.jobs.benchmarks.settings import SHAPE, BenchSettings, SyntheticSettings
 from exspec.jobs.options import GroupedCommand, with_flags, with_settings
-from exspec.pipeline.cluster.connect import show_token
+from exspec.pipeline.cluster.connect import leave, show_token
 from exspec.pipeline.errors import JobError, counted, first_line, kept_traceback
 from exspec.pipeline.job.labels import LabelJob
 from exspec.pipeline.job.settings import Job
@@ -457,7 +457,11 @@ def main() -> None:
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # else a thread of Ray's would start a second Ray at the end
     out, err = (cast(TextIO, _Redacted(stream)) for stream in (sys.stdout, sys.stderr))
     with redirect_stdout(out), redirect_stderr(err):
-        _main()
+        try:
+            _main()
+        except SystemExit as end:
+            leave(end.code)
+            raise
 
 
 def _main() -> None:

@@ -138,6 +138,17 @@ def test_a_closed_terminal_stops_a_job_and_leaves_no_process(pair: jobs.Pair, tm
     assert last["kind"] == "end"
 
 
+def test_the_exit_code_does_not_depend_on_a_thread_that_waits_for_ray() -> None:
+    """A thread of Ray Data that outlived Ray made Ray exit with 1; the program stands for Ray with such a thread."""
+    program = (
+        "import atexit, os, sys, threading, time; from exspec.jobs import cli; atexit.register(os._exit, 1); "
+        "threading.Thread(target=time.sleep, args=(60,), name='StreamingExecutor-1', daemon=True).start(); "
+        "sys.argv[1:] = ['check', '/dev/null']; cli.main()"
+    )
+    process = subprocess.run([sys.executable, "-c", program], cwd=jobs.ROOT, capture_output=True, text=True)
+    assert (process.returncode, process.stderr[:8]) == (2, "exspec: ")
+
+
 # What Ray says
 
 
