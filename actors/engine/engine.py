@@ -159,7 +159,7 @@ class Engine:
         sequence = Sequence(request, self.context)
         sequence.ends = frozenset() if request.ignore_end else self.end_ids | request.end_ids
         if request.constraint:
-            sequence.constraint = Guarded(request.constraint(), self.vocabulary, sequence.guarded)
+            sequence.constraint = Guarded(request.constraint(), self.vocabulary, sequence.failed)
         elif request.min_new_tokens or request.bad_words:
             sequence.constraint = Barred(self.vocabulary, sequence.ends, request.min_new_tokens, request.bad_words)
         self._begin(sequence)
@@ -463,8 +463,12 @@ class Engine:
         """The reason why the sequence ends with its last token; None if it continues."""
         if last in sequence.ends:
             return "stop", last
-        if sequence.stop:
-            stopped_by, least = sequence.guarded(sequence.stop, None, last), sequence.request.min_new_tokens
+        if sequence.stop and not sequence.error:
+            stopped_by, least = None, sequence.request.min_new_tokens
+            try:
+                stopped_by = sequence.stop(last)
+            except BaseException as error:  # SystemExit too
+                sequence.failed(error)
             if stopped_by is not None and len(sequence.tokens) - len(sequence.request.prompt) >= least:
                 return "stop", stopped_by
         return ("length", None) if sequence.budget == 0 else None

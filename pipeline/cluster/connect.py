@@ -194,8 +194,8 @@ def _forget_token() -> None:
 def leave(code: Any) -> None:
     """End this process now with the exit code of a SystemExit, if Ray Data still runs in one of its threads.
 
-    Such a thread may wait for an actor that Ray's memory monitor kills again and again. On a usual exit it would outlive
-    Ray, and its next call would make Ray exit with code 1.
+    Such a thread may wait for an actor that Ray's memory monitor kills again and again. On a usual exit it would
+    outlive Ray, and its next call would make Ray exit with code 1.
     """
     if not any(thread.name.startswith("StreamingExecutor") for thread in threading.enumerate()):
         return

@@ -2,15 +2,12 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Set
-from typing import TypeVar
+from collections.abc import Set
 
 from exspec.actors.engine.kv.pages import Store
 from exspec.actors.engine.request import Completion, FinishReason, Request, Scores
 from exspec.actors.engine.statistics import SequenceCounters, SequenceStatistics
 from exspec.actors.engine.tokens.constraint import Constraint
-
-T = TypeVar("T")
 
 
 class Sequence:
@@ -52,17 +49,11 @@ class Sequence:
     def length(self) -> int:
         return len(self.tokens) - 1
 
-    def guarded(self, function: Callable[..., T], otherwise: T, *arguments: object) -> T:
-        """The result of one of the request's own functions. The first exception becomes `error` and ends the sequence
-        with its round; until then the functions are not called again."""
-        if self.error is None:
-            try:
-                return function(*arguments)
-            except BaseException as error:  # SystemExit and panics of Rust code too
-                if isinstance(error, KeyboardInterrupt):
-                    raise
-                self.error = error
-        return otherwise
+    def failed(self, error: BaseException) -> None:
+        """One of the request's own functions raised this. The first error ends the sequence with its round."""
+        if isinstance(error, KeyboardInterrupt):
+            raise error
+        self.error = self.error or error
 
     @property
     def committed(self) -> list[int]:

@@ -8,7 +8,7 @@ is forced if it is the only one allowed. A forced token is free as a draft, sinc
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence, Set
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol, Self, cast
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -153,35 +153,49 @@ class Barred(Constraint):
 
 
 class Guarded(Constraint):
-    """A request's constraint. When it raises, it allows everything from then on, and the sequence ends.
+    """A request's constraint. When it raises, it allows everything from then on.
 
-    vocabulary: V. guard: `Sequence.guarded`.
+    vocabulary: V. failed: called with what was raised; it ends the sequence.
     """
 
-    def __init__(self, inner: Constraint, vocabulary: int, guard: Callable[..., Any]) -> None:
-        self.inner, self.vocabulary, self.guard = inner, vocabulary, guard
-        self.everything = mask_without((), vocabulary)
+    def __init__(self, inner: Constraint, vocabulary: int, failed: Callable[[BaseException], None]) -> None:
+        self.inner, self.vocabulary, self.failed = inner, vocabulary, failed
+
+    # Called some dozens of times per row and round: a `try` that raises nothing is free, a common wrapper is not.
+    # SystemExit is caught too, and a panic of Rust code, which is no Exception.
 
     def allowed(self) -> Tensor:
-        return cast(Tensor, self.guard(self.inner.allowed, torch.from_numpy(self.everything)))
+        try:
+            return self.inner.allowed()
+        except BaseException as error:
+            return self._free(error).allowed()
 
     def kept(self) -> Few | Words | None:
-        return cast(Few | Words | None, self.guard(self._kept, self.everything))
-
-    def _kept(self) -> Few | Words | None:
-        kept = self.inner.kept()
-        if isinstance(kept, Few) and kept.tokens and not 0 <= kept.tokens[0] <= kept.tokens[-1] < self.vocabulary:
-            raise ValueError(f"constraint: one of the tokens {kept.tokens} is outside the vocabulary")
-        return kept
+        try:
+            kept = self.inner.kept()
+            if isinstance(kept, Few) and kept.tokens and not 0 <= kept.tokens[0] <= kept.tokens[-1] < self.vocabulary:
+                raise ValueError(f"constraint: one of the tokens {kept.tokens} is outside the vocabulary")
+            return kept
+        except BaseException as error:
+            return self._free(error).kept()
 
     def accepts(self, token: int) -> bool:
-        return bool(self.guard(self.inner.accepts, True, token))
+        try:
+            return self.inner.accepts(token)
+        except BaseException as error:
+            return self._free(error).accepts(token)
 
     def advance(self, token: int) -> None:
-        self.guard(self.inner.advance, None, token)
+        try:
+            self.inner.advance(token)
+        except BaseException as error:
+            self._free(error)
 
     def rollback(self, count: int) -> None:
-        self.guard(self.inner.rollback, None, count)
+        try:
+            self.inner.rollback(count)
+        except BaseException as error:
+            self._free(error)
 
     @classmethod
     def compute(cls, rows: Sequence[tuple[Self, int]], masks: Words) -> None:
@@ -191,11 +205,20 @@ class Guarded(Constraint):
         for kind, alike in kinds.items():
             try:
                 kind.compute([(guarded.inner, row) for guarded, row in alike], masks)
-            except BaseException as error:  # find the row that failed; a panic of Rust is no Exception
-                if isinstance(error, KeyboardInterrupt):
-                    raise
-                for guarded, row in alike:
-                    guarded.guard(kind.compute, None, [(guarded.inner, row)], masks)
+            except KeyboardInterrupt:
+                raise
+            except BaseException:
+                for guarded, row in alike:  # find the row that failed
+                    try:
+                        kind.compute([(guarded.inner, row)], masks)
+                    except BaseException as error:
+                        guarded._free(error)
+                        masks[row] = -1
+
+    def _free(self, error: BaseException) -> Constraint:
+        self.failed(error)
+        self.inner = Barred(self.vocabulary, frozenset(), 0, ())
+        return self.inner
 
 
 def chain(tokens: Sequence[int], end: Node) -> Node:
