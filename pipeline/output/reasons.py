@@ -25,7 +25,10 @@ class Reason:
 
     @property
     def named(self) -> str:
-        return ", ".join([*self.ids, *(["..."] if self.rows > len(self.ids) else [])])
+        """The rows. Only the first one surely has this text: those of the others may have other numbers or values."""
+        ids = [*self.ids, *(["..."] if self.rows > len(self.ids) else [])]
+        between = "; similar: " if VARYING.search(self.text) else ", "
+        return between.join(filter(None, [*ids[:1], ", ".join(ids[1:])]))
 
 
 class Reasons:

@@ -23,6 +23,7 @@ from exspec.pipeline.cluster import failures
 from exspec.pipeline.errors import JobError, counted
 from exspec.pipeline.output import owner
 from exspec.pipeline.output.log import Log
+from exspec.pipeline.output.reasons import Reasons
 from exspec.pipeline.output.report import Report
 from exspec.pipeline.storage import Folder
 from tests.jobs.calls import call
@@ -223,6 +224,19 @@ def test_a_failed_job_says_why(
     result = call("run", "--input", source, "--output", tmp_path / "out", *RUN, *options)
     assert (result.exit_code, why in result.output) == (code, True), result.output
     assert ("the job failed" in result.output or "stopped: " in result.output) == (code == 1)
+
+
+def test_a_reason_does_not_claim_one_rows_values_for_the_others() -> None:
+    reasons = Reasons()
+    for name in "abcd":
+        reasons.add(f"url: expected /v1, not '/{name}'", 1, [name], lasting=True)
+        reasons.add("the prompt is empty", 1, [name], lasting=True)
+    reasons.add("seed: expected 1, not 2", 1, ["e"], lasting=True)
+    assert reasons.lines() == [
+        "4 rows: url: expected /v1, not '/a' (a; similar: b, c, ...)",
+        "4 rows: the prompt is empty (a, b, c, ...)",
+        "1 row: seed: expected 1, not 2 (e)",
+    ]
 
 
 def test_more_new_tokens_than_the_context_are_no_error(tmp_path: Path) -> None:
