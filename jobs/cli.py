@@ -302,6 +302,8 @@ def convert(
     from exspec.jobs.commands.repair import export
 
     options = storage_options or {}
+    if quote_formulas and (errors or partition_by or not file.endswith((".csv", ".csv.gz"))):
+        raise JobError(f"--quote-formulas: expected a file of CSV, not {file}")
     if errors:
         if columns or partition_by:
             raise JobError("--errors: writes all input columns; leave out --columns and --partition-by")

@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from itertools import chain
-from textwrap import shorten
 from typing import Any, Literal
 
 import torch
@@ -69,7 +68,7 @@ def execute(
     if prepared.note:
         progress.say(f"note: {prepared.note}")
     action = "restart" if prepared.restart else "repair" if repair else "retry" if retry_errors else "run"
-    _stop_on_signals()
+    stop_on_signals()
     run = _Run(prepared, load, progress)
     try:
         with last_words():
@@ -99,7 +98,7 @@ def finished(output: Output, plan: Plan) -> bool:
     return SUCCESS in shown and all(whole) and parts == len(whole) and not output.folder.names(STAGED)
 
 
-def _stop_on_signals() -> None:
+def stop_on_signals() -> None:
     """SIGTERM and SIGHUP (the terminal is closed) end the job as Ctrl-C does, unless they are ignored (nohup)."""
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -186,7 +185,7 @@ class _Run:
         self.connected = True
         self.progress.stage("joining the cluster" if self.job.ray_address else "starting Ray")
         connect(self.job)
-        _stop_on_signals()  # Ray has installed its own handler
+        stop_on_signals()  # Ray has installed its own handler
         # Decided once: a GPU node that joins later must not change the resources of actors.
         self.job = self.job.model_copy(update={"device": device(self.job)})
         check_cluster(self.job)
@@ -319,15 +318,16 @@ class _Run:
         """Print how many rows were retried, and how many were not. before, errors: error rows before and now."""
         mended = min(tried, max(0, before - errors))
         if tried:
-            failed = f"{tried - mended} still have an error"
-            self.progress.tell(f"retried: {counted(tried, 'row')}; {mended} of them are done now, {failed}")
+            failed = f"still with an error: {tried - mended}"
+            self.progress.tell(f"retried: {counted(tried, 'row')}; done now: {mended}; {failed}")
         if alone := errors - (tried - mended):
             self.progress.tell(f"not retried: {counted(alone, 'row')} with an error that a retry would not help")
 
     def _show_samples(self) -> None:
         width = shutil.get_terminal_size().columns
         for row in samples(self.writer, SAMPLES):
-            self.progress.tell(shorten(f"{row['id']}: {' '.join(row['completion'].split())}", width, placeholder="..."))
+            line = f"{row['id']}: {' '.join(row['completion'].split())}"
+            self.progress.tell(line if len(line) <= width else f"{line[: width - 3]}...")
 
     def _read(self) -> list[Shard]:
         """The shards that this run may have read: all except those that `since` skips."""

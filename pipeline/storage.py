@@ -2,8 +2,10 @@
 
 import errno
 import os
+import re
 import shutil
 import socket
+import sys
 import tempfile
 import time
 import uuid
@@ -17,10 +19,10 @@ from typing import Any, TypeVar
 import fsspec
 from fsspec import asyn
 from fsspec.implementations.local import LocalFileSystem
-from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
+from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.secrets import has_user
+from exspec.pipeline.secrets import has_user, redacted
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -28,6 +30,8 @@ STREAMS = 16  # concurrent file operations
 STAGED, PROBE = "_staged", "_probe"  # a subfolder, and a prefix of probe files; readers ignore both
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"}
 PATIENCE = 180  # seconds of retries
+SILENT = 3.0  # seconds of retries before the user is told
+said = -PATIENCE  # when
 PERMANENT = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 REFUSALS = (
     "NoCredentials", "PartialCredentials", "ClientAuthentication", "InvalidAccessKey", "SignatureDoesNotMatch",
@@ -54,10 +58,12 @@ class Folder:
     @cached_property
     def _connection(self) -> tuple[Any, str]:
         refuse_user(self.url)
+        if cut := re.match(r"\w{2,}:/(?!/)", self.url):
+            raise JobError(f"{self.url}: expected a path, or a URL that begins with {cut[0]}/")
         try:
             return fsspec.url_to_fs(self.url, **self.options)  # type: ignore[no-any-return]
         except (ImportError, ValueError) as error:
-            raise JobError(f"{self.url}: {error}") from error
+            raise JobError(f"{self.url}: {error}; expected a path, or a URL that fsspec can open") from error
 
     @property
     def fs(self) -> Any:
@@ -380,9 +386,21 @@ def attempt(action: Callable[[], T]) -> T:
         retry=retry_if_exception(_is_transient),
         wait=wait_random_exponential(multiplier=0.5, max=20),
         stop=stop_after_delay(PATIENCE),
+        before_sleep=_say,
         reraise=True,
     )
     return retrying(action)
+
+
+def _say(attempts: RetryCallState) -> None:
+    """Print what is retried, once it lasts. Of calls that fail at once, at the same time, one prints."""
+    global said
+    now = time.monotonic()
+    if attempts.seconds_since_start and attempts.seconds_since_start > SILENT and now - said > PATIENCE:
+        said = now
+        error = attempts.outcome and attempts.outcome.exception()
+        reason = redacted(" ".join(f"{type(error).__name__}: {error}".split()))
+        print(f"the store fails ({reason}); trying again for {PATIENCE} s", file=sys.stderr, flush=True)
 
 
 def _is_transient(error: BaseException) -> bool:

@@ -35,6 +35,7 @@ from exspec.jobs.benchmarks.decoding import Run, check_device, decode, timed
 from exspec.jobs.benchmarks.settings import RIVALS, SHAPE, VARIANT, BenchSettings
 from exspec.jobs.demo import DRAFT, TARGET
 from exspec.jobs.demo.messages import examples
+from exspec.pipeline.errors import counted
 
 CHOSEN_BY_AUTO = ("method", "drafter", "window", "draft_tokens", "bucket", "prefill")  # B is the same for all methods
 DEMO_SEED = 5  # messages that neither training nor its evaluation saw
@@ -196,7 +197,7 @@ def run(settings: BenchSettings) -> None:
         progress.stage(f"measuring the shape of auto, about {settings.tune_seconds:.0f} s")
         found = bench.tune()
         console.print(candidates_table(found.table(), found.seconds))
-    progress.stage(f"timing {', '.join(settings.names)}, {settings.repeats} times in turn")
+    progress.stage(f"timing {', '.join(settings.names)}, {counted(settings.repeats, 'time')} in turn")
     progress.stop()
     rows = time_and_compare(bench, console)
     for table in bench_tables(rows, _title(bench)):

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from exspec.pipeline.errors import JobError
+from exspec.pipeline.errors import JobError, counted
 from exspec.pipeline.output.contents import check as compare
 from exspec.pipeline.output.owner import SUCCESS, Output, read_output
 from exspec.pipeline.progress import Progress
@@ -16,14 +16,14 @@ def check(output: str, options: dict[str, Any]) -> int:
     done, place = read_output(folder), anonymous(folder.url)
     names = done.state.names()
     with Progress(quiet=False) as progress:
-        progress.stage(f"reading {len(names)} files")
+        progress.stage(f"reading {counted(len(names), 'file')}")
         problems = folder.each(lambda name: _problem(done, name), names)
     stray, state = done.foreign(), done.state  # another process may have replaced files meanwhile
     lines = [problem for name, problem in zip(names, problems, strict=True) if problem and state.has(name)]
     lines += [f"{place}/{n}: is not in the log; move it away, because readers of the folder read it" for n in stray]
     if state.done is not None and not folder.exists(SUCCESS):
         lines.append(f"{place}/{SUCCESS}: is missing; run the job again")
-    for line in lines or [f"{place}: all {len(names)} files are as the log says"]:
+    for line in lines or [f"{place}: {counted(len(names), 'file')}, all as the log says"]:
         print(line)
     return int(bool(lines))
 

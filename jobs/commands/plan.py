@@ -24,6 +24,7 @@ from exspec.pipeline.output.columns import GENERATED, carried_columns
 from exspec.pipeline.output.reasons import Reasons
 from exspec.pipeline.prepare import Prepared, prepare
 from exspec.pipeline.progress import Progress
+from exspec.pipeline.run import stop_on_signals
 from exspec.pipeline.secrets import anonymous
 from exspec.pipeline.shape import Settled, device_here
 from exspec.pipeline.storage import Folder
@@ -51,7 +52,7 @@ class Preview:
         yield from self.prompts
         if self.shared and (line := self.shared.line()):
             yield line
-        yield f"{self.refused_rows} of the first {self.rows} rows would be refused"
+        yield f"{self.refused_rows} of the first {self.rows} rows would get an error"
         for line in self.refused.lines():
             yield f"  {line}"
         nulls = sum(v is None for v in self.ids)
@@ -67,6 +68,7 @@ def plan(job: Job, estimated: bool, price: float | None) -> int:
 
     estimated: decode some rows, and estimate the whole job. price: of one GPU for an hour, to estimate the cost.
     """
+    stop_on_signals()  # so that nothing is left in the output
     progress = Progress(quiet=False)
     prepared = examined(job, progress)
     progress.stage("rendering the first prompts")

@@ -168,14 +168,14 @@ def _lines(file: Path) -> Iterator[tuple[str, Row]]:
                 raise JobError(f"{file}, line {number}: not JSON: {error}") from error
             if not isinstance(row, dict):
                 raise JobError(f"{file}, line {number}: expected an object, not {type(row).__name__}")
-            yield f"{file}, line {number}, id {row.get(NAME)!r}", row
+            yield f"{file}, line {number}{f', id {row[NAME]!r}' if NAME in row else ''}", row
 
 
 def _shown(table: pa.Table) -> Row:
     """A row of the input as JSON has it, with the body of a batch request as an object."""
     row = {name: _as_read(values(table, name)[0]) for name in table.column_names}
     if {BODY, ID} <= row.keys() and isinstance(row[BODY], str):
-        row[BODY] = _as_read(row[BODY], json.loads)
+        row[BODY] = _as_read(row[BODY], lambda body: json.loads(as_json(json.loads(body))))  # text if nested too deep
     return row
 
 

@@ -9,13 +9,14 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import count, islice
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.csv as pc
 
 from exspec.pipeline.input.batch import BODY, ID
-from exspec.pipeline.input.rows import BAD
+from exspec.pipeline.input.rows import BAD, shown
 
 ROWS = 4096  # per table
 BUFFER = 1 << 20  # bytes per fetch
@@ -105,7 +106,9 @@ def _json_lines(stream: Any, schema: pa.Schema | None) -> Iterator[Part]:
 def _object(line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(line.rstrip())
-    except (ValueError, RecursionError) as error:
+    except RecursionError as error:
+        raise FormatError("nested too deep") from error
+    except ValueError as error:
         place = f"{error.msg} (column {error.colno})" if isinstance(error, json.JSONDecodeError) else error
         raise FormatError(f"not JSON: {place}") from error
     if not isinstance(row, dict):
@@ -144,8 +147,9 @@ def _fitting(name: str, values: dict[int, Any], kind: pa.DataType, bad: dict[int
     for line, value in values.items():
         try:
             fitting.append(pa.array([value], kind))
-        except UNFIT as error:
-            bad.setdefault(line, f"column {name!r}: {error}; expected values of one type")
+        except UNFIT:
+            reason = f"expected {shorten(str(kind), 80)} as in other rows, not {shown(value)}"
+            bad.setdefault(line, f"column {name!r}: {reason}")
             fitting.append(pa.nulls(1, kind))
     return pa.concat_arrays(fitting)
 
@@ -298,4 +302,4 @@ READERS: dict[str, Callable[[Any, pa.Schema | None], Iterator[Part]]] = {
     ".csv": _csv,
     ".arrow": _arrow,
 }
-SUFFIXES = f".parquet, or {', '.join(READERS)}, each of which may end with .gz"
+SUFFIXES = f".parquet, {', '.join(READERS)}; the last {len(READERS)} also with .gz"

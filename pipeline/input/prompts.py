@@ -4,7 +4,6 @@ import copy
 import hashlib
 import json
 import re
-import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ from exspec.actors.stop_strings import StopStrings
 from exspec.pipeline.errors import JobError, no_column
 from exspec.pipeline.input.batch import BODY, COLUMNS, METHOD, URL, fields, is_batch
 from exspec.pipeline.input.plan import Shard
-from exspec.pipeline.input.rows import Row, RowError, are_texts
+from exspec.pipeline.input.rows import Row, RowError, are_texts, shown
 from exspec.pipeline.input.schemas import is_json, is_list, is_text
 from exspec.pipeline.input.templates import Sandbox, bounded
 from exspec.pipeline.job.settings import Job
@@ -124,7 +123,8 @@ class Prompts:
                 with bounded():
                     rendered = self.template.render({name: self._marked(value) for name, value in row.items()})
             except Exception as error:  # expressions may raise anything
-                raise RowError(f"prompt_template: {type(error).__name__}: {error}") from error
+                why = str(error) or "it takes too much memory"
+                raise RowError(f"prompt_template: {type(error).__name__}: {why}") from error
             return self._chat([{"role": "user", "content": rendered}]) if rendered else ""
         value = self._marked(self._value(row))
         if isinstance(value, str):
@@ -156,7 +156,7 @@ class Prompts:
 
     def _chat(self, messages: list[Any]) -> str:
         if bad := [m for m in messages if not isinstance(m, dict) or not isinstance(m.get("content"), str)]:
-            raise RowError(f"column {self.column!r}: expected messages with role and content, not {_shown(bad[0])}")
+            raise RowError(f"column {self.column!r}: expected messages with role and content, not {shown(bad[0])}")
         if not self.chat:
             if len(messages) == 1 and messages[0].get("role") == "user":
                 return str(messages[0]["content"])
@@ -296,7 +296,7 @@ def _override(
     if value is None:
         return default
     if not good(value):
-        raise RowError(f"column {column!r}: expected {expected}, not {_shown(value)}")
+        raise RowError(f"column {column!r}: expected {expected}, not {shown(value)}")
     return value
 
 
@@ -339,12 +339,4 @@ def _json(column: str | None, text: str, expected: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RowError(f"column {column!r}: expected JSON of {expected}, not {_shown(text)}: {error}") from error
-
-
-def _shown(value: Any) -> str:
-    return SHORT.repr(value)
-
-
-SHORT = reprlib.Repr()
-SHORT.maxstring = SHORT.maxother = 80
+        raise RowError(f"column {column!r}: expected JSON of {expected}, not {shown(text)}: {error}") from error

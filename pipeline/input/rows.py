@@ -2,6 +2,7 @@
 
 import json
 import math
+import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -21,6 +22,15 @@ Row = dict[str, Any] | RowError
 BAD = "_exspec_bad_line"  # column with the reason why a line of a file cannot be read; null for other lines
 
 
+SHORT = reprlib.Repr()
+SHORT.maxstring = SHORT.maxother = 80
+
+
+def shown(value: Any) -> str:
+    """A value as a message shows it: shortened."""
+    return SHORT.repr(value)
+
+
 def are_texts(value: Any) -> bool:
     """Whether a value is one text or a list of texts, none of them empty."""
     texts = value if isinstance(value, list) else [value]
@@ -33,6 +43,8 @@ def attempted(action: Callable[[], T]) -> T | RowError:
         return action()
     except RowError as error:
         return error
+    except RecursionError:
+        return RowError("the row cannot be read: a value is nested too deep")
     except Exception as error:
         return RowError(f"the row cannot be read: {type(error).__name__}: {error}")
 
@@ -69,7 +81,7 @@ def _value(scalar: pa.Scalar, name: str) -> Any:
 
 def nearest(scalar: pa.Scalar) -> Any:
     """A value of any type as a Python value, or if it has none as text: every value can be shown."""
-    return _inside(scalar, _shown)
+    return _inside(scalar, _as_text)
 
 
 def stored(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
@@ -108,7 +120,7 @@ def _text(scalar: pa.Scalar) -> Any:
     return scalar.as_buffer().to_pybytes().decode(errors="backslashreplace")
 
 
-def _shown(scalar: pa.Scalar) -> Any:
+def _as_text(scalar: pa.Scalar) -> Any:
     found = _text(scalar)
     try:
         return found.as_py() if isinstance(found, pa.Scalar) else found

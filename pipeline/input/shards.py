@@ -307,6 +307,11 @@ def _footer(
             raise
         if isinstance(error, FormatError):
             raise JobError(f"{location.url}: {error}") from error
+        if "too deeply nested" in str(error):
+            raise JobError(
+                f"{location.url}: a column is nested deeper than Arrow reads: 100 levels, of which a list takes two; "
+                "write the column as JSON text"
+            ) from error
         opened = file.fetches or isinstance(error, pa.ArrowInvalid)
         whole = file.refused or not opened or suffix_of(location.name)
         what = "cannot be read" if whole else "not a Parquet file"

@@ -2,6 +2,7 @@
 
 import resource
 import sys
+import time
 from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 from types import FrameType
@@ -11,6 +12,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import SandboxedEnvironment
 
 STEPS = 2_000_000  # executed lines and calls of a template for one row
+SECONDS = 60.0  # for one row: a bound on steps that are slow, far above what the others need on a slow machine
 LONGEST = 1 << 28  # characters or bits of one value
 GROWTH = 2 << 30  # bytes of memory
 PEAK_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes, of ru_maxrss
@@ -32,23 +34,23 @@ class Sandbox(SandboxedEnvironment):
             if operator == "**" and isinstance(left, int):
                 size = left.bit_length()
             if operator != "%" and isinstance(count, int) and size * count > LONGEST:
-                raise BoundError(f"a value is longer than {LONGEST}")
+                raise BoundError(f"a value has more than {LONGEST} characters or bits")
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, function: Any, *values: Any, **named: Any) -> Any:
         if getattr(function, "__name__", "") in WIDE and any(isinstance(v, int) and v > LONGEST for v in values):
-            raise BoundError(f"a value is longer than {LONGEST}")
+            raise BoundError(f"a value has more than {LONGEST} characters or bits")
         return super().call(context, function, *values, **named)
 
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Raises BoundError if templates that are rendered inside take too many steps, or more memory.
+    """Raises BoundError if templates that are rendered inside take too many steps, too much time or memory.
 
     Steps, unlike seconds, are the same on every machine. They are counted by tracing, because the code of a model's
     template is made by transformers, and because signals reach only the main thread.
     """
-    before, steps, most = sys.gettrace(), 0, _peak() + GROWTH
+    before, steps, most, end = sys.gettrace(), 0, _peak() + GROWTH, time.monotonic() + SECONDS
 
     def trace(frame: FrameType, _event: str, _value: Any) -> Any:
         nonlocal steps
@@ -61,6 +63,8 @@ def bounded() -> Iterator[None]:
         return trace
 
     def check() -> None:
+        if time.monotonic() > end:
+            raise BoundError(f"it takes longer than {SECONDS:g} s")
         if _peak() > most:
             raise BoundError(f"it takes more than {GROWTH >> 30} GiB of memory")
 

@@ -190,7 +190,8 @@ def checked(entry: Any) -> AnyEntry:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where, found = ".".join(map(str, first["loc"])), shorten(repr(first["input"]), 80)
-        raise ValueError(f"{where or 'entry'} is {found}: {first['msg']}") from error
+        why = "exspec gives no such name" if first["type"] == "string_pattern_mismatch" else first["msg"]
+        raise ValueError(f"{where or 'entry'} is {found}: {why}") from error
 
 
 def file_name(chunks: list[Summary], entry: int) -> str:

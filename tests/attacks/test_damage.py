@@ -126,7 +126,7 @@ def swap(place: Path) -> None:
 
 NAME = r"out/part-000000\d-0{12}-8-00000\d\.parquet: "
 DAMAGED = rf"{NAME}is damaged; remove it and run the job again\n"
-FINE = "all 3 files are as the log says"
+FINE = "3 files, all as the log says"
 NOTHING = "nothing to do: all 24 rows are in"
 REFUSED: Told = dict.fromkeys(("convert", "partition", "compact", "audit"), (2, DAMAGED)) | {"check": (1, DAMAGED)}
 LOST = "8 of 24 rows are missing"

@@ -150,6 +150,20 @@ def test_the_exit_code_does_not_depend_on_a_thread_that_waits_for_ray() -> None:
     assert (process.returncode, process.stderr[:8]) == (2, "exspec: ")
 
 
+@pytest.mark.slow
+def test_a_plan_that_is_stopped_leaves_no_folder(tmp_path: Path) -> None:
+    words = ["plan", "--input", "https://127.0.0.1:9/rows.jsonl", "--output", str(tmp_path / "new" / "out")]
+    command = [sys.executable, "-c", "from exspec.jobs import cli; cli.main()", *words]
+    with subprocess.Popen(command, cwd=jobs.ROOT, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while "trying again" not in (line := process.stderr.readline()):
+            assert line
+        assert (tmp_path / "new").exists()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 130
+    assert not (tmp_path / "new").exists()
+
+
 # What Ray says
 
 

@@ -132,7 +132,7 @@ def test_a_repaired_job_equals_a_job_on_the_corrected_input(
     assert (place / "out" / "_SUCCESS").exists()
     after = {row["id"]: row for row in rows_of(place / "out")}
     assert all(after[name] == row for name, row in before.items()), "rows that were done are as they were"
-    assert "retried: 3 rows; 3 of them are done now" in capsys.readouterr().out
+    assert "retried: 3 rows; done now: 3; still with an error: 0" in capsys.readouterr().out
 
 
 def second_key_to_first(row: Row) -> None:
@@ -144,7 +144,7 @@ REFUSED: dict[str, tuple[Callable[[Row], Any], str]] = {
     "the id of a row without an error": (lambda row: row.update(exspec_id="5"), "id '5': no row with an error has"),
     "the number of another row": (lambda row: row.update(exspec_row=9), "line 1, id '3': no row with an error has"),
     "another shard": (lambda row: row.update(exspec_shard="s9.parquet"), "line 1, id '3': no row with an error has"),
-    "no id": (lambda row: row.pop("exspec_id"), "line 1, id None: has no exspec_id; expected a row that"),
+    "no id": (lambda row: row.pop("exspec_id"), "line 1: has no exspec_id; expected a row that"),
     "a row twice": (second_key_to_first, "line 2, id '3': is the same row as .*bad.jsonl, line 1, id '3'"),
     "a missing column": (lambda row: row.pop("budget"), "line 1, id '3': column 'budget' is missing"),
     "an unknown column": (lambda row: row.update(promt="w1"), "line 1, id '3': column 'promt' is not in the input"),
@@ -459,6 +459,7 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     "of a new output": (["run", "--repair", "bad.jsonl"], "--repair: expected an output with rows that failed"),
     "without a file": (["run", "--repair", "no.jsonl"], "--repair no.jsonl: no such file; expected one that"),
     "as CSV": (["convert", "OUT", "bad.csv", "--errors"], "bad.csv: expected a name that ends with .jsonl"),
+    "as formulas": (["convert", "OUT", "a.jsonl", "--quote-formulas"], "--quote-formulas: expected a file of CSV"),
     "with columns": (["convert", "OUT", "a.jsonl", "--errors", "--columns", "id"], "--errors: writes all"),
 }  # fmt: skip
 
@@ -489,7 +490,7 @@ def test_the_commands_of_the_page(pair: jobs.Pair, tmp_path: Path, monkeypatch: 
     assert "3 of them with an error" in succeed("run", "--job", "job.yaml")
     assert "3 rows in bad.jsonl" in succeed("convert", "out", "bad.jsonl", "--errors")
     Path("bad.jsonl").write_text(Path("bad.jsonl").read_text().replace('"prompt": null', '"prompt": "w5 w6"'))
-    assert "3 of them are done now" in succeed("run", "--job", "job.yaml", "--repair", "bad.jsonl")
+    assert "done now: 3" in succeed("run", "--job", "job.yaml", "--repair", "bad.jsonl")
     assert "0 rows in bad.jsonl" in succeed("convert", "out", "bad.jsonl", "--errors")
     assert "30 (100.0%)" in succeed("audit", "out", "--count", 30, "--no-generate")
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+from contextlib import nullcontext
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from jinja2.sandbox import SandboxedEnvironment
 
 from exspec.jobs.commands.convert import convert
+from exspec.jobs.commands.repair import export
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input import templates
 from exspec.pipeline.prepare import prepare
@@ -200,6 +203,28 @@ def test_json_lines_with_empty_records_are_written_as_text(pair: jobs.Pair, tmp_
     assert [row["metadata"] for row in written(pair, tmp_path, chat=False)] == ["{}"] * 3
 
 
+def test_a_template_whose_steps_are_slow_is_the_rows_error(
+    pair: jobs.Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(templates, "SECONDS", 0.5)
+    put(tmp_path, pa.table({"n": [1, 10_000, 2]}))
+    slow = "{% if n > 5 %}{% for i in range(n) %}{% set x = ('ab' * n * 1000)|upper|lower %}{% endfor %}{% endif %}w1"
+    rows = written(pair, tmp_path, chat=False, prompt_template=slow)
+    assert [row["error"] for row in rows] == [None, "prompt_template: BoundError: it takes longer than 0.5 s", None]
+
+
+@pytest.mark.parametrize(
+    ("depth", "message"), [(40, None), (60, "a column is nested deeper than Arrow reads: 100 lev")]
+)
+def test_lists_of_parquet_are_nested_as_deep_as_arrow_reads(
+    pair: jobs.Pair, tmp_path: Path, depth: int, message: str | None
+) -> None:
+    kind = reduce(lambda inner, _: pa.list_(inner), range(depth), pa.int32())
+    put(tmp_path, pa.table({"prompt": ["w1"], "deep": pa.nulls(1, kind)}))
+    with pytest.raises(JobError, match=message) if message else nullcontext():
+        assert written(pair, tmp_path, chat=False)[0]["error"] is None
+
+
 @pytest.mark.parametrize("depth", [100, 600, 900])
 def test_a_column_that_is_nested_too_deeply_is_refused_in_plan(pair: jobs.Pair, tmp_path: Path, depth: int) -> None:
     (tmp_path / "in").mkdir()
@@ -226,3 +251,5 @@ def test_a_batch_body_that_is_nested_deeply_is_an_error(pair: jobs.Pair, tmp_pat
     (tmp_path / "in" / "s.jsonl").write_text("\n".join(lines))
     rows = written(with_chat(pair, tmp_path), tmp_path)
     assert [row["response"]["status_code"] for row in rows] == [200, 400, 200]
+    assert export(str(tmp_path / "out"), str(tmp_path / "bad.jsonl"), {}) == 1
+    assert nested(500) in json.loads((tmp_path / "bad.jsonl").read_text())["body"]

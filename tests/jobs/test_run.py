@@ -35,7 +35,7 @@ def test_plan_shows_the_first_prompts_and_writes_nothing(command: list[str], mes
     printed = succeed(*command, "--input", messages, "--output", tmp_path / "out")
     assert "2 shards with 24 rows" in printed
     assert "<|message|>" in printed
-    assert "0 of the first 24 rows would be refused" in printed
+    assert "0 of the first 24 rows would get an error" in printed
     assert not list((tmp_path / "out").glob("*"))
 
 
@@ -44,7 +44,7 @@ def test_plan_reports_refused_rows_and_ids(tmp_path: Path) -> None:
     pq.write_table(table, tmp_path / "x.parquet")
     options = ["--input", tmp_path / "x.parquet", "--output", tmp_path / "out", "--id-column", "key"]
     printed = succeed("plan", *options)
-    assert "2 of the first 3 rows would be refused" in printed
+    assert "2 of the first 3 rows would get an error" in printed
     assert "  1 row: column 'prompt' is null (a)" in printed
     assert "ids: 1 null and 1 repeated; shard and row still identify each row" in printed
 

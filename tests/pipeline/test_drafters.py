@@ -67,6 +67,7 @@ def test_the_drafter_may_change_between_the_runs_of_a_job(models: dict[str, str]
             "drafter clover: method eqspec moves the KV, but not the features of the head",
         ),
         ("authors", {"drafter": "model"}, "drafter model: the draft is a head for eagle3"),
+        ("draft", {"drafter": "clover"}, "drafter clover: it needs a head of Clover as its draft"),
         ("draft", {"drafter": "eagle3"}, "drafter eagle3: it needs a head of EAGLE-3 as its draft"),
         (None, {"drafter": "early_exit", "exit_depth": 3, "check_depth": 2}, "drafter early_exit: it leaves at"),
         (None, {"drafter": "early_exit", "method": "eqspec"}, "drafter early_exit: method eqspec moves the KV"),

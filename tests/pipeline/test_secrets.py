@@ -1,5 +1,6 @@
 """Secrets are removed from URLs, and nothing else is."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from socket import EAI_AGAIN, EAI_NONAME, gaierror
 
@@ -249,3 +250,27 @@ def test_an_answer_of_s3_that_will_not_change_is_not_retried(code: str) -> None:
     status, transient = STATUSES[code]
     answer = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
     assert storage._is_transient(translate_boto_error(ClientError(answer, "PutObject"))) == transient
+
+
+def test_a_url_with_one_slash_is_no_path() -> None:
+    with pytest.raises(JobError, match="expected a path, or a URL that begins with https://") as refused:
+        Folder("https:/user:SECRET@host/rows").sizes()
+    assert "SECRET" not in str(refused.value)
+
+
+def test_retries_that_last_are_named_once_without_secrets(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(storage, "SILENT", 0.0)
+    monkeypatch.setattr(storage, "said", -storage.PATIENCE)
+    for _ in range(2):
+        left = iter([OSError("https://h/x?sig=SECRET refuses\nthe connection"), OSError("it refuses")])
+
+        def fails(left: Iterator[OSError] = left) -> str:
+            if error := next(left, None):
+                raise error
+            return "answer"
+
+        assert storage.attempt(fails) == "answer"
+    printed = capsys.readouterr().err
+    assert printed == "the store fails (OSError: https://h/x refuses the connection); trying again for 180 s\n"

@@ -47,8 +47,8 @@ class Clover(HeadDrafter):
 
     @classmethod
     def lengths_with(cls, draft: PretrainedConfig | None) -> tuple[int, ...]:
-        assert isinstance(draft, CloverConfig)
-        return tuple(range(1, draft.heads + 1))
+        heads = draft.heads if isinstance(draft, CloverConfig) else 1  # `refusal` excludes other drafts
+        return tuple(range(1, heads + 1))
 
     @classmethod
     def build(cls, context: DrafterContext) -> Self:
