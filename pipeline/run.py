@@ -326,12 +326,16 @@ class _Run:
     def _show_samples(self) -> None:
         width = shutil.get_terminal_size().columns
         for row in samples(self.writer, SAMPLES):
-            line = f"{row['id']}: {' '.join(row['completion'].split())}"
-            self.progress.tell(line if len(line) <= width else f"{line[: width - 3]}...")
+            self.progress.tell(cut(f"{row['id']}: {' '.join(row['completion'].split())}", width))
 
     def _read(self) -> list[Shard]:
         """The shards that this run may have read: all except those that `since` skips."""
         return [shard for shard in self.plan.shards if shard.name not in self.prepared.settled]
+
+
+def cut(line: str, width: int) -> str:
+    """A line of at most `width` characters. It is cut anywhere: some languages have no spaces."""
+    return line if len(line) <= width else f"{line[: width - 3]}..."
 
 
 def _too_many(figures: dict[str, Any], job: Job) -> str:

@@ -35,6 +35,12 @@ def redacted(text: str) -> str:
     return re.sub(rf"{SCHEME.pattern}\S+", _anonymous_word, text)
 
 
+def no_url(url: str) -> str | None:
+    """Why neither a URL nor a path is meant, if so: `https:/host` would be a folder called `https:`."""
+    start = re.match(r"\w{2,}:/(?!/)", url)
+    return start and f"{anonymous(url)}: expected a path, or a URL that begins with {start[0]}/"
+
+
 def has_user(url: str) -> bool:
     """Whether the URL of a bucket has a user or password in it, which no store reads from there."""
     return any(_scheme(link) in BUCKETS and _without_user(link) != link for link in LINK.split(url))

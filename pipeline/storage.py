@@ -2,7 +2,6 @@
 
 import errno
 import os
-import re
 import shutil
 import socket
 import sys
@@ -22,7 +21,7 @@ from fsspec.implementations.local import LocalFileSystem
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
 
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.secrets import has_user, redacted
+from exspec.pipeline.secrets import has_user, no_url, redacted
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -58,8 +57,8 @@ class Folder:
     @cached_property
     def _connection(self) -> tuple[Any, str]:
         refuse_user(self.url)
-        if cut := re.match(r"\w{2,}:/(?!/)", self.url):
-            raise JobError(f"{self.url}: expected a path, or a URL that begins with {cut[0]}/")
+        if reason := no_url(self.url):
+            raise JobError(reason)
         try:
             return fsspec.url_to_fs(self.url, **self.options)  # type: ignore[no-any-return]
         except (ImportError, ValueError) as error:

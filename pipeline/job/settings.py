@@ -26,7 +26,7 @@ from exspec.actors.engine.request import HIGHEST, LARGEST, LARGEST_INT, SMALLEST
 from exspec.actors.engine.settings import Later, Setting
 from exspec.pipeline.errors import JobError, did_you_mean
 from exspec.pipeline.job.functions import Function
-from exspec.pipeline.secrets import anonymous
+from exspec.pipeline.secrets import anonymous, no_url
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -55,6 +55,8 @@ SHARED = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "
 
 
 def _absolute(path: str) -> str:
+    if reason := no_url(path):
+        raise ValueError(reason)
     return path if "://" in path else os.path.abspath(path)  # noqa: PTH100  (a glob does not exist as a path)
 
 

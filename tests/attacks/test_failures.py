@@ -253,6 +253,11 @@ def test_a_reason_does_not_claim_one_rows_values_for_the_others() -> None:
     ]
 
 
+def test_a_shown_completion_is_cut_without_spaces() -> None:
+    assert run.cut("a: " + "\u6587" * 50, 20) == "a: " + "\u6587" * 14 + "..."
+    assert run.cut("a: b", 4) == "a: b"
+
+
 def test_more_new_tokens_than_the_context_are_no_error(tmp_path: Path) -> None:
     """As the page on prompts says: the completion ends with the context."""
     source = rows(tmp_path, "My red lamp arrived broken.")

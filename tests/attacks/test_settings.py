@@ -35,6 +35,10 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["max_new_tokens: Input should be a valid integer, unable to parse string as an integer, not 'x'"],
     ),
     "a rule and a missing setting": ({"output": None, "actors": "3:1"}, ["output: Input", "actors is 3:1, expected"]),
+    "a URL with one slash": (
+        {"output": "https:/h/x"},
+        ["output: https:/h/x: expected a path, or a URL that begins wi"],
+    ),
     "yes as a number": ({"limit": True}, ["limit: expected a number or text; YAML reads yes, no, on and off"]),
     "yes as a real number": ({"temperature": True}, ["temperature: expected a number or text"]),
     "yes as a text": ({"system_prompt": True}, ["system_prompt: expected a number or text"]),
