@@ -30,7 +30,7 @@ STAGED, PROBE = "_staged", "_probe"  # a subfolder, and a prefix of probe files;
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"}
 PATIENCE = 180  # seconds of retries
 SILENT = 3.0  # seconds of retries before the user is told
-said = -PATIENCE  # when
+said: float = -PATIENCE  # when
 PERMANENT = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 REFUSALS = (
     "NoCredentials", "PartialCredentials", "ClientAuthentication", "InvalidAccessKey", "SignatureDoesNotMatch",
