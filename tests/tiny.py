@@ -22,7 +22,7 @@ from exspec.actors.engine.drafters.lookup import drafter_class
 from exspec.actors.engine.graphs import Recorder
 from exspec.actors.engine.kv.attention import trial
 from exspec.actors.engine.kv.cached_model import PagedModel
-from exspec.actors.engine.layers.fused import compiler_trial
+from exspec.actors.engine.layers.programs import compiler_trial
 from exspec.actors.engine.layers.spans import layers_of
 from exspec.actors.engine.methods import drafter_of
 from exspec.actors.engine.scheduling.group import Group

@@ -11,8 +11,10 @@ Method = Literal["plain", "eqspec", "exspec"]
 METHODS: tuple[Method, ...] = get_args(Method)
 AttentionName = Literal["auto", "in_place", "gathered"]
 ATTENTIONS: tuple[AttentionName, ...] = get_args(AttentionName)
-KernelsName = Literal["eager", "packed", "compiled"]
+KernelsName = Literal["eager", "packed", "compiled", "compiled_packed"]
 KERNELS: tuple[KernelsName, ...] = get_args(KernelsName)
+UNPACKED: dict[KernelsName, KernelsName] = {"packed": "eager", "compiled_packed": "compiled"}
+COMPILED: tuple[KernelsName, ...] = ("compiled", "compiled_packed")
 DRAFTING = tuple(field.name for field in fields(EarlyExitSettings))  # settings that belong to one drafter
 DraftLengthName = Literal["fixed", "explicit", "implicit", "both"]
 DRAFT_LENGTHS: tuple[DraftLengthName, ...] = get_args(DraftLengthName)
@@ -40,9 +42,9 @@ class EngineConfig(EarlyExitSettings):
     attention: `in_place` reads KV from its pages; `gathered` first copies a row's pages together, and works on every
         device; `auto` is `in_place` if a trial on the device shows that it works.
     draft_length: `explicit` judges by the draft's own confidence, `implicit` by the sequence's acceptance so far.
-    kernels: what runs a model's layers. `eager`: transformers' modules. `packed`: their linear layers in oneDNN's
-        layout, as a second copy of the weights; for CPUs. `compiled`: each layer compiled to a few kernels; eager if
-        compilation fails or attention is not in place.
+    kernels: what runs a model. `eager`: transformers' modules. `compiled`: programs of few kernels (see programs.py);
+        eager if compilation fails or attention is not in place. `packed` and `compiled_packed`: the same with linear
+        layers in oneDNN's layout, as a second copy of the weights; for CPUs.
     prefill_rows, prefill_columns: P and C. Prompts are prefilled in chunks of C tokens, with P chunks in a forward.
     overlap: the engine commits a round while the device works on the next one, which has other sequences. Default: on
         CUDA with attention in place. Only with fixed shapes.
@@ -135,6 +137,14 @@ class EngineConfig(EarlyExitSettings):
     @property
     def fixed_shapes(self) -> bool:
         return self.exact and self.method != "eqspec"
+
+    @property
+    def packs(self) -> bool:
+        return self.kernels in UNPACKED
+
+    @property
+    def compiles(self) -> bool:
+        return self.kernels in COMPILED
 
     @property
     def slots(self) -> int:

@@ -18,7 +18,7 @@ from exspec.actors.engine.drafters.drafter import Draft, MakeDrafter
 from exspec.actors.engine.graphs import HostCopy, Recorder
 from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.kv.cached_model import context_length
-from exspec.actors.engine.methods import build, drafter_of, recorder_for, resolve
+from exspec.actors.engine.methods import build, compiling, drafter_of, recorder_for, resolve
 from exspec.actors.engine.request import Completion, FinishReason, Request, RequestError, Room, Sampling, Scores
 from exspec.actors.engine.scheduling.group import Group
 from exspec.actors.engine.scheduling.pool import Pool, Sequence
@@ -106,7 +106,7 @@ class Engine:
         self.device = target.device
         self.vocabulary = target.config.get_text_config().vocab_size
         self.end_ids = model_end_ids(target) if end_ids is None else end_ids
-        recorder = recorder or recorder_for(self.device, config)
+        recorder = compiling(recorder or recorder_for(self.device, config), config)
         parts = build(target, draft, config, recorder, drafter)
         self.target, self.drafter, self.drafter_context, self.draft_length, self.grouping, self.prefill, store = parts
         self.pool = Pool(config.slots, store, config.width)

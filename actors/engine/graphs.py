@@ -7,7 +7,7 @@ only on its arguments.
 """
 
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -40,19 +40,25 @@ class Recordings:
 
         @torch.inference_mode()
         def recorded(*arguments: Any) -> Any:
-            key = tuple(map(_key, arguments))
+            key = tuple(map(key_of, arguments))
             if key not in kept:
-                buffers = [_copied(a) for a in arguments]
+                buffers = [mapped(a, Tensor.clone) for a in arguments]
                 kept[key] = (buffers, self.record(lambda: function(*buffers)))
             buffers, play = kept[key]
-            for buffer, value in zip(_tensors(buffers), _tensors(arguments), strict=True):
+            for buffer, value in zip(tensors_of(buffers), tensors_of(arguments), strict=True):
                 buffer.copy_(value)
-            return _copied(play())  # the next replay overwrites the recording's own output
+            return mapped(play(), Tensor.clone)  # the next replay overwrites the recording's own output
 
         return recorded
 
 
-Recorder = Eager | Recordings
+class Recorder(Protocol):
+    """Makes functions of fixed shapes cheap to call. records: whether it keeps a function's tensors and the decisions
+    that the function's Python has made."""
+
+    records: bool
+
+    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]: ...
 
 
 class CudaGraphs(Recordings):
@@ -105,30 +111,33 @@ def _to_host(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def _key(value: Any) -> Hashable:
+def key_of(value: Any) -> Hashable:
+    """The shapes of an argument's tensors, and its other values."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype
     if isinstance(value, Sampler):
-        return tuple((name, _key(v)) for name, v in value.state.items())
-    return tuple(map(_key, value)) if isinstance(value, tuple) else value
+        return tuple((name, key_of(v)) for name, v in value.state.items())
+    return tuple(map(key_of, value)) if isinstance(value, tuple) else value
 
 
-def _copied(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.clone()
+def mapped(value: Any, change: Callable[[Any], Any], kind: type = Tensor) -> Any:
+    """An argument or result with each tensor, or each part of another kind, changed."""
+    if isinstance(value, kind):
+        return change(value)
     if isinstance(value, Sampler):
-        return Sampler.of_state({name: _copied(v) for name, v in value.state.items()})
+        return Sampler.of_state({name: mapped(v, change, kind) for name, v in value.state.items()})
     if isinstance(value, tuple):
-        parts = map(_copied, value)
+        parts = (mapped(v, change, kind) for v in value)
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     return value
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def tensors_of(values: Any) -> Iterator[Tensor]:
+    """The tensors of arguments or results, in order."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, Sampler):
-            yield from _tensors(value.state.values())
+            yield from tensors_of(value.state.values())
         elif isinstance(value, tuple):
-            yield from _tensors(value)
+            yield from tensors_of(value)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from exspec.actors.engine.config import EngineConfig
+from exspec.actors.engine.config import UNPACKED, EngineConfig
 from exspec.actors.engine.drafters.draft_length import DraftLength, draft_length
 from exspec.actors.engine.drafters.drafter import Drafter, DrafterContext, MakeDrafter, NoDraft
 from exspec.actors.engine.drafters.lookup import kind
@@ -23,8 +23,8 @@ from exspec.actors.engine.kv.cached_model import (
     kv_shape,
 )
 from exspec.actors.engine.kv.pages import Boundless, Pages, Store
-from exspec.actors.engine.layers.fused import compiler_trial, warn_once
-from exspec.actors.engine.layers.runtime_copy import packs
+from exspec.actors.engine.layers.packed import packs
+from exspec.actors.engine.layers.programs import Compiled, compiler_trial, warn_once
 from exspec.actors.engine.scheduling.grouping import Grouping, grouping_of
 from exspec.actors.engine.scheduling.prefill import ChunkedPrefill, Prefill, WholePrefill
 
@@ -46,6 +46,11 @@ def recorder_for(device: torch.device, config: EngineConfig) -> Recorder:
     return CudaGraphs(device) if device.type == "cuda" and config.fixed_shapes else Eager()
 
 
+def compiling(recorder: Recorder, config: EngineConfig) -> Recorder:
+    """A recorder of programs, if the config asks for compiled kernels; otherwise the recorder itself."""
+    return Compiled(recorder, config.packs) if config.compiles else recorder
+
+
 def resolve(target: PreTrainedModel, draft: PreTrainedModel | None, config: EngineConfig) -> EngineConfig:
     """The config as it runs with these models on this device: with the capacity limited to the model's context, and
     with attention (in place there is one bucket), overlap and kernels decided.
@@ -58,9 +63,9 @@ def resolve(target: PreTrainedModel, draft: PreTrainedModel | None, config: Engi
     default = target.device.type == "cuda" and config.attention == "in_place"
     overlap = default if config.overlap is None else config.overlap
     config = replace(config, overlap=overlap and config.fixed_shapes)
-    if config.kernels == "packed" and not packs(target.device):
-        return replace(config, kernels="eager")
-    if config.kernels == "compiled":
+    if not packs(target.device):
+        config = replace(config, kernels=UNPACKED.get(config.kernels, config.kernels))
+    if config.compiles:
         reason = "attention is not in place" if config.attention != "in_place" else compiler_trial(target.device)
         if reason is not None:
             warn_once(f"layers run eagerly, not compiled: {reason}")

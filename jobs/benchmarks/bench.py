@@ -22,7 +22,7 @@ from exspec.actors.engine.drafters.lookup import available, kind, label
 from exspec.actors.engine.drafters.registry import NONE
 from exspec.actors.engine.engine import model_end_ids
 from exspec.actors.engine.kv.cached_model import context_length
-from exspec.actors.engine.layers import fused
+from exspec.actors.engine.layers import programs
 from exspec.actors.engine.methods import resolve
 from exspec.actors.engine.shape.calibration import Calibration, calibrate
 from exspec.actors.engine.shape.candidates import prefill_shapes
@@ -206,7 +206,7 @@ def run(settings: BenchSettings) -> None:
         "settings": asdict(settings) | bench.shape | {"prompts": settings.prompts and str(settings.prompts)},
         "hardware": describe_hardware(bench.device),
         "kernels": bench.base.kernels,
-        "compiled": str(fused.CODE) if fused.CODE.kept else None,
+        "compiled": str(programs.CODE) if programs.CODE.kept else None,
         "prompts": len(bench.prompts),
         "methods": rows,
     }

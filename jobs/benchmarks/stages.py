@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 from exspec.actors.engine import Engine, EngineConfig, Request, Sampling
 from exspec.actors.engine.config import AttentionName
 from exspec.actors.engine.graphs import Eager, Recorder
-from exspec.actors.engine.layers.fused import compiler_trial
+from exspec.actors.engine.layers.programs import compiler_trial
 from exspec.actors.engine.methods import drafter_of, recorder_for, resolve
 from exspec.actors.engine.shape.costs import Costs
 from exspec.actors.engine.shape.plan import Models

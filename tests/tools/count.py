@@ -38,8 +38,8 @@ from exspec.actors.engine.kv.attention import attend_varlen
 from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.kv.cached_model import CachedModel, kv_shape, locate
 from exspec.actors.engine.kv.pages import Pages
-from exspec.actors.engine.layers import fused
-from exspec.actors.engine.layers.fused import Code, Run
+from exspec.actors.engine.layers import programs
+from exspec.actors.engine.layers.programs import Code, Run
 from exspec.actors.engine.methods import build as build_parts
 from exspec.actors.engine.tokens.constraint import Automaton, Constraint, MakeConstraint, Node
 from exspec.actors.engine.tokens.sampling import Sampler
@@ -258,7 +258,7 @@ class Pair:
 
     def _of_layers(self, config: EngineConfig, layers: int) -> tuple[Cost, Cost]:
         recorder = Recordings(lambda run: run)
-        with FakeTensorMode(), patch.object(fused, "CODE", self.plans):
+        with FakeTensorMode(), patch.object(programs, "CODE", self.plans):
             target, draft = (shaped(name, layers) for name in self.names)
             parts = build_parts(target, draft, config, recorder)
             drafter: Any = parts.drafter

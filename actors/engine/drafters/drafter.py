@@ -69,13 +69,11 @@ class DraftRows(NamedTuple):
         """A forward of tokens [R, Q], the first of them `offset` (a number, or [R]) positions after the pending one."""
         return Batch(self.slots, tokens, self.starts + offset, self.kv_columns)
 
-    def allowed(self, logits: Tensor, drafted: int | Tensor) -> Tensor:
-        """Logits [R, Q, V] without the tokens that constraints are known to forbid. drafted: a number, or [R, Q], how
-        many tokens of the draft come before each column."""
+    def allowed(self, logits: Tensor, drafted: Tensor) -> Tensor:
+        """Logits [R, Q, V] without the tokens that constraints are known to forbid. drafted: [R, Q], how many tokens of
+        the draft come before each column."""
         if self.must is None or self.masks is None:
             return logits
-        if isinstance(drafted, int):
-            drafted = torch.full_like(self.pending[:, None], drafted)
         return narrowed(logits, drafted, self.must, self.masks)
 
 

@@ -12,6 +12,7 @@ from exspec.actors.engine.drafters.drafter import Draft, Drafter, DrafterContext
 from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.kv.cached_model import CachedModel, context_length
 from exspec.actors.engine.scheduling.group import Group
+from exspec.actors.engine.tokens.sampling import Uses
 
 Step = tuple[Tensor, Any]  # logits [R, 1, V] of the next token, and the state for the next step
 
@@ -77,22 +78,24 @@ class DraftModel(Drafter):
 
     def _draft(self, rows: DraftRows) -> tuple[Tensor, Tensor]:
         """Tokens [R, N] with N <= most, and lengths [R] <= limits [R]."""
-        tokens = rows.pending.new_empty(len(rows.pending), 0)
-        lengths, chance = torch.zeros_like(rows.pending), torch.ones_like(rows.pending, dtype=torch.float32)
+        tokens, nothing = [], rows.pending.new_empty(len(rows.pending), 0)  # [R, 1] each
+        drafted = lengths = torch.zeros_like(rows.pending)
+        chance = torch.ones_like(rows.pending, dtype=torch.float32)
         logits, state = self._first(rows)
         goes_on = live = rows.limits > 0
         for i in range(rows.most):
             if i > 0:
-                logits, state = self._next(rows.batch(tokens[:, -1:], i), state)
-            logits = rows.allowed(logits, i)
-            token = rows.sampler.propose(logits, (rows.starts + 1 + i)[:, None], tokens)
-            tokens = torch.cat([tokens, token], dim=1)
+                logits, state = self._next(rows.batch(tokens[-1], drafted), state)
+            logits = rows.allowed(logits, drafted[:, None])
+            before = torch.cat([nothing, *tokens], dim=1) if rows.sampler.uses & Uses.PENALISED else nothing
+            token = rows.sampler.propose(logits, (rows.starts + 1 + drafted)[:, None], before)
+            tokens.append(token)
             chance, kept = self.confidence.survives(chance, logits, token)
-            goes_on = goes_on & kept & (rows.limits > i)
-            lengths = lengths + goes_on
+            goes_on = goes_on & kept & (rows.limits > drafted)
+            lengths, drafted = lengths + goes_on, drafted + 1  # no number: steps that read alike share compiled code
             if self.ends_early and not self.confidence.pays(chance, goes_on, live):
                 break
-        return tokens, lengths
+        return torch.cat([nothing, *tokens], dim=1), lengths
 
     def _first(self, rows: DraftRows) -> Step:
         """The step after the pending tokens."""

@@ -35,7 +35,7 @@ constexpr int LANES = 4;
 #endif
 constexpr int BLOCK = 64;        // KV columns that are read at once
 constexpr int TILE = 128;        // query vectors of a tile, unless more heads share a KV head
-constexpr int MANY = 16;         // with at least this many query vectors, transposing a block of keys pays
+constexpr int MANY = 4;          // with at least this many query vectors, transposing a block of keys pays
 constexpr int64_t ALONE = 1 << 15;  // with fewer multiplications than this, waking other threads costs more than it saves
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
@@ -314,6 +314,16 @@ struct Attention {
     for (; i < vectors; i++) mix_all<1>(scores, decay, values, first, last, i * LANES, count, mixed);
   }
 
+  // Where a column of a row lies in the stores, for a KV head.
+  int64_t place(const int32_t* row, int column, int head) const {
+    return ((row[2 + column / call.page] * call.page + column % call.page) * call.kv_heads + head) * call.size;
+  }
+
+  // Begins to read a vector of the stores, so that the next block comes while this one is computed.
+  void fetch(const T* vector) const {
+    for (int64_t i = 0; i < call.size; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(vector + i, 0, 2);
+  }
+
   void run(const Task& task, const T* query, const T* keys, const T* values, T* output) const {
     static thread_local Scratch scratch;
     const int group = call.heads / call.kv_heads, width = task.last - task.first, count = group * width;
@@ -341,17 +351,21 @@ struct Attention {
 
     // A block is copied as floats if it is used often or its columns are not whole vectors. The numbers stay the same.
     const bool whole = call.size == padded, stage = !whole || (!std::is_same_v<T, float> && count > 2);
-    const int64_t stride = call.kv_heads * call.size;
     const int begin = call.window > 0 ? std::max(0, position - call.window + 1) : 0;
     for (int b = begin / BLOCK * BLOCK; b < task.limit; b += BLOCK) {
       const int first = std::max(begin - b, 0), last = std::min(BLOCK, task.limit - b);
+      for (int column = b + BLOCK; column < std::min(b + 2 * BLOCK, task.limit); column++) {
+        const int64_t at = place(row, column, task.head);
+        fetch(keys + at);
+        fetch(values + at);
+      }
       const T *k[BLOCK], *v[BLOCK];
       const float *staged_k[BLOCK], *staged_v[BLOCK];
       for (int c = 0; c < BLOCK; c++) {
         const int column = b + std::clamp(c, first, last - 1);
-        const int64_t at = (row[2 + column / call.page] * call.page + column % call.page) * stride;
-        k[c] = keys + at + task.head * call.size;
-        v[c] = values + at + task.head * call.size;
+        const int64_t at = place(row, column, task.head);
+        k[c] = keys + at;
+        v[c] = values + at;
       }
       if (stage) {
         for (int c = 0; c < BLOCK; c++) {

@@ -5,7 +5,7 @@ mask interfaces.
 smaller start. `check` raises AssertionError if the cached KV cannot be right.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
-from exspec.actors.engine.config import KernelsName
+from exspec.actors.engine.config import COMPILED, KernelsName
 from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.kv.forward import Filled, Forward
 from exspec.actors.engine.kv.pages import BIN, Pages
-from exspec.actors.engine.layers.fused import compiled, fuse
+from exspec.actors.engine.layers.cuts import cut, traced
+from exspec.actors.engine.layers.programs import cut_layers
 from exspec.actors.engine.layers.runtime_copy import runtime_copy
 from exspec.actors.engine.layers.spans import gate
 
@@ -61,10 +62,8 @@ class PagedModel:
         self.states: dict[int, Tensor] = {}  # hidden states by number of layers passed: [pages + 1, P, D]
         self.last_position = context_length(model.config) - 1
         self.gated = False  # whether forwards can skip layers
-        self._locate: Callable[..., Any] = locate
-        if kernels == "compiled":
-            fuse(self.model)
-            self._locate = compiled(locate)
+        if kernels in COMPILED:
+            cut_layers(self.model)
 
     def remember(self, layers: Iterable[int]) -> None:
         """From now on keep the hidden states after each of these layers, counted from 1, in pages like keys and
@@ -88,13 +87,15 @@ class PagedModel:
         first, last: layers first .. last - 1 run; None: to the end. inputs: other inputs of the model beside tokens.
         """
         logits: Tensor = self._run(batch, first, last, fills=False, logits_to_keep=keep, **inputs).logits
+        cut(logits)
         return logits
 
     @torch.inference_mode()
     def fill(self, batch: Batch, last: int | None = None, **inputs: Tensor) -> None:
-        """Feed tokens only for their KV. Rows may be successive parts of a sequence. last, inputs: as in `forward`."""
+        """Feed tokens only for their KV. Rows may be successive parts of a sequence. last, inputs: as in `forward`. A
+        program drops what does not lead to KV by itself."""
         with suppress(Filled):
-            self._run(batch, 0, last, fills=True, logits_to_keep=1, **inputs)
+            self._run(batch, 0, last, fills=not traced(), logits_to_keep=1, **inputs)
 
     @torch.inference_mode()
     def recall(self, layers: Iterable[int], batch: Batch) -> Tensor:
@@ -122,7 +123,7 @@ class PagedModel:
     def _located(self, batch: Batch, read: int) -> tuple[Tensor, Tensor, Tensor]:
         slots, tokens, starts, kv_columns = batch
         table, size = self.pages.on_device, self.pages.size
-        return self._locate(table, slots, starts, tokens.shape[1], kv_columns, size, read)  # type: ignore[no-any-return]
+        return locate(table, slots, starts, tokens.shape[1], kv_columns, size, read)
 
     def check(self, lengths: dict[int, int]) -> None:
         self.pages.check(lengths)

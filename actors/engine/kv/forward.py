@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exspec.actors.engine.layers.cuts import cut
+
 
 class Filled(Exception):  # noqa: N818 -- not an error
     """Ends a fill that has written all its keys and values."""
@@ -45,14 +47,10 @@ class Forward:
         """Called by the attention of every layer: store key and value [R, H, Q, D], return all pages [N, P, H, D]."""
         for store, new in zip(self.stores(layer_idx), (key, value), strict=True):
             put(store, new, self.write)
-        if self.fills_last(layer_idx) and self.last not in self.states:
+        cut(key)
+        if self.fills and layer_idx + 1 == self.last and self.last not in self.states:
             raise Filled
         return self.stores(layer_idx)
-
-    def fills_last(self, layer: int) -> bool:
-        """Whether this is the last layer that the forward fills. That layer always runs uncompiled, so that its keys
-        and values are bit for bit the same whether the forward stops inside the layer or runs to its end."""
-        return self.fills and layer + 1 == self.last
 
     def enter(self, layer: int) -> Tensor:
         """The remembered hidden states [R, Q, D] of the forward's tokens after `layer` layers."""
@@ -68,16 +66,6 @@ class Forward:
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
         """0: some families ask, but the positions are passed to them."""
         return 0
-
-
-class Traced:
-    """Replaces the forward while a layer is traced: it has the layer's own keys and values, and where to write."""
-
-    def __init__(self, keys: Tensor, values: Tensor, write: Tensor) -> None:
-        self.keys, self.values, self.write = keys, values, write
-
-    def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        return put(self.keys, key, self.write), put(self.values, value, self.write)
 
 
 def forward_of(arguments: Iterable[Any]) -> Forward | None:

@@ -50,7 +50,7 @@ class MemoryPlan:
 def model_memory(model: PretrainedConfig, config: EngineConfig, dtype: torch.dtype, columns: int) -> MemoryPlan:
     """The memory of a model with KV in the engine's slots. columns: per row, those whose logits a forward computes."""
     return MemoryPlan(
-        weights=_weights(model.to_json_string(), config.kernels == "packed") * dtype.itemsize,
+        weights=_weights(model.to_json_string(), config.packs) * dtype.itemsize,
         kv=_kv(model, config) * dtype.itemsize,
         logits=int(config.batch_size * columns * model.get_text_config().vocab_size * LOGIT),
         activations=_activations(model, config) * dtype.itemsize,

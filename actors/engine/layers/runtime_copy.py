@@ -3,9 +3,10 @@
 import copy
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
+
+from exspec.actors.engine.layers.packed import PackedLinear
 
 
 def runtime_copy(model: PreTrainedModel, attention: str | None, packed: bool) -> PreTrainedModel:
@@ -25,20 +26,3 @@ def runtime_copy(model: PreTrainedModel, attention: str | None, packed: bool) ->
                 if type(child) is nn.Linear:
                     setattr(module, name, PackedLinear(child))
     return runtime
-
-
-def packs(device: torch.device) -> bool:
-    """Whether linear layers can be packed for the device."""
-    return device.type == "cpu" and torch.backends.mkldnn.is_available()
-
-
-class PackedLinear(nn.Module):
-    """A linear layer for inference with its weight [out, in] in oneDNN's blocked layout."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
-        self.bias = linear.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")  # type: ignore[no-any-return]

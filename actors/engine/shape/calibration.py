@@ -24,12 +24,13 @@ from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.drafters.lookup import kind, label
 from exspec.actors.engine.drafters.registry import NONE
 from exspec.actors.engine.engine import Engine
-from exspec.actors.engine.layers import fused
+from exspec.actors.engine.layers import programs
 from exspec.actors.engine.methods import resolve
 from exspec.actors.engine.request import Request
 from exspec.actors.engine.shape.candidates import (
     FREE,
     PREDICTED,
+    TO_COMPILED,
     candidates,
     coarse,
     device_kind,
@@ -116,7 +117,7 @@ class Calibrator:
         self.models, self.free, self.seconds, self.make = models, free, seconds, make
         self.clock = Clock()
         self.start = self.clock.now()
-        self.began, self.compiling = time.monotonic(), fused.CODE.seconds
+        self.began, self.compiling = time.monotonic(), programs.CODE.seconds
         self.choices = drafter_choices(models, config, free)
         if self.choices:
             config = config.drafting(self.choices[0])
@@ -141,7 +142,7 @@ class Calibrator:
             chosen = self.final(sample, finalists)
         costs.deadline = math.inf
         best = replace(chosen.config, threshold=best_threshold(chosen.config, costs, sample))
-        compiled = str(fused.CODE) if fused.CODE.seconds > self.compiling else None
+        compiled = str(programs.CODE) if programs.CODE.seconds > self.compiling else None
         return Calibration(best, predicted, sample, time.monotonic() - self.began, compiled)
 
     def probe(self, requests: Sequence[Request]) -> Sample:
@@ -227,9 +228,9 @@ class Calibrator:
 
     def _compiled(self, finalists: list[Candidate]) -> list[Candidate]:
         """The finalists with compiled layers, if compilation works here, except finalists that already have them."""
-        compiled = [replace(c, config=replace(c.config, kernels="compiled")) for c in finalists]
-        works = resolve(self.models.target, self.models.draft, compiled[0].config).kernels == "compiled"
-        return [new for new, c in zip(compiled, finalists, strict=True) if works and c.config.kernels != "compiled"]
+        compiled = [replace(c, config=replace(c.config, kernels=TO_COMPILED[c.config.kernels])) for c in finalists]
+        works = resolve(self.models.target, self.models.draft, compiled[0].config).compiles
+        return [new for new, c in zip(compiled, finalists, strict=True) if works and not c.config.compiles]
 
     def final(self, sample: Sample, finalists: list[Candidate]) -> Candidate:
         """Run the finalists in turn, for a slice of the time each. Returns the fastest.

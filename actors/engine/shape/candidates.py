@@ -14,6 +14,7 @@ FREE = ("method", "drafter", "batch_size", "window", "draft_tokens", "bucket", "
 ROWS = {"cuda": (8, 16, 32, 64, 128, 256, 4, 2, 1), "cpu": (8, 16, 4, 2, 1)}  # values of B to try, the likeliest first
 # Kernels of the predictions. On a CPU only finalists are compiled, since each shape takes seconds.
 PREDICTED: dict[str, tuple[KernelsName, ...]] = {"cuda": ("compiled", "eager"), "cpu": ("eager", "packed")}
+TO_COMPILED = {"eager": "compiled", "packed": "compiled_packed"}
 PREFILLS = {"cuda": ((1, 128), (4, 128), (16, 128)), "cpu": ((4, 32), (8, 16), (1, 128))}  # rows and columns
 BUCKETS = (128, 256, 512, 1024)
 USUAL = 5  # the K with which B is chosen

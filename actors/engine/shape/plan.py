@@ -99,7 +99,7 @@ class Models:
             return True
         plans = [plan_memory(self.target.config, self.draft_config, c, self.target.dtype) for c in configs]
         weights = [plan.weights for plan in plans]
-        packed = [plan.weights for plan, c in zip(plans, configs, strict=True) if c.kernels == "packed"]
+        packed = [plan.weights for plan, c in zip(plans, configs, strict=True) if c.packs]
         others = sum(plan.total - plan.weights for plan in plans)
         return others + max(sum(packed), max(weights)) <= self.budget
 

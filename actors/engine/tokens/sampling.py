@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from exspec.actors.engine.layers.cuts import cut
 from exspec.actors.engine.request import Sampling
 from exspec.actors.engine.tokens.constraint import unpacked
 
@@ -64,6 +65,7 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
     -log(-log(1 - u)) for u = (n + 1/2) / 2^32 with a hash n of 32 bits. The largest noise decides, and it comes from
     the smallest u, where float32 distinguishes every value of n.
     """
+    cut(seeds)  # compiled alone, so that it has the same bits wherever it is used
     low, high = _int32(seeds)[:, None], _int32(seeds >> 32)[:, None]
     # Two keys of 32 bits each: rows share noise only if both keys are equal.
     first, second = (_mix(_mix(_mix(low ^ salt) ^ high) ^ positions.to(torch.int32)) for salt in _SALTS)  # [R, Q]
@@ -72,7 +74,9 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
     bits = _mix(tokens ^ first[..., None], second[..., None])
     uniform = bits.float().mul_(2.0**-32).add_(2.0**-33)  # from -1/2 to 1/2, small where n is small
     uniform.sub_(uniform.floor()).clamp_(max=_BELOW_ONE)
-    return uniform.neg_().log1p_().neg_().log_().neg_()
+    noise = uniform.neg_().log1p_().neg_().log_().neg_()
+    cut(noise)
+    return noise
 
 
 class Uses:
@@ -173,6 +177,8 @@ class Sampler:
     def _chosen(
         self, logits: Tensor, positions: Tensor, drafts: Tensor, masks: Tensor | None, *, exact: bool
     ) -> Tensor:
+        if self.uses & (Uses.PENALISED | Uses.FILTERED):
+            cut(logits, compiles=False)  # these are hundreds of operations
         if self.uses & Uses.PENALISED:
             logits = self._penalise(logits.float(), drafts)
         if masks is not None:
@@ -181,6 +187,8 @@ class Sampler:
             return logits.argmax(dim=-1)
         scaled = logits.float() / self.temperature
         noise = gumbel_noise(self.integers[:, 0], positions, logits.shape[-1])
+        if self.uses & Uses.FILTERED:
+            cut(noise, compiles=False)
         scores = noise.mul_(self._number(1)).add_(scaled)
         if self.uses & Uses.FILTERED:
             scores.masked_fill_(logits < self._threshold(logits, scaled, exact), -torch.inf)

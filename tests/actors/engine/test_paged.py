@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from exspec.actors.engine import Engine, EngineConfig, Request, Sampling
-from exspec.actors.engine.layers import fused
-from exspec.actors.engine.layers.fused import FOLDER, Code
+from exspec.actors.engine.layers import programs
+from exspec.actors.engine.layers.programs import FOLDER, Code
 from tests import tiny
 
 
@@ -91,7 +91,7 @@ def test_in_place_equals_generate_in_every_family(family: str) -> None:
 def test_compiled_layers_equal_generate(family: str) -> None:
     tiny.need("in_place", "compiled")
     target, draft, code = tiny.model(family, num_hidden_layers=3), tiny.model(family, seed=1), Code()
-    with patch.object(fused, "CODE", code):
+    with patch.object(programs, "CODE", code):
         engine = tiny.engine(target, draft=draft, attention="in_place", kernels="compiled")
         assert engine.config.kernels == "compiled"
         assert tiny.decode(engine, tiny.requests(alike(8), 12)) == tiny.greedy(target, alike(8), 12)
