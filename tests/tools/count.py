@@ -34,10 +34,10 @@ from exspec.actors.engine import Engine, EngineConfig, Request, Sampling
 from exspec.actors.engine.drafters.drafter import DraftRows
 from exspec.actors.engine.drafters.model import DraftModel
 from exspec.actors.engine.graphs import HostCopy, Recordings
-from exspec.actors.engine.kv.attention import attend_varlen
 from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.kv.cached_model import CachedModel, kv_shape, locate
 from exspec.actors.engine.kv.pages import Pages
+from exspec.actors.engine.kv.tiling import tiling
 from exspec.actors.engine.layers import fused
 from exspec.actors.engine.layers.fused import Code, Run
 from exspec.actors.engine.methods import build as build_parts
@@ -53,7 +53,7 @@ ROUNDS = 4  # whose waits are counted
 ATTENTION = torch.ops.exspec.attend_in_place.default
 # Operations that launch no kernel, beside views.
 FREE = ("aten.empty", "aten.new_empty", "aten._unsafe_view", "aten.lift_fresh", "aten.sym_")
-SEVERAL = {"aten.constant_pad_nd.default": 2}  # a fill and a copy
+SEVERAL = {"aten.constant_pad_nd.default": 2, str(ATTENTION): 2}  # a fill and a copy; splits and their merging
 PICKED = ("aten.embedding", "aten.index.", "aten.index_select", "aten.gather")  # read as much as they return
 
 
@@ -65,7 +65,7 @@ class Kernel(NamedTuple):
 
 
 class Tally(TorchDispatchMode):
-    """Counts kernels. calls: of attention, each of which counts as one kernel."""
+    """Counts kernels. calls: of attention."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -195,32 +195,6 @@ class Cost(NamedTuple):
         return Cost(*(b + layers * (b - a) for a, b in zip(self, next_layer, strict=True)))
 
 
-def attention_kernels(model: PretrainedConfig, config: EngineConfig, widths: list[int]) -> int:
-    """Kernels that attention in place launches on CUDA beside torch's own, in forwards of so many columns.
-
-    The first layer of a forward prepares what all layers share.
-    """
-    layers = kv_shape(model)[0]
-    calls = (_attention_kernels(model, config, width) for width in widths)
-    return sum(first - 1 + (layers - 1) * (later - 1) for first, later in calls)
-
-
-def _attention_kernels(model: PretrainedConfig, config: EngineConfig, width: int) -> tuple[int, int]:
-    """Kernels of the first and of a later call of a forward, torch's own counted as one."""
-    _, kv_heads, size = kv_shape(model)
-    heads = model.get_text_config().num_attention_heads
-    with FakeTensorMode():
-        query = torch.empty(config.batch_size, width, heads, size, dtype=torch.bfloat16).transpose(1, 2)
-        store = torch.empty(config.page_count, config.page_size, kv_heads, size, dtype=torch.bfloat16)
-        page_table = torch.empty(config.batch_size, 1, 1, 2 + config.fewest_pages, dtype=torch.int32)
-        tallies = Tally(), Tally()
-        for tally in tallies:
-            with tally:
-                attend_varlen(query, store, store, page_table, 1.0, 0)
-    first, later = (int(tally.kernels.total()) for tally in tallies)
-    return first, later
-
-
 def resolved(rows: int, window: int, capacity: int, drafted: int, kernels: Any) -> EngineConfig:
     """The config of an engine with attention in place, as `resolve` leaves it."""
     config = EngineConfig(batch_size=rows, window=window, draft_tokens=drafted, capacity=capacity, kernels=kernels)
@@ -264,21 +238,14 @@ class Pair:
             drafter: Any = parts.drafter
             choose = recorder.wrap(partial(Engine._choices, _engine(parts.target)))
             batch, rows = _inputs(config, torch.ones(config.batch_size, dtype=torch.long))
-            return (
-                self._cost(partial(choose, batch, rows.sampler), config, target, [config.width]),
-                self._cost(partial(drafter._loop, rows), config, draft, draft_widths(config)),
-            )
+            return self._cost(partial(choose, batch, rows.sampler)), self._cost(partial(drafter._loop, rows))
 
-    def _cost(
-        self, forward: Callable[[], Any], config: EngineConfig, model: PreTrainedModel, widths: list[int]
-    ) -> Cost:
-        """widths: columns of the model's forwards in it."""
+    def _cost(self, forward: Callable[[], Any]) -> Cost:
         forward()  # the first run prepares, as before a recording
         self.plans.tally = tally = Tally()
         with tally:
             forward()
-        beside = attention_kernels(model.config, config, widths)
-        return Cost(tally.kernels.total() + beside, tally.bytes, tally.calls)
+        return Cost(tally.kernels.total(), tally.bytes, tally.calls)
 
 
 def alike(model: PreTrainedModel) -> bool:
@@ -354,6 +321,14 @@ def _engine(target: CachedModel) -> Any:
     return SimpleNamespace(target=target)
 
 
+def split_bytes(model: PretrainedConfig, lengths: list[int], widths: list[int]) -> int:
+    """Bytes of the partial results that attention writes and reads again, in forwards of so many columns."""
+    layers, _, size = kv_shape(model)
+    split = tiling(size, torch.bfloat16).split
+    queries = sum(width * -(-(length + width) // split) for width in widths for length in lengths)
+    return 2 * queries * layers * model.get_text_config().num_attention_heads * (size + 2) * torch.float32.itemsize
+
+
 def bytes_ratio(pair: Pair, config: EngineConfig, costs: tuple[Cost, Cost], lengths: list[int]) -> float:
     """The bytes that a round moves over the bytes that it needs, with rows of these lengths. costs: of its forwards.
 
@@ -362,9 +337,10 @@ def bytes_ratio(pair: Pair, config: EngineConfig, costs: tuple[Cost, Cost], leng
     """
     moved = needed = 0
     columns = columns_read(config, lengths)
-    for model, cost, read, forwards in zip(pair.models, costs, columns, (1, config.drafted), strict=True):
-        moved += cost.bytes + read * kv_bytes(model)
-        needed += forwards * (model_bytes(model) + sum(lengths) * kv_bytes(model))
+    widths = [config.width], draft_widths(config)
+    for model, cost, read, forwards in zip(pair.models, costs, columns, widths, strict=True):
+        moved += cost.bytes + read * kv_bytes(model) + split_bytes(model.config, lengths, forwards)
+        needed += len(forwards) * (model_bytes(model) + sum(lengths) * kv_bytes(model))
     return moved / needed
 
 
@@ -432,8 +408,8 @@ def count(
     """All figures but the host's. names: TARGET:DRAFT. batches: B, and the tokens of its longest row.
 
     verify_kernels, draft_kernels: of one verify and of a whole draft, with the choice of tokens and the copies of a
-    recording's input and output. before: the same without compiling. of_attention: the kernels among them that prepare
-    attention. bytes_ratio: see `bytes_ratio`, by B and W. waits: how often a round waits for the device.
+    recording's input and output. before: the same without compiling. bytes_ratio: see
+    `bytes_ratio`, by B and W. waits: how often a round waits for the device.
     """
     pair = Pair(*pair_names(names))
     rows, longest = batches[0]
@@ -441,11 +417,6 @@ def count(
     config = shape(rows, rows, longest, kernels="compiled")
     verify, draft = pair.forwards(config)
     before = pair.forwards(replace(config, kernels="eager"))
-    target_config, draft_config = (model.config for model in pair.models)
-    beside = {
-        "verify": attention_kernels(target_config, config, [config.width]),
-        "draft": attention_kernels(draft_config, config, draft_widths(config)),
-    }
     ratios: dict[str, dict[str, float]] = {}
     small = build("tiny", torch.float32, "cpu"), build("tiny", torch.float32, "cpu")
     for rows, longest in batches:
@@ -457,7 +428,6 @@ def count(
     return {
         "verify_kernels": verify.kernels,
         "draft_kernels": draft.kernels,
-        "of_attention": beside,
         "before": {"verify_kernels": before[0].kernels, "draft_kernels": before[1].kernels},
         "bytes_ratio": ratios,
         "waits": {"greedy": waits(*small), "constrained": waits(*small, every_other_forced)},
