@@ -48,7 +48,7 @@ def attend(
         attend_split[rows * kv_heads * tiles, splits](
             query, keys, values, page_table, mixed, sums, scale * LOG2E, softcap * LOG2E, decay, *varying, *strides,
             GROUP=group, HEADS=kv_heads, CAPPED=softcap > 0, ROWS=tile.rows, TOKENS=tile.tokens, num_warps=tile.warps,
-            num_stages=3, **shape,
+            num_stages=tile.stages, **shape,
         )  # fmt: skip
         merge_splits[rows * width * heads,](
             mixed, sums, page_table, result, *varying, splits, HEADS=heads, num_warps=1, **shape
@@ -62,7 +62,7 @@ def _in_steps(query: Tensor) -> Tensor:
     return query if steps else query.contiguous()
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=VARYING)  # type: ignore[untyped-decorator]
 def attend_split(  # type: ignore[no-untyped-def]
     query, keys, values, page_table, mixed, sums, scale, softcap, decay, window, width, pages,
     row_stride, head_stride, column_stride,
@@ -126,7 +126,7 @@ def attend_split(  # type: ignore[no-untyped-def]
     tl.store(mixed + (place * SIZE)[:, None] + lane[None, :], mix, mask=there)
 
 
-@triton.jit(do_not_specialize=[*VARYING[:3], "splits"])
+@triton.jit(do_not_specialize=[*VARYING[:3], "splits"])  # type: ignore[untyped-decorator]
 def merge_splits(  # type: ignore[no-untyped-def]
     mixed, sums, page_table, result, window, width, pages, splits,
     HEADS: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr, LANES: tl.constexpr, SPLIT: tl.constexpr,
