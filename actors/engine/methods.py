@@ -91,8 +91,6 @@ def _with_attention(target: PreTrainedModel, draft: PreTrainedModel | None, conf
 
 def _trial(model: PretrainedConfig, device: torch.device, dtype: torch.dtype, page: int) -> str | None:
     _, kv_heads, size = kv_shape(model)
-    if device.type == "cuda" and getattr(model.get_text_config(), "attn_logit_softcapping", None):
-        return "attention with a soft-cap is not in place on CUDA"
     return trial(device, dtype, model.get_text_config().num_attention_heads, kv_heads, size, page)
 
 

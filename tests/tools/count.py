@@ -22,6 +22,7 @@ from unittest.mock import patch
 import torch
 import torch._inductor.config as compiler
 from torch import Tensor, fx
+from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.dependencies import StarDep
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -34,13 +35,14 @@ from exspec.actors.engine import Engine, EngineConfig, Request, Sampling
 from exspec.actors.engine.drafters.drafter import DraftRows
 from exspec.actors.engine.drafters.model import DraftModel
 from exspec.actors.engine.graphs import HostCopy, Recordings
-from exspec.actors.engine.kv.attention import attend_varlen
 from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.kv.cached_model import CachedModel, kv_shape, locate
 from exspec.actors.engine.kv.pages import Pages
+from exspec.actors.engine.kv.tiling import tiling
 from exspec.actors.engine.layers import programs
 from exspec.actors.engine.layers.programs import Code, Run
 from exspec.actors.engine.methods import build as build_parts
+from exspec.actors.engine.methods import compiling
 from exspec.actors.engine.tokens.constraint import Automaton, Constraint, MakeConstraint, Node
 from exspec.actors.engine.tokens.sampling import Sampler
 from exspec.actors.exactness import Waits
@@ -53,7 +55,7 @@ ROUNDS = 4  # whose waits are counted
 ATTENTION = torch.ops.exspec.attend_in_place.default
 # Operations that launch no kernel, beside views.
 FREE = ("aten.empty", "aten.new_empty", "aten._unsafe_view", "aten.lift_fresh", "aten.sym_")
-SEVERAL = {"aten.constant_pad_nd.default": 2}  # a fill and a copy
+SEVERAL = {"aten.constant_pad_nd.default": 2, str(ATTENTION): 2}  # a fill and a copy; splits and their merging
 PICKED = ("aten.embedding", "aten.index.", "aten.index_select", "aten.gather")  # read as much as they return
 
 
@@ -65,7 +67,7 @@ class Kernel(NamedTuple):
 
 
 class Tally(TorchDispatchMode):
-    """Counts kernels. calls: of attention, each of which counts as one kernel."""
+    """Counts kernels. calls: of attention."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -128,7 +130,7 @@ def kernels_of(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> list[Kernel]:
     options: Any = {"cpu_backend": "triton", "force_pointwise_cat": True, "_post_fusion_custom_pass": plan}
     with compiler.patch(fx_graph_cache=False, **options):
         try:
-            torch._inductor.compile(graph, list(inputs))
+            compile_fx_inner(graph, list(inputs))  # type: ignore[arg-type]
         except Planned:
             return found
     return found
@@ -174,7 +176,7 @@ class Plans(Code):
         if key not in self.plans:
             self.plans[key] = kernels_of(graph, inputs)
 
-        def run(*given: Tensor) -> Any:
+        def run(given: list[Tensor]) -> Any:
             for kernel in self.plans[key]:
                 self.tally.add(kernel)
             with self.tally.paused():
@@ -193,32 +195,6 @@ class Cost(NamedTuple):
     def extrapolated(self, next_layer: "Cost", layers: int) -> "Cost":
         """With `layers` layers more than `next_layer`, which has one layer more than this."""
         return Cost(*(b + layers * (b - a) for a, b in zip(self, next_layer, strict=True)))
-
-
-def attention_kernels(model: PretrainedConfig, config: EngineConfig, widths: list[int]) -> int:
-    """Kernels that attention in place launches on CUDA beside torch's own, in forwards of so many columns.
-
-    The first layer of a forward prepares what all layers share.
-    """
-    layers = kv_shape(model)[0]
-    calls = (_attention_kernels(model, config, width) for width in widths)
-    return sum(first - 1 + (layers - 1) * (later - 1) for first, later in calls)
-
-
-def _attention_kernels(model: PretrainedConfig, config: EngineConfig, width: int) -> tuple[int, int]:
-    """Kernels of the first and of a later call of a forward, torch's own counted as one."""
-    _, kv_heads, size = kv_shape(model)
-    heads = model.get_text_config().num_attention_heads
-    with FakeTensorMode():
-        query = torch.empty(config.batch_size, width, heads, size, dtype=torch.bfloat16).transpose(1, 2)
-        store = torch.empty(config.page_count, config.page_size, kv_heads, size, dtype=torch.bfloat16)
-        page_table = torch.empty(config.batch_size, 1, 1, 2 + config.fewest_pages, dtype=torch.int32)
-        tallies = Tally(), Tally()
-        for tally in tallies:
-            with tally:
-                attend_varlen(query, store, store, page_table, 1.0, 0)
-    first, later = (int(tally.kernels.total()) for tally in tallies)
-    return first, later
 
 
 def resolved(rows: int, window: int, capacity: int, drafted: int, kernels: Any) -> EngineConfig:
@@ -257,28 +233,21 @@ class Pair:
         return verify, draft
 
     def _of_layers(self, config: EngineConfig, layers: int) -> tuple[Cost, Cost]:
-        recorder = Recordings(lambda run: run)
+        recorder = compiling(Recordings(lambda run: run), config)
         with FakeTensorMode(), patch.object(programs, "CODE", self.plans):
             target, draft = (shaped(name, layers) for name in self.names)
             parts = build_parts(target, draft, config, recorder)
             drafter: Any = parts.drafter
             choose = recorder.wrap(partial(Engine._choices, _engine(parts.target)))
             batch, rows = _inputs(config, torch.ones(config.batch_size, dtype=torch.long))
-            return (
-                self._cost(partial(choose, batch, rows.sampler), config, target, [config.width]),
-                self._cost(partial(drafter._loop, rows), config, draft, draft_widths(config)),
-            )
+            return self._cost(partial(choose, batch, rows.sampler)), self._cost(partial(drafter._loop, rows))
 
-    def _cost(
-        self, forward: Callable[[], Any], config: EngineConfig, model: PreTrainedModel, widths: list[int]
-    ) -> Cost:
-        """widths: columns of the model's forwards in it."""
+    def _cost(self, forward: Callable[[], Any]) -> Cost:
         forward()  # the first run prepares, as before a recording
         self.plans.tally = tally = Tally()
         with tally:
             forward()
-        beside = attention_kernels(model.config, config, widths)
-        return Cost(tally.kernels.total() + beside, tally.bytes, tally.calls)
+        return Cost(tally.kernels.total(), tally.bytes, tally.calls)
 
 
 def alike(model: PreTrainedModel) -> bool:
@@ -354,6 +323,14 @@ def _engine(target: CachedModel) -> Any:
     return SimpleNamespace(target=target)
 
 
+def split_bytes(model: PretrainedConfig, lengths: list[int], widths: list[int]) -> int:
+    """Bytes of the partial results that attention writes and reads again, in forwards of so many columns."""
+    layers, _, size = kv_shape(model)
+    split = tiling(size, torch.bfloat16).split
+    queries = sum(width * -(-(length + width) // split) for width in widths for length in lengths)
+    return 2 * queries * layers * model.get_text_config().num_attention_heads * (size + 2) * torch.float32.itemsize
+
+
 def bytes_ratio(pair: Pair, config: EngineConfig, costs: tuple[Cost, Cost], lengths: list[int]) -> float:
     """The bytes that a round moves over the bytes that it needs, with rows of these lengths. costs: of its forwards.
 
@@ -362,9 +339,10 @@ def bytes_ratio(pair: Pair, config: EngineConfig, costs: tuple[Cost, Cost], leng
     """
     moved = needed = 0
     columns = columns_read(config, lengths)
-    for model, cost, read, forwards in zip(pair.models, costs, columns, (1, config.drafted), strict=True):
-        moved += cost.bytes + read * kv_bytes(model)
-        needed += forwards * (model_bytes(model) + sum(lengths) * kv_bytes(model))
+    widths = [config.width], draft_widths(config)
+    for model, cost, read, forwards in zip(pair.models, costs, columns, widths, strict=True):
+        moved += cost.bytes + read * kv_bytes(model) + split_bytes(model.config, lengths, forwards)
+        needed += len(forwards) * (model_bytes(model) + sum(lengths) * kv_bytes(model))
     return moved / needed
 
 
@@ -432,8 +410,8 @@ def count(
     """All figures but the host's. names: TARGET:DRAFT. batches: B, and the tokens of its longest row.
 
     verify_kernels, draft_kernels: of one verify and of a whole draft, with the choice of tokens and the copies of a
-    recording's input and output. before: the same without compiling. of_attention: the kernels among them that prepare
-    attention. bytes_ratio: see `bytes_ratio`, by B and W. waits: how often a round waits for the device.
+    recording's input and output. before: the same without compiling. bytes_ratio: see
+    `bytes_ratio`, by B and W. waits: how often a round waits for the device.
     """
     pair = Pair(*pair_names(names))
     rows, longest = batches[0]
@@ -441,11 +419,6 @@ def count(
     config = shape(rows, rows, longest, kernels="compiled")
     verify, draft = pair.forwards(config)
     before = pair.forwards(replace(config, kernels="eager"))
-    target_config, draft_config = (model.config for model in pair.models)
-    beside = {
-        "verify": attention_kernels(target_config, config, [config.width]),
-        "draft": attention_kernels(draft_config, config, draft_widths(config)),
-    }
     ratios: dict[str, dict[str, float]] = {}
     small = build("tiny", torch.float32, "cpu"), build("tiny", torch.float32, "cpu")
     for rows, longest in batches:
@@ -457,7 +430,6 @@ def count(
     return {
         "verify_kernels": verify.kernels,
         "draft_kernels": draft.kernels,
-        "of_attention": beside,
         "before": {"verify_kernels": before[0].kernels, "draft_kernels": before[1].kernels},
         "bytes_ratio": ratios,
         "waits": {"greedy": waits(*small), "constrained": waits(*small, every_other_forced)},

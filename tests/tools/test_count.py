@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.*is deprecated:Deprec
 
 TINY = partial(count.resolved, rows=4, window=4, capacity=64, drafted=3, kernels="compiled")
 LARGE = partial(count.resolved, drafted=5, kernels="compiled")
-VERIFY, DRAFT, RATIO = 600, 2000, 1.15  # at most
+VERIFY, DRAFT, RATIO = 600, 2000, 1.17  # at most
 
 
 @pytest.fixture(scope="module")
@@ -60,13 +60,13 @@ def test_a_round_of_a_large_pair_is_within_its_limits(large: count.Pair, eight: 
     assert 1 < count.bytes_ratio(large, config, (verify, draft), count.random_lengths(8, 512, 5)) <= RATIO
 
 
-def test_what_attention_prepares_is_counted_once_a_forward(pair: count.Pair) -> None:
-    model, config = pair.models[0].config, TINY()
-    once = count.attention_kernels(model, config, [4])
-    assert count.attention_kernels(model, config, [4, 4]) == 2 * once
-    first, again = count._attention_kernels(model, config, 4)
-    assert first > again
-    assert once == first - 1 + again - 1, "tiny has two layers"
+def test_partial_results_of_attention_are_counted(pair: count.Pair) -> None:
+    """One for each split of each query: the sum of values, the sum of weights and the highest score."""
+    model = pair.models[0].config
+    layers, heads, size = 2, 4, 16
+    expected = 2 * (5 + 5) * layers * heads * (size + 2) * 4
+    assert count.split_bytes(model, [10, 507], [5]) == expected
+    assert count.split_bytes(model, [508], [5]) == expected, "a second split begins at token 512"
 
 
 @pytest.mark.slow

@@ -12,8 +12,9 @@ window is 0. Columns with p < 0 or p >= end are dead: their output is finite and
 query: [R, Hq, Q, D]; query head h uses KV head h // (Hq // H). softcap: scores = softcap * tanh(scores / softcap), or
 none if 0. Scores and sums are float32.
 
-In place, no bit of a row's result depends on the other rows, on R, on n or on the numbers of its pages; on a CPU, the
-column q of a position does not matter either. Over gathered pages this only holds within one shape (R, Q, n).
+In place, no bit of a row's result depends on the other rows, on R, on n or on the numbers of its pages. Nor does it
+depend on Q or on the column q of a position: tests show this on a CPU; on a GPU, `paged_kernel.py` says what it rests
+on. Over gathered pages this only holds within one shape (R, Q, n).
 """
 
 import hashlib
@@ -25,13 +26,12 @@ import tempfile
 import threading
 from collections.abc import Callable
 from functools import lru_cache
-from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from exspec.actors.engine.cache import cache_folder
@@ -108,46 +108,13 @@ def _capped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, s
     return (weights @ value.float()).to(query.dtype)
 
 
-def attend_varlen(
+def attend_on_gpu(
     query: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, scale: float, window: int, softcap: float = 0.0
 ) -> Tensor:
-    """The operator in place on CUDA: torch's kernel for sequences of different lengths, one split of KV per row."""
-    if softcap:
-        raise TypeError("attention with softcap is not supported on CUDA")
-    from torch.nn.attention.varlen import varlen_attn
+    """The operator in place on CUDA."""
+    from exspec.actors.engine.kv.paged_kernel import attend  # needs Triton, which torch brings on a GPU only
 
-    rows, heads, width, size = query.shape
-    used, table, firsts = PER_FORWARD.of(page_table, _ragged, width, keys.shape[1])
-    mixed: Any = varlen_attn(
-        query.transpose(1, 2).reshape(rows * width, heads, size),
-        keys,
-        values,
-        firsts,
-        None,
-        width,
-        table.shape[1] * keys.shape[1],
-        scale=scale,
-        window_size=(window - 1, 0) if window > 0 else (-1, 0),
-        enable_gqa=heads != keys.shape[2],
-        seqused_k=used,
-        block_table=table,
-        num_splits=1,
-    )
-    result: Tensor = mixed.view(rows, width, heads, size)
-    return result
-
-
-def _ragged(page_table: Tensor, width: int, page: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys of each row [R], pages of each row [R, n], and where each row's queries begin [R + 1]."""
-    start, end = page_table[:, 0, 0, 0], page_table[:, 0, 0, 1]
-    # The kernel aligns a query with the end of its keys. Dead columns may reach past the table, and then use page 0.
-    used = torch.where(end > 0, start + width, 0).clamp_(min=0)
-    table = pad(page_table[:, 0, 0, 2:], (0, -(-width // page)))
-    return (
-        used,
-        table,
-        torch.arange(0, (len(page_table) + 1) * width, width, dtype=torch.int32, device=page_table.device),
-    )
+    return attend(query, keys, values, page_table, scale, window, softcap)
 
 
 def _shaped(
@@ -167,7 +134,7 @@ def _operators() -> torch.library.Library:
     for name in ("attend_in_place", "attend_gathered"):
         library.define(f"{name}({arguments}) -> Tensor")
         library.impl(name, _shaped, "Meta")
-    library.impl("attend_in_place", attend_varlen, "CUDA")
+    library.impl("attend_in_place", attend_on_gpu, "CUDA")
     for device in ("CPU", "CUDA"):
         library.impl("attend_gathered", attend_gathered, device)
     return library
@@ -186,10 +153,11 @@ def trial(
     """
     try:
         _prepare(device)
-        for width, window in ((1, 0), (6, 0), (6, page_size + 1)):
-            example = _example(device, dtype, heads, kv_heads, head_size, page_size, width)
-            expected = torch.ops.exspec.attend_gathered.default(*example, head_size**-0.5, window)
-            result = torch.ops.exspec.attend_in_place.default(*example, head_size**-0.5, window)
+        for width, window, softcap, longest in _cases(page_size):
+            example = _example(device, dtype, heads, kv_heads, head_size, page_size, width, longest)
+            options = head_size**-0.5, window, softcap
+            expected = torch.ops.exspec.attend_gathered.default(*example, *options)
+            result = torch.ops.exspec.attend_in_place.default(*example, *options)
             if reason := _difference(result, expected, example[-1]):
                 return reason
     except torch.OutOfMemoryError:
@@ -208,17 +176,35 @@ def _prepare(device: torch.device) -> None:
     if device.type == "cpu":
         load_kernel()
     elif device.type == "cuda":
-        varlen = importlib.import_module("torch.nn.attention.varlen")
-        if "block_table" not in signature(varlen.varlen_attn).parameters:
-            raise RuntimeError(f"torch {torch.__version__} has no attention over pages; expected 2.12 or later")
+        importlib.import_module("exspec.actors.engine.kv.paged_kernel")
+
+
+def _cases(page_size: int) -> list[tuple[int, int, float, int]]:
+    """Columns, window, soft-cap and tokens of the longest row. The long rows have several splits on a GPU."""
+    short, long = 3 * page_size, 1100
+    return [
+        (1, 0, 0.0, short),
+        (6, 0, 0.0, short),
+        (6, page_size + 1, 0.0, short),
+        (6, 0, 2.0, short),
+        (6, 0, 0.0, long),
+        (40, 600, 0.0, long),
+    ]
 
 
 def _example(
-    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int, page_size: int, width: int
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+    page_size: int,
+    width: int,
+    longest: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A few ragged rows of random numbers: query, keys, values, page_table. One row and some columns are dead."""
     random = torch.Generator().manual_seed(width)
-    pages = 3 + width // page_size
+    pages = -(-(longest + width) // page_size)
     starts = [0, 1, page_size - 1, page_size, pages * page_size - width, pages * page_size - 1, 0, 2]
     ends = [min(start + width, pages * page_size) for start in starts[:-2]] + [0, 3]
     table = 1 + torch.randperm(len(starts) * pages, generator=random).view(len(starts), pages)

@@ -1,6 +1,10 @@
-"""Attention over pages: both operators against an oracle, and what a result in place may not depend on."""
+"""Attention over pages: the operators against an oracle, and what a result in place may not depend on.
+
+The operator in place is C++ on a CPU and Triton on a GPU. Here, Triton's interpreter runs the latter ("triton").
+"""
 
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from exspec.actors.engine.kv import attention
+from exspec.actors.engine.kv.tiling import tiling
+from tests.actors.engine import interpreter
 
 CPU = torch.device("cpu")
 WORST = {torch.float32: 3e-6, torch.bfloat16: 3e-2}
@@ -31,12 +37,14 @@ class Example:
         dtype: torch.dtype = torch.float32,
         size: int = 64,
         page: int = 16,
+        heads: int = 4,
+        kv_heads: int = 2,
     ) -> None:
         random = torch.Generator().manual_seed(0)
-        self.spans, self.width, self.page, self.heads, self.scale = spans, width, page, 4, size**-0.5
+        self.spans, self.width, self.page, self.heads, self.scale = spans, width, page, heads, size**-0.5
         n = -(-(max(end for _, end in spans) + width) // page)
         normal = lambda *shape: torch.randn(*shape, generator=random).to(dtype)  # noqa: E731
-        self.keys, self.values = (normal(len(spans) * n + 1, page, 2, size) for _ in range(2))
+        self.keys, self.values = (normal(len(spans) * n + 1, page, kv_heads, size) for _ in range(2))
         self.table = 1 + torch.randperm(len(spans) * n, generator=random).view(len(spans), n)
         self.query = normal(len(spans), width, self.heads, size).transpose(1, 2)
 
@@ -49,7 +57,7 @@ class Example:
         return torch.stack([(s + columns >= 0) & (s + columns < e) for s, e in self.spans])  # [R, Q]
 
     def attend(self, name: str = "attend_in_place", window: int = 0, softcap: float = 0.0) -> Tensor:
-        operator = getattr(torch.ops.exspec, name)
+        operator = interpreter.attend if name == "triton" else getattr(torch.ops.exspec, name)
         tensors = (self.query, self.keys, self.values, self.page_table)
         return operator(*tensors, self.scale, window, softcap)  # type: ignore[no-any-return]
 
@@ -72,13 +80,15 @@ class Example:
 
 
 both = pytest.mark.parametrize("name", ["attend_in_place", "attend_gathered"])
+every = pytest.mark.parametrize("name", ["attend_in_place", "attend_gathered", "triton"])
+in_place = pytest.mark.parametrize("name", ["attend_in_place", pytest.param("triton", marks=pytest.mark.slow)])
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 RAGGED = [(0, 6), (1, 7), (15, 21), (60, 64), (130, 136), (-3, 2), (9, 0), (40, 41)]
 
 
 @dtypes
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (1, 0.0), (20, 0.0), (70, 0.0), (0, 1.5), (20, 1.5)])
-@both
+@every
 def test_attention_equals_the_oracle(name: str, window: int, softcap: float, dtype: torch.dtype) -> None:
     example = Example(RAGGED, 6, dtype)
     found = example.attend(name, window, softcap)
@@ -92,41 +102,49 @@ def test_attention_equals_the_oracle(name: str, window: int, softcap: float, dty
 @dtypes
 @pytest.mark.parametrize("size", [8, 16, 32, 40, 64, 72, 80, 96, 128, 256])
 @pytest.mark.parametrize(("width", "page"), [(1, 16), (6, 5), (40, 32)])
-def test_every_head_and_page_size(size: int, width: int, page: int, dtype: torch.dtype) -> None:
+@in_place
+def test_every_head_and_page_size(name: str, size: int, width: int, page: int, dtype: torch.dtype) -> None:
     example = Example([(0, width), (70, 70 + width)], width, dtype, size, page)
     for window in (0, 9):
         expected = example.oracle(window)
-        for name in ("attend_in_place", "attend_gathered"):
-            assert torch.allclose(example.attend(name, window).double(), expected, atol=WORST[dtype], rtol=0), name
+        for tested in (name, "attend_gathered"):
+            assert torch.allclose(example.attend(tested, window).double(), expected, atol=WORST[dtype], rtol=0), tested
 
 
 @dtypes
 @pytest.mark.parametrize("window", [0, 33])
 @pytest.mark.parametrize("size", [40, 64, 80, 128])
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_position_depends_only_on_its_sequence(threads: int, size: int, window: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("name", "threads"),
+    [("attend_in_place", 1), ("attend_in_place", 2), pytest.param("triton", 1, marks=pytest.mark.slow)],
+)
+def test_a_position_depends_only_on_its_sequence(
+    name: str, threads: int, size: int, window: int, dtype: torch.dtype
+) -> None:
     """Not on the other rows, the number of rows or pages, its own pages, the columns beside it or later KV."""
     whole = Example([(0, 230), (0, 200)], 230, dtype, size)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    expected = whole.attend(window=window)
-    for width in (1, 2, 3, 6, 32, 50, 100):
-        for start in (0, 1, 17, 63, 64, 100, 128 - width // 2, 200 - width):
+    expected = whole.attend(name, window)
+    slow = name == "triton"
+    for width in (1, 6, 50) if slow else (1, 2, 3, 6, 32, 50, 100):
+        for start in (0, 63, 128 - width // 2) if slow else (0, 1, 17, 63, 64, 100, 128 - width // 2, 200 - width):
             part = Example([(start, start + width), (9, 0), (start, start + width)], width, dtype, size)
             part.table = torch.stack([whole.table[0], whole.table[1], whole.table[1]])[:, : -(-(start + width) // 16)]
             moved = torch.randperm(len(whole.keys), generator=torch.Generator().manual_seed(start))
             part.keys, part.values = whole.keys[moved], whole.values[moved]
             part.table = torch.argsort(moved)[part.table]
             part.query = whole.query[[0, 1, 1], :, start : start + width]
-            found = part.attend(window=window)
+            found = part.attend(name, window)
             for row, origin in ((0, 0), (2, 1)):
                 assert torch.equal(found[row], expected[origin, start : start + width]), (width, start, row)
     torch.set_num_threads(before)
 
 
-def test_later_kv_and_dead_columns_are_never_read() -> None:
+@pytest.mark.parametrize("name", ["attend_in_place", "triton"])
+def test_later_kv_and_dead_columns_are_never_read(name: str) -> None:
     example = Example([(50, 53), (-2, 1)], 6)
-    expected = example.attend()
+    expected = example.attend(name)
     first, offset = divmod(53, example.page)
     for store in (example.keys, example.values):
         store[example.table[0, first], offset:] = torch.nan
@@ -135,10 +153,10 @@ def test_later_kv_and_dead_columns_are_never_read() -> None:
         store[0] = torch.nan
     example.query[0, :, 3:] = torch.nan
     example.query[1, :, :2] = torch.nan
-    assert torch.equal(example.attend(), expected)
+    assert torch.equal(example.attend(name), expected)
 
 
-@both
+@every
 def test_large_scores_stay_finite(name: str) -> None:
     example = Example(RAGGED, 6)
     example.query *= 1e4
@@ -147,7 +165,7 @@ def test_large_scores_stay_finite(name: str) -> None:
 
 
 @dtypes
-@both
+@every
 def test_a_rows_result_does_not_depend_on_other_rows_of_the_same_shape(name: str, dtype: torch.dtype) -> None:
     """Nor on its own pages and its place among the rows. Attention over gathered pages promises only this."""
     example = Example([(3, 9), (50, 56), (100, 106)], 6, dtype)
@@ -171,8 +189,10 @@ def test_a_trace_has_one_call(name: str) -> None:
     torch.library.opcheck(operator.default, (*arguments, 0.125, 20), test_utils=("test_schema", "test_faketensor"))
 
 
-@pytest.mark.parametrize("where", ["exspec_in_place", "exspec_gathered"])
-def test_transformers_can_call_both(where: str) -> None:
+@pytest.mark.parametrize("where", ["exspec_in_place", "exspec_gathered", "triton"])
+def test_transformers_can_call_each(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if where == "triton":
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, where, attention.paged_attention(interpreter.attend))
     example = Example(RAGGED, 6)
     arguments = (torch.nn.Identity(), example.query, example.keys, example.values, example.page_table)
     attend = ALL_ATTENTION_FUNCTIONS[where]
@@ -194,18 +214,32 @@ def test_the_trial_passes_here(dtype: torch.dtype, page: int, size: int) -> None
     assert attention.trial(CPU, dtype, 4, 2, size, page) is None
 
 
+@pytest.mark.slow
+@dtypes
+def test_the_trial_of_a_gpu_passes_in_the_interpreter(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    _replace_operator(monkeypatch, interpreter.attend)
+    assert attention.trial.__wrapped__(CPU, dtype, 4, 2, 64, 16) is None
+
+
+def test_the_trial_reaches_a_second_split_on_a_gpu() -> None:
+    longest = max(longest for *_, longest in attention._cases(16))
+    assert longest > 2 * max(tiling(size, dtype).split for size in (8, 64, 256) for dtype in WORST)
+
+
 def test_the_trial_names_an_unsupported_dtype() -> None:
     assert "takes float32 and bfloat16" in str(attention.trial(CPU, torch.float64, 4, 2, 64, 16))
 
 
 def test_the_trial_finds_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = attention.attend_gathered
-    wrong = lambda *given: right(*given) * 1.001  # noqa: E731
-    operators = SimpleNamespace(
-        attend_in_place=SimpleNamespace(default=wrong), attend_gathered=SimpleNamespace(default=right)
-    )
-    monkeypatch.setattr(torch.ops, "exspec", operators)
+    _replace_operator(monkeypatch, lambda *given: attention.attend_gathered(*given) * 1.001)
     assert "away from attention over copies" in str(attention.trial(CPU, torch.float32, 8, 2, 64, 16))
+
+
+def _replace_operator(monkeypatch: pytest.MonkeyPatch, operator: Callable[..., Tensor]) -> None:
+    """Make the trial test another operator in place."""
+    gathered = SimpleNamespace(default=attention.attend_gathered)
+    operators = SimpleNamespace(attend_in_place=SimpleNamespace(default=operator), attend_gathered=gathered)
+    monkeypatch.setattr(torch.ops, "exspec", operators)
 
 
 BROKEN = "#!/bin/sh\necho a warning >&2\necho no such instruction >&2\nexit 1\n"
