@@ -79,13 +79,12 @@ def test_layers_are_counted_as_if_all_of_them_ran(pair: count.Pair) -> None:
     assert pair.forwards(TINY()) == pair._of_layers(TINY(), 2), "tiny has two"
 
 
-def test_a_kernel_more_in_choosing_tokens_is_found(
-    pair: count.Pair, costs: tuple[count.Cost, count.Cost], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_more_in_choosing_tokens_is_found(pair: count.Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = pair.forwards(TINY(kernels="eager"))
     chosen = sampling.Sampler._chosen
     more: Any = lambda self, logits, *rest, exact: chosen(self, logits + 1, *rest, exact=exact)  # noqa: E731
     monkeypatch.setattr(sampling.Sampler, "_chosen", more)
-    verify, draft = pair.forwards(TINY())
+    verify, draft = pair.forwards(TINY(kernels="eager"))
     assert verify.kernels == costs[0].kernels + 1
     assert draft.kernels == costs[1].kernels + 3
     assert verify.bytes == costs[0].bytes + 2 * (4 * 4 * 128 * 2)
@@ -93,9 +92,11 @@ def test_a_kernel_more_in_choosing_tokens_is_found(
 
 def test_the_last_column_is_one_product(pair: count.Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a draft's first two columns the last is kept. Without a copy, torch would read the weights once per row."""
-    before = pair.forwards(TINY())[1].bytes
+    before = pair.forwards(TINY(kernels="eager"))[1].bytes
     monkeypatch.setattr(cached_model, "_contiguous", lambda _, inputs: inputs)
-    assert pair.forwards(TINY())[1].bytes > before + 2 * (128 * 64 * 2), "three rows more read the weights"
+    assert pair.forwards(TINY(kernels="eager"))[1].bytes > before + 2 * (128 * 64 * 2), (
+        "three rows more read the weights"
+    )
 
 
 def test_views_and_empty_memory_are_no_kernels() -> None:
