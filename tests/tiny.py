@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from exspec.actors.engine import Completion, Engine, EngineConfig, Request, Sampling, SequenceStatistics
+from exspec.actors.engine.config import COMPILED
 from exspec.actors.engine.drafters.clover_head import CloverConfig, CloverHead
 from exspec.actors.engine.drafters.drafter import Draft, Drafter, MakeDrafter
 from exspec.actors.engine.drafters.eagle3_head import Eagle3Config, Eagle3Head
@@ -56,7 +57,7 @@ def need(attention: str | None, kernels: str | None = None) -> None:
     """Skip the test if this machine cannot run the attention or the kernels."""
     if attention == "in_place" and not in_place():
         pytest.skip("no compiler for attention in place")
-    if kernels == "compiled" and (not in_place() or compiler_trial(torch.device("cpu")) is not None):
+    if kernels in COMPILED and (not in_place() or compiler_trial(torch.device("cpu")) is not None):
         pytest.skip("layers cannot be compiled here")
 
 

@@ -18,7 +18,8 @@ from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.kv.forward import Filled, Forward
 from exspec.actors.engine.kv.pages import BIN, Pages
 from exspec.actors.engine.layers.cuts import cut, traced
-from exspec.actors.engine.layers.programs import cut_layers
+from exspec.actors.engine.layers.pieces import cut_layers
+from exspec.actors.engine.layers.products import join_layers
 from exspec.actors.engine.layers.runtime_copy import runtime_copy
 from exspec.actors.engine.layers.spans import gate
 
@@ -63,6 +64,7 @@ class PagedModel:
         self.last_position = context_length(model.config) - 1
         self.gated = False  # whether forwards can skip layers
         if kernels in COMPILED:
+            join_layers(self.model)
             cut_layers(self.model)
 
     def remember(self, layers: Iterable[int]) -> None:

@@ -1,4 +1,4 @@
-"""Linear layers with their weights in oneDNN's blocked layout, as a second copy: faster on some CPUs, slower on others."""
+"""Weights in oneDNN's blocked layout, as a second copy: products are faster on some CPUs, and slower on others."""
 
 from weakref import WeakValueDictionary
 

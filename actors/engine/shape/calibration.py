@@ -29,8 +29,8 @@ from exspec.actors.engine.methods import resolve
 from exspec.actors.engine.request import Request
 from exspec.actors.engine.shape.candidates import (
     FREE,
-    PREDICTED,
     TO_COMPILED,
+    TRIED,
     candidates,
     coarse,
     device_kind,
@@ -45,6 +45,7 @@ from exspec.actors.engine.shape.sample import Feed, MakeEngine, Sample, probe
 
 TURNS, FIRST_TURNS = 5, 2  # turns of the final; in the first FIRST_TURNS all finalists run
 COMPILE_FROM = 10.0  # seconds of measuring: with less, a job does not wait for a compiler
+COMPILING = 2  # with so many times the seconds of measuring, compiling begins to cost candidates
 MARGIN = 1.02  # speculation must be this much faster than plain decoding to be taken
 
 
@@ -59,9 +60,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Calibration:
-    """config: the choice. candidates: the predicted shapes, the best first, and finalists with compiled layers.
-    seconds: the duration. compiled: the code compiled for it and the seconds of compilation; None if nothing was
-    compiled."""
+    """config: the choice. candidates: the predicted shapes, the best first. seconds: the duration. compiled: the code
+    compiled for it and the seconds of compilation; None if nothing was compiled."""
 
     config: EngineConfig
     candidates: list[Candidate]
@@ -115,7 +115,7 @@ class Calibrator:
         self, models: Models, config: EngineConfig, free: Sequence[str], seconds: float, make: MakeEngine
     ) -> None:
         self.models, self.free, self.seconds, self.make = models, free, seconds, make
-        self.clock = Clock()
+        self.clock = Clock(COMPILING * seconds)
         self.start = self.clock.now()
         self.began, self.compiling = time.monotonic(), programs.CODE.seconds
         self.choices = drafter_choices(models, config, free)
@@ -135,7 +135,6 @@ class Calibrator:
         costs = Costs(self.models, sample.requests, longest, self.config, self.clock)
         predicted = self.predict(costs, sample)
         finalists = self.finalists(predicted)
-        predicted += [c for c in finalists if c not in predicted]
         costs.forget()
         chosen = max(predicted, key=lambda c: c.predicted / (MARGIN if c.config.drafts else 1))
         if len(finalists) > 1:
@@ -176,9 +175,11 @@ class Calibrator:
         rows, config = self.models.rows, self.config
         if "kernels" in self.free:
             least = rows(replace(config, kernels="eager"))
-            names = PREDICTED[device_kind(self.models)]
+            names = TRIED[device_kind(self.models)]
             kernels = [name for name in names if rows(replace(config, kernels=name)) >= least]
             config = trials.fastest_kernels(config, kernels)
+            if config.kernels in TO_COMPILED and self.seconds >= COMPILE_FROM:
+                config = trials.fastest_kernels(config, [TO_COMPILED[config.kernels], config.kernels])
         if "prefill" in self.free:
             shapes = [shape for shape in prefill_shapes(self.models, config) if rows(shape) >= rows(config)]
             config = trials.fastest_prefill(shapes or [config])
@@ -214,23 +215,14 @@ class Calibrator:
 
     def finalists(self, predicted: list[Candidate]) -> list[Candidate]:
         """The candidates that run in the final: the best of each drafter (two if there is only one drafter) and the
-        best without drafts, each also with compiled layers if kernels are free. As many as fit the memory together.
-        predicted: candidates, the best first."""
+        best without drafts. As many as fit the memory together. predicted: candidates, the best first."""
         drafting = [c for c in predicted if c.config.drafts]
         chosen = sorted({c.config.drafter: c for c in reversed(drafting)}.values(), key=lambda c: -c.predicted)
         chosen += [c for c in drafting if c not in chosen][: max(2 - len(chosen), 0)]
         chosen += [c for c in predicted if not c.config.drafts][:1]
-        if "kernels" in self.free and self.seconds >= COMPILE_FROM:
-            chosen += self._compiled(chosen)
         while len(chosen) > 1 and not self.models.fit_together([c.config for c in chosen]):
             chosen.remove(max(chosen, key=lambda c: (c is not chosen[0], c.config.drafts)))
         return chosen
-
-    def _compiled(self, finalists: list[Candidate]) -> list[Candidate]:
-        """The finalists with compiled layers, if compilation works here, except finalists that already have them."""
-        compiled = [replace(c, config=replace(c.config, kernels=TO_COMPILED[c.config.kernels])) for c in finalists]
-        works = resolve(self.models.target, self.models.draft, compiled[0].config).compiles
-        return [new for new, c in zip(compiled, finalists, strict=True) if works and not c.config.compiles]
 
     def final(self, sample: Sample, finalists: list[Candidate]) -> Candidate:
         """Run the finalists in turn, for a slice of the time each. Returns the fastest.
@@ -240,22 +232,22 @@ class Calibrator:
         target, draft = self.models.target, self.models.draft
         engines = [self.make(target, draft if c.config.drafts else None, c.config) for c in finalists]
         feeds = [Feed(engine, sample) for engine in engines]
-        end = self.start + self.seconds
+        end = max(self.start + self.seconds, self.clock.now() + self.seconds / 4)
         slice_ = max(0.05, (end - self.clock.now()) / (TURNS * len(feeds)))
         for feed in feeds:
             with self.clock.stopped():  # the first run admits sequences and records graphs
-                feed.run(time.monotonic() + slice_ / 2)
+                feed.run(slice_ / 2)
         speeds: list[list[float]] = [[] for _ in feeds]
         for _ in range(FIRST_TURNS):
             for feed, measured in zip(feeds, speeds, strict=True):
-                measured.append(feed.run(time.monotonic() + slice_))
+                measured.append(feed.run(slice_))
         order = sorted(range(len(feeds)), key=lambda i: -median(speeds[i]))
         first = order[0]
         second = next((i for i in order if finalists[i].config.drafts != finalists[first].config.drafts), order[1])
         slice_ = max(0.05, (end - self.clock.now()) / (TURNS * 2))
         while self.clock.now() + 2 * slice_ < end:
             for i in (first, second):
-                speeds[i].append(feeds[i].run(time.monotonic() + slice_))
+                speeds[i].append(feeds[i].run(slice_))
         for candidate, measured in zip(finalists, speeds, strict=True):
             candidate.measured = median(measured)
         del engines, feeds, feed

@@ -27,13 +27,13 @@ from exspec.actors.engine.tokens.sampling import Sampler
 
 
 class Clock:
-    """Seconds of measuring, without the time of recording and compiling."""
+    """Seconds of measuring. The first `free` seconds of recording and compiling do not count."""
 
-    def __init__(self) -> None:
-        self.paused = 0.0
+    def __init__(self, free: float = math.inf) -> None:
+        self.free, self.paused = free, 0.0
 
     def now(self) -> float:
-        return time.monotonic() - self.paused
+        return time.monotonic() - min(self.paused, self.free)
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
@@ -92,10 +92,10 @@ class Costs:
         )
         return max(many - one, 0.0) / (most - 1)
 
-    def prefill(self, config: EngineConfig, length: int) -> float:
-        """Seconds to prefill a prompt of `length` tokens."""
-        chunks = -(-length // config.prefill_columns)
-        return chunks * self.chunk(config) / config.prefill_rows
+    def prefill(self, config: EngineConfig, *lengths: int) -> float:
+        """Seconds to prefill prompts of these lengths together."""
+        chunks = sum(-(-length // config.prefill_columns) for length in lengths)
+        return -(-chunks // config.prefill_rows) * self.chunk(config)
 
     def _between(self, kv_columns: int, timed: Callable[[int], float]) -> float:
         low = max((p for p in self.points if p <= kv_columns), default=self.points[0])
@@ -247,7 +247,7 @@ class Trials:
         return self._fastest(shapes, lambda costs: costs.round(costs.config, self.longest // 2 + 1))
 
     def fastest_prefill(self, shapes: list[EngineConfig]) -> EngineConfig:
-        """The shape that prefills the requests' prompts in the fewest seconds."""
+        """The shape that prefills the requests' prompts in the fewest seconds, one at a time, as sequences end."""
         lengths = [len(r.prompt) for r in self.requests]
         return self._fastest(shapes, lambda costs: sum(costs.prefill(costs.config, length) for length in lengths))
 

@@ -26,14 +26,16 @@ def predict(config: EngineConfig, costs: Costs, sample: Sample) -> float:
     survival = sample.survival[name]
     seconds, tokens = 0.0, 0
     for number in range(ROUNDS):
+        prompts = []
         for _ in range(len(pool.free)):
             prompt, completion = next(source)
             sequence = Sequence(Request(number, [0] * prompt, max_new_tokens=max(completion, 1)), config.capacity)
             if number == 0:  # the dry run begins in the middle of a long job
                 sequence.tokens += [0] * rng.randrange(sequence.budget or 1)
             else:
-                seconds += costs.prefill(config, prompt)
+                prompts.append(prompt)
             pool.waiting.append(sequence)
+        seconds += costs.prefill(config, *prompts) if prompts else 0.0
         pool.admit(len(pool.free))
         rows = grouping.select(pool.running)
         for sequence in pool.running:

@@ -30,8 +30,8 @@ class Costs:
     def round(self, config: EngineConfig, kv_columns: int) -> float:
         return self.verify + self.column * kv_columns + config.drafted * self.draft
 
-    def prefill(self, config: EngineConfig, length: int) -> float:  # noqa: ARG002
-        return self.each
+    def prefill(self, config: EngineConfig, *lengths: int) -> float:  # noqa: ARG002
+        return self.each * len(lengths)
 
 
 def speed(costs: Costs, chance: float, **changes: Any) -> float:

@@ -137,7 +137,7 @@ def test_an_id_is_refused_while_it_is_in_use() -> None:
         ({"columns": 3, "draft_tokens": 5}, "columns: expected at least 6"),
         ({"bucket": 1, "draft_tokens": 5}, "bucket: expected at least the verify width (6) with exact, not 1"),
         ({"attention": "paged"}, "attention: expected one of auto, in_place, gathered, not 'paged'"),
-        ({"kernels": "fast"}, "kernels: expected one of eager, packed, compiled, not 'fast'"),
+        ({"kernels": "fast"}, "kernels: expected one of eager, packed, compiled, compiled_packed, not 'fast'"),
         ({"page": 6}, "prefill_columns: expected a multiple of page (6), not 8"),
         ({"pages": 11}, "pages: expected at least 12, enough for one sequence of 96 tokens, not 11"),
     ],

@@ -61,7 +61,7 @@ def test_few_pages_change_no_token(method: str, pages: int, attention: str) -> N
 
 
 @pytest.mark.cover(1)
-@pytest.mark.parametrize("kernels", ["eager", "compiled"])
+@pytest.mark.parametrize("kernels", ["eager", "compiled", "compiled_packed"])
 @pytest.mark.parametrize("sampling", [None, Sampling(temperature=0.8, top_k=20)], ids=["greedy", "sampled"])
 def test_bfloat16_does_not_depend_on_neighbours(kernels: str, sampling: Sampling | None) -> None:
     """Nor on order, drafts, the number of pages, cached tokens or preemption: tokens are bit for bit the same."""
@@ -86,16 +86,20 @@ def test_in_place_equals_generate_in_every_family(family: str) -> None:
         assert tiny.decode(engine, tiny.requests(alike()), shuffle=1) == expected(family)
 
 
-@pytest.mark.fast("llama")
+@pytest.mark.fast("llama-compiled_packed")
+@pytest.mark.parametrize("kernels", ["compiled", "compiled_packed"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
-def test_compiled_layers_equal_generate(family: str) -> None:
-    tiny.need("in_place", "compiled")
-    target, draft, code = tiny.model(family, num_hidden_layers=3), tiny.model(family, seed=1), Code()
-    with patch.object(programs, "CODE", code):
-        engine = tiny.engine(target, draft=draft, attention="in_place", kernels="compiled")
-        assert engine.config.kernels == "compiled"
-        assert tiny.decode(engine, tiny.requests(alike(8), 12)) == tiny.greedy(target, alike(8), 12)
-    assert 0 < len(code.kept) <= 9, "equal layers share compiled code, one piece per shape"
+def test_programs_equal_generate(family: str, kernels: str) -> None:
+    tiny.need("in_place", kernels)
+    pieces = []
+    for layers in (3, 5):
+        target, draft, code = tiny.model(family, num_hidden_layers=layers), tiny.model(family, seed=1), Code()
+        with patch.object(programs, "CODE", code):
+            engine = tiny.engine(target, draft=draft, attention="in_place", kernels=kernels)
+            assert engine.config.kernels == kernels
+            assert tiny.decode(engine, tiny.requests(alike(8), 12)) == tiny.greedy(target, alike(8), 12)
+        pieces.append(set(code.kept))
+    assert pieces[0] == pieces[1], "equal layers share compiled code"
 
 
 @pytest.mark.slow
@@ -103,7 +107,7 @@ def test_compiling_without_a_cache_works(tmp_path: Path) -> None:
     """All other tests reuse what earlier test runs compiled."""
     tests = [
         f"{__file__}::{test.__name__}"
-        for test in (test_compiled_layers_equal_generate, test_bfloat16_does_not_depend_on_neighbours)
+        for test in (test_programs_equal_generate, test_bfloat16_does_not_depend_on_neighbours)
     ]
     empty = {name: value for name, value in os.environ.items() if name != FOLDER} | {"EXSPEC_TEST_CACHE": str(tmp_path)}
     done = subprocess.run(

@@ -100,8 +100,8 @@ def kv(engine: Any, slot: int, length: int) -> list[Tensor]:
     return [store.flatten(0, 1)[columns] for store in engine.target.keys + engine.target.values]
 
 
-@pytest.mark.fast("greedy-compiled")
-@pytest.mark.parametrize("kernels", ["eager", "compiled"])
+@pytest.mark.fast("greedy-compiled_packed")
+@pytest.mark.parametrize("kernels", ["eager", "compiled", "compiled_packed"])
 @pytest.mark.parametrize("sampling", [None, Sampling(temperature=0.8, top_k=20)], ids=["greedy", "sampled"])
 def test_the_targets_kv_and_tokens_are_bit_for_bit_those_of_plain_decoding(
     kernels: Any, sampling: Sampling | None

@@ -117,13 +117,14 @@ def reference(sampling: Sampling | None = None) -> dict[Any, list[int]]:
         {"method": "eqspec"},
         {"attention": "gathered", "draft_length": "both"},
         {"attention": "gathered", "pages": 14},
+        {"attention": "in_place", "kernels": "compiled_packed"},
         {"attention": "gathered", "batch_size": 20, "window": 20},
     ],
-    ids=["gathered", "in place", "overlap", "free", "eqspec", "lengths", "few pages", "dead rows"],
+    ids=["gathered", "in place", "overlap", "free", "eqspec", "lengths", "few pages", "compiled", "dead rows"],
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_equal_a_slow_loop(name: str, config: dict[str, Any], sampling: Sampling | None) -> None:
-    tiny.need(config.get("attention"))
+    tiny.need(config.get("attention"), config.get("kernels"))
     if name in ("early_exit", "eagle3", "clover") and config.get("method") == "eqspec":
         with pytest.raises(ValueError, match=f"the drafter {name}: method eqspec moves the KV"):
             engine(name, **config)
