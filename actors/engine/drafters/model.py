@@ -78,7 +78,8 @@ class DraftModel(Drafter):
 
     def _draft(self, rows: DraftRows) -> tuple[Tensor, Tensor]:
         """Tokens [R, N] with N <= most, and lengths [R] <= limits [R]."""
-        tokens, nothing = [], rows.pending.new_empty(len(rows.pending), 0)  # [R, 1] each
+        tokens: list[Tensor] = []  # [R, 1] each
+        nothing = rows.pending.new_empty(len(rows.pending), 0)
         drafted = lengths = torch.zeros_like(rows.pending)
         chance = torch.ones_like(rows.pending, dtype=torch.float32)
         logits, state = self._first(rows)

@@ -67,20 +67,23 @@ def _piece(module: fx.GraphModule, nodes: list[fx.Node], home: dict[fx.Node, int
 
     Operations in place become others where the tensor is the piece's own: the compiler does not know all of them.
     """
-    number, inputs = home[nodes[0]], {}
+    number = home[nodes[0]]
+    inputs: dict[int, tuple[Source, list[fx.Node]]] = {}
     for node in nodes:
         for x in node.all_input_nodes:
             if home.get(x) != number:
                 source = getattr(module, str(x.target)) if x.op == "get_attr" else x
                 inputs.setdefault(id(source), (source, []))[1].append(x)
-    graph, made = fx.Graph(), {}
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
     for i, (_, uses) in enumerate(inputs.values()):
         made.update(dict.fromkeys(uses, graph.placeholder(f"x{i}")))
         made[uses[0]].meta = dict(uses[0].meta)
     for node in nodes:
         arguments, options = fx.map_arg((node.args, node.kwargs), made.__getitem__)
         changed = _own(node, home) if compiles and _mutates(node) else None
-        made[node] = graph.call_function(_functional(node.target) if changed else node.target, arguments, options)
+        operator: Any = _functional(node.target) if changed else node.target
+        made[node] = graph.call_function(operator, arguments, options)
         made[node].meta = dict(node.meta)
         if changed:
             made.update((n, made[node]) for n in changed)
@@ -95,7 +98,7 @@ def _own(node: fx.Node, home: dict[fx.Node, int]) -> list[fx.Node]:
 
     Raises ValueError if a view of that tensor exists.
     """
-    same = [node.args[0]]
+    same: list[Any] = [node.args[0]]
     while _mutates(same[-1]):
         same.append(same[-1].args[0])
     if home.get(same[-1]) != home[node] or getattr(same[-1].target, "is_view", False):

@@ -81,7 +81,7 @@ def pack_products(graph: fx.Graph, sources: dict[fx.Node, Source]) -> None:
         *bias, x, right = node.args
         weight = _weight(node) or right
         constant = sources.get(weight)
-        plain = not node.kwargs and all(b.meta["val"].dim() == 1 for b in bias)  # type: ignore[union-attr]
+        plain = not node.kwargs and all(b.meta["val"].dim() == 1 for b in bias)
         if not isinstance(constant, Tensor) or not plain:
             continue
         packed = pack(constant if weight is not right else constant.t())

@@ -54,7 +54,7 @@ class Code:
         if key not in self.kept:
             self.folder.mkdir(parents=True, exist_ok=True)
             with compiler.patch(size_asserts=False):  # a packed weight has no strides
-                self.kept[key] = compile_fx_inner(graph, list(inputs))  # type: ignore[assignment]
+                self.kept[key] = compile_fx_inner(graph, list(inputs))
         return self.kept[key]
 
 
@@ -169,5 +169,5 @@ def program(function: Callable[..., Any], arguments: tuple[Any, ...], packs: boo
 
 def _code(piece: Piece) -> Run:
     if not piece.compiles:
-        return lambda given: piece.graph(*given)  # type: ignore[no-any-return]
+        return lambda given: piece.graph(*given)
     return CODE.of(piece.graph, [n.meta["val"] for n in piece.graph.graph.nodes if n.op == "placeholder"])
