@@ -25,7 +25,7 @@ from exspec.actors.engine.kv.cached_model import context_length
 from exspec.actors.engine.layers import programs
 from exspec.actors.engine.methods import resolve
 from exspec.actors.engine.shape.calibration import Calibration, calibrate
-from exspec.actors.engine.shape.candidates import prefill_shapes
+from exspec.actors.engine.shape.candidates import TO_COMPILED, TRIED, device_kind, prefill_shapes
 from exspec.actors.engine.shape.costs import Trials
 from exspec.actors.engine.shape.plan import Models
 from exspec.actors.exactness import transformers_generate
@@ -110,9 +110,12 @@ class Bench:
         models = Models(self.pair.target, self.draft_for(usual))
         trials = Trials(models, self.requests(), self.base.capacity)
         if asked == "auto":
-            self.base = replace(self.base, kernels=trials.fastest_kernels(usual).kernels)
-        found = trials.fastest_prefill(prefill_shapes(models, self.config(self.usual)))
-        self.base = replace(self.base, prefill_rows=found.prefill_rows, prefill_columns=found.prefill_columns)
+            usual = trials.fastest_kernels(usual, TRIED[device_kind(models)])
+        found = trials.fastest_prefill(prefill_shapes(models, usual))
+        if asked == "auto" and found.kernels in TO_COMPILED:  # compiled last: each shape takes seconds
+            found = trials.fastest_kernels(found, [TO_COMPILED[found.kernels], found.kernels])
+        prefill = {"prefill_rows": found.prefill_rows, "prefill_columns": found.prefill_columns}
+        self.base = replace(self.base, kernels=found.kernels, **prefill)
 
     def tune(self) -> Calibration:
         """Choose the shape of `auto` on the bench's own prompts."""

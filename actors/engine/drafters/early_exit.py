@@ -127,10 +127,10 @@ class EarlyExit(Drafter):
             agrees = choices[:, :-1] == fed[:, 1:]
             fits = live[:, None] & (lengths[:, None] + columns < rows.limits[:, None])
             stands = fits & pad(agrees, (1, 0), value=True).cumprod(dim=1).bool()
-            chance, live = self._confident(stands, chance, live, logits, choices)
+            stands, chance, live = self._confident(stands, chance, live, logits, choices)
             drafted = drafted + fits[:, :-1].sum(dim=1)
             accepted = accepted + (stands[:, :-1] & agrees).sum(dim=1)
-            kept.scatter_(1, lengths[:, None] + columns, choices)
+            kept = kept.scatter(1, lengths[:, None] + columns, choices)
             lengths = lengths + stands.sum(dim=1)
             last = torch.where(lengths > 0, kept.gather(1, (lengths - 1).clamp(min=0)[:, None])[:, 0], rows.pending)
             live = live & (lengths < rows.limits)
@@ -140,15 +140,15 @@ class EarlyExit(Drafter):
 
     def _confident(
         self, stands: Tensor, chance: Tensor, live: Tensor, logits: Tensor, choices: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The chances [R] and live rows [R] after the checked columns. Removes from `stands` [R, Q], in place, the
-        columns that confidence cuts off."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """After the checked columns: `stands` [R, Q] without the columns that confidence cuts off, the chances [R] and
+        the live rows [R]."""
+        columns = torch.arange(choices.shape[1], device=choices.device)
         for q in range(choices.shape[1]):
             so_far, sure = self.confidence.survives(chance, logits[:, q : q + 1], choices[:, q : q + 1])
-            chance = torch.where(stands[:, q], so_far, chance)
-            live = live & (sure | ~stands[:, q])
-            stands[:, q:] &= sure[:, None] | ~stands[:, q : q + 1]
-        return chance, live
+            chance, goes_on = torch.where(stands[:, q], so_far, chance), sure | ~stands[:, q]
+            live, stands = live & goes_on, stands & (goes_on[:, None] | (columns < q))
+        return stands, chance, live
 
 
 def depths(target: PretrainedConfig, config: EngineConfig, part: int = 1) -> tuple[int, int]:

@@ -97,6 +97,7 @@ class Compiled:
             arguments = mapped(arguments, Tensor.contiguous)
             key = key_of(arguments)
             if key not in kept:
+                function(*arguments)  # some modules keep tensors that they make, and must not keep those of a trace
                 kept[key] = self._try(function, arguments)
             return kept[key](*arguments)
 

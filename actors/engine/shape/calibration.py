@@ -178,11 +178,11 @@ class Calibrator:
             names = TRIED[device_kind(self.models)]
             kernels = [name for name in names if rows(replace(config, kernels=name)) >= least]
             config = trials.fastest_kernels(config, kernels)
-            if config.kernels in TO_COMPILED and self.seconds >= COMPILE_FROM:
-                config = trials.fastest_kernels(config, [TO_COMPILED[config.kernels], config.kernels])
         if "prefill" in self.free:
             shapes = [shape for shape in prefill_shapes(self.models, config) if rows(shape) >= rows(config)]
             config = trials.fastest_prefill(shapes or [config])
+        if "kernels" in self.free and config.kernels in TO_COMPILED and self.seconds >= COMPILE_FROM:
+            config = trials.fastest_kernels(config, [TO_COMPILED[config.kernels], config.kernels])
         self.config = config
 
     def predict(self, costs: Costs, sample: Sample) -> list[Candidate]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from exspec.actors.engine.config import KERNELS, EngineConfig, KernelsName
+from exspec.actors.engine.config import EngineConfig, KernelsName
 from exspec.actors.engine.drafters.drafter import Drafter
 from exspec.actors.engine.drafters.lookup import kind, label
 from exspec.actors.engine.engine import Engine
@@ -241,7 +241,7 @@ class Trials:
     def __init__(self, models: Models, requests: Sequence[Request], longest: int, clock: Clock | None = None) -> None:
         self.models, self.requests, self.longest, self.clock = models, requests, longest, clock
 
-    def fastest_kernels(self, config: EngineConfig, kernels: Sequence[KernelsName] = KERNELS) -> EngineConfig:
+    def fastest_kernels(self, config: EngineConfig, kernels: Sequence[KernelsName]) -> EngineConfig:
         """The config with the kernels whose round takes the fewest seconds."""
         shapes = [replace(config, kernels=name) for name in kernels]
         return self._fastest(shapes, lambda costs: costs.round(costs.config, self.longest // 2 + 1))

@@ -102,6 +102,17 @@ def test_a_function_that_reads_a_value_runs_as_it_is(caplog: pytest.LogCaptureFi
     assert "decides runs eagerly, not compiled" in caplog.text
 
 
+def test_a_model_that_keeps_tensors_keeps_none_of_a_trace() -> None:
+    """In transformers, the rotary factors of a longrope model are kept by each forward."""
+    factors = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    target = tiny.model(rope_parameters={**factors, "original_max_position_embeddings": tiny.CONTEXT, "factor": 2.0})
+    programs.warn_once.cache_clear()
+    engine = tiny.engine(target, method="plain", attention="in_place", kernels="compiled")
+    rows = tiny.prompts(5)
+    assert tiny.decode(engine, tiny.requests(rows, 9)) == tiny.greedy(target, rows, 9)
+    assert not programs.warn_once.cache_info().currsize, "something ran eagerly"
+
+
 def test_another_shape_or_plain_value_is_another_program() -> None:
     run = Compiled(Eager(), packs=False).wrap(lambda x, n: x * n)
     assert [run(torch.ones(2), 3).sum(), run(torch.ones(4), 3).sum(), run(torch.ones(2), 5).sum()] == [6, 12, 10]
