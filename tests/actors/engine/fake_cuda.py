@@ -17,6 +17,8 @@ from unittest.mock import MagicMock, patch
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._inductor.decomposition import decompositions
+from torch._inductor.lowering import lowerings
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -118,12 +120,15 @@ class Rehearsal(TorchDispatchMode):
 
 
 class Uncompiled(programs.Code):
-    """Runs pieces as they are."""
+    """Runs pieces as they are. Fails at an operation that the compiler refuses: it decomposes such ones when it traces."""
 
     pieces = 0
 
     def of(self, graph: Any, inputs: Any) -> Any:  # noqa: ARG002
         self.pieces += 1
+        targets = {node.target for node in graph.graph.nodes if node.op == "call_function"}
+        refused = [str(t) for t in targets if t in decompositions and t not in lowerings]
+        assert not refused, f"the compiler refuses {', '.join(refused)}"
         return lambda given: graph(*given)
 
 

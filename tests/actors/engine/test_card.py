@@ -63,10 +63,11 @@ class Generated(Uncompiled):
         self.code.of(graph, inputs)
         return super().of(graph, inputs)
 
-    def triton(self, _: Any, name: str, source: str, __: str = "cuda") -> Any:
+    def triton(self, name: str, source: str, device_str: str = "cuda") -> Any:
         """Stands in for what loads a generated Triton function: it compiles all variants and loads none."""
         import triton
 
+        assert device_str == "cuda"
         compile_one, made = triton.compile, self.binaries.setdefault(name, [])
 
         def kept(*given: Any, **options: Any) -> Any:
@@ -103,8 +104,7 @@ def card() -> Iterator[Generated]:
         stack.enter_context(patch("torch._inductor.scheduler.has_triton", lambda *_: True))
         stack.enter_context(patch("torch._inductor.runtime.triton_helpers.set_driver_to_gpu", lambda: None))
         stack.enter_context(compiler.patch(compile_threads=1, fx_graph_cache=False))
-        driver.set_active(Card())
-        stack.callback(driver.reset_active)
+        stack.enter_context(patch.object(type(driver), "active", Card()))
         yield generated
 
 
