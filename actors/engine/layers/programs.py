@@ -33,6 +33,9 @@ from exspec.actors.engine.layers.packed import pack, packed_product
 from exspec.actors.engine.layers.spans import layers_of
 
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
+OPTIONS: dict[str, Any] = {"size_asserts": False}  # a packed weight has no strides
+if hasattr(compiler, "deterministic"):  # older releases of torch lack it
+    OPTIONS["deterministic"] = True  # on a GPU, a measurement would choose the order in which a kernel adds up
 Run = Callable[[list[Tensor]], Sequence[Any]]  # compiled code: it empties the list that it is given
 aten = torch.ops.aten
 
@@ -61,7 +64,7 @@ class Code:
         if key not in self.kept:
             self.folder.mkdir(parents=True, exist_ok=True)
             start = time.perf_counter()
-            with compiler.patch(size_asserts=False):  # a packed weight has no strides
+            with compiler.patch(OPTIONS):
                 self.kept[key] = compile_fx_inner(graph, list(inputs))  # type: ignore[assignment]
             self.seconds += time.perf_counter() - start
         return self.kept[key]

@@ -120,7 +120,7 @@ class Rehearsal(TorchDispatchMode):
 
 
 class Uncompiled(programs.Code):
-    """Runs pieces as they are. Fails at an operation that the compiler refuses: it decomposes such ones when it traces."""
+    """Runs pieces as they are. Fails at an operation that the compiler refuses, since tracing should have split it."""
 
     pieces = 0
 

@@ -136,13 +136,10 @@ def test_programs_compile_for_a_card(name: str, tmp_path: Path, monkeypatch: pyt
         for i, sampling in enumerate([Sampling(), Sampling(temperature=0.8)]):
             engine.submit(Request(i, list(range(1, 140)), 6, sampling))
         engine.step()
-    assert generated.pieces
+    assert generated.binaries
     for function, binaries in generated.binaries.items():
+        adds_up = "_red_" in function or "_per_" in function
+        assert len(binaries) == 1 or not adds_up, f"{function}: a measurement would choose between orders of adding up"
         for binary in binaries:
             assert binary.asm["cubin"].startswith(b"\x7fELF"), function
             assert binary.metadata.shared <= H100.shared_memory_per_block_optin, function
-    print(
-        {n: [(b.metadata.shared, b.metadata.num_warps) for b in v] for n, v in generated.binaries.items()},
-        generated.code,
-        generated.pieces,
-    )
