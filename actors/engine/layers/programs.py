@@ -27,6 +27,9 @@ from exspec.actors.engine.layers.pieces import Piece, needed, split, trace
 from exspec.actors.engine.layers.products import with_products
 
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
+OPTIONS: dict[str, Any] = {"size_asserts": False}  # a packed weight has no strides
+if hasattr(compiler, "deterministic"):  # older releases of torch lack it
+    OPTIONS["deterministic"] = True  # on a GPU, a measurement would choose the order in which a kernel adds up
 Run = Callable[[list[Tensor]], Sequence[Any]]  # compiled code: it empties the list that it is given
 
 
@@ -53,7 +56,7 @@ class Code:
         key = graph.code, shapes, torch.get_num_threads()
         if key not in self.kept:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with compiler.patch(size_asserts=False):  # a packed weight has no strides
+            with compiler.patch(OPTIONS):
                 self.kept[key] = compile_fx_inner(graph, list(inputs))
         return self.kept[key]
 
@@ -73,11 +76,12 @@ def compiler_trial(device: torch.device) -> str | None:
     x = torch.ones(4, device=device)
     try:
         (result,) = program(lambda x: (x * 2 + 1,), (x,))(x)
+        right = result.equal(torch.full_like(x, 3))
     except torch.OutOfMemoryError:
         raise
     except Exception as fault:  # a compiler fails in many ways, and all of them are reasons
         return first_line(fault)
-    return None if result.equal(torch.full_like(x, 3)) else "compiled code gives wrong numbers"
+    return None if right else "compiled code gives wrong numbers"
 
 
 class Compiled:

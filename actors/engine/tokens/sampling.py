@@ -73,7 +73,7 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
     tokens = _mix(torch.arange(vocabulary, dtype=torch.int32, device=seeds.device))
     bits = _mix(tokens ^ first[..., None], second[..., None])
     uniform = bits.float().mul_(2.0**-32).add_(2.0**-33)  # from -1/2 to 1/2, small where n is small
-    uniform.sub_(uniform.floor()).clamp_(max=_BELOW_ONE)
+    uniform.sub_(uniform.floor()).clamp_max_(_BELOW_ONE)
     noise = uniform.neg_().log1p_().neg_().log_().neg_()
     cut(noise)
     return noise

@@ -98,7 +98,8 @@ def test_programs_equal_generate(family: str, kernels: str) -> None:
             engine = tiny.engine(target, draft=draft, attention="in_place", kernels=kernels)
             assert engine.config.kernels == kernels
             assert tiny.decode(engine, tiny.requests(alike(8), 12)) == tiny.greedy(target, alike(8), 12)
-        pieces.append(set(code.kept))
+        codes = {key[0] for key in code.kept}  # type: ignore[index]
+        pieces.append({text for text in codes if "attend_in_place" in text or "mm" in text or "packed" in text})
     assert pieces[0] == pieces[1], "equal layers share compiled code"
 
 

@@ -174,11 +174,13 @@ def test_rows_of_every_kind_of_sampling_share_rounds(dtype: torch.dtype, kernels
         (request,) = tiny.requests([prompt], 14, MIXED[i % len(MIXED)])
         rows.append(type(request)(**{**vars(request), "id": i, "constraint": words if i % 4 == 3 else None}))
     shape: dict[str, Any] = {"attention": "in_place", "kernels": kernels, "prefill_rows": 3}
+    programs.warn_once.cache_clear()
     plain = {}
     for row in rows:  # each alone
         plain |= tiny.decode(tiny.engine(target, method="plain", columns=4, **shape), [row])
     for right, shuffle in ((0.0, 1), (0.7, 2), (1.0, 3)):
         assert tiny.decode(tiny.engine(target, tiny.Scripted(plain, right), **shape), rows, shuffle) == plain
+    assert not programs.warn_once.cache_info().currsize, "something ran eagerly"
 
 
 def test_engines_share_programs_code_and_packed_weights() -> None:
