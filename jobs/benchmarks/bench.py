@@ -114,7 +114,7 @@ class Bench:
         found = trials.fastest_prefill(prefill_shapes(models, usual))
         if asked == "auto" and found.kernels in TO_COMPILED:  # compiled last: each shape takes seconds
             found = trials.fastest_kernels(found, [TO_COMPILED[found.kernels], found.kernels])
-        prefill = {"prefill_rows": found.prefill_rows, "prefill_columns": found.prefill_columns}
+        prefill: dict[str, Any] = {"prefill_rows": found.prefill_rows, "prefill_columns": found.prefill_columns}
         self.base = replace(self.base, kernels=found.kernels, **prefill)
 
     def tune(self) -> Calibration:
