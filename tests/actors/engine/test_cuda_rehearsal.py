@@ -125,9 +125,8 @@ def test_sampling_stays_on_the_device(name: str, fake: tuple[Rehearsal, Uncompil
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-@pytest.mark.parametrize("kernels", ["eager", "compiled"])
-def test_families_stay_on_the_device(kernels: str, family: str, fake: tuple[Rehearsal, Uncompiled]) -> None:
-    made = engine("none", fake[0], family, kernels=kernels, attention="in_place")
+def test_families_stay_on_the_device(family: str, fake: tuple[Rehearsal, Uncompiled]) -> None:
+    made = engine("none", fake[0], family, kernels="compiled", attention="in_place")
     assert decode(made, tiny.requests(tiny.prompts(3, longest=12), 4)) == {(CUDA, torch.bfloat16)}
 
 
@@ -137,8 +136,7 @@ def test_trials_run_up_to_their_first_look(fake: tuple[Rehearsal, Uncompiled]) -
     pytest.importorskip("triton")
     found = attention.trial.__wrapped__(CUDA, torch.bfloat16, 4, 2, 16, 8)
     assert found == "_local_scalar_dense waits for the device"
-    with pytest.raises(AssertionError, match="equal waits for the device"):
-        programs.compiler_trial.__wrapped__(CUDA)
+    assert programs.compiler_trial.__wrapped__(CUDA) == "equal waits for the device"
 
 
 @pytest.mark.parametrize(
