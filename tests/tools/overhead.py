@@ -18,9 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from exspec.actors.engine import Engine, EngineConfig, Request
 from exspec.actors.engine.layers.packed import packed_product
-from exspec.actors.engine.layers.pieces import needed, split, trace
-from exspec.actors.engine.layers.products import with_products
-from exspec.actors.engine.layers.programs import Compiled, program
+from exspec.actors.engine.layers.pieces import trace
+from exspec.actors.engine.layers.programs import Compiled, pieces_of, program
 
 aten = torch.ops.aten
 ROWS, LENGTH, DRAFTED = 8, 240, 5
@@ -47,12 +46,10 @@ def milliseconds(run: Callable[[], Any]) -> float:
 
 def products(function: Callable[..., Any], arguments: tuple[Any, ...], packs: bool) -> list[Callable[[], Any]]:
     """The matrix products of a program, with random inputs and the program's own weights."""
-    module, _, wanted = trace(function, arguments)
     found: list[Callable[[], Any]] = []
-    for piece in needed(split(module), set(wanted)):
-        changed = with_products(piece, packs)
-        nodes = list(changed.graph.graph.nodes)
-        given: dict[Any, Any] = dict(zip((n for n in nodes if n.op == "placeholder"), changed.inputs, strict=True))
+    for piece in pieces_of(trace(function, arguments), packs):
+        nodes = list(piece.graph.graph.nodes)
+        given: dict[Any, Any] = dict(zip((n for n in nodes if n.op == "placeholder"), piece.inputs, strict=True))
         for node in nodes:
             if node.target is packed_product:
                 found.append(partial(packed_product, _random(node.args[0]), given[node.args[1]]))

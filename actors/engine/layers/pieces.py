@@ -28,8 +28,16 @@ class Piece(NamedTuple):
     compiles: bool
 
 
-def trace(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[fx.GraphModule, Any, list[fx.Node]]:
-    """The function as a graph for arguments of these shapes; what it returns; and the nodes of the tensors in it.
+class Trace(NamedTuple):
+    """A function as a graph. results: what it returned. nodes: those of the tensors in its results, in order."""
+
+    module: fx.GraphModule
+    results: Any
+    nodes: list[fx.Node]
+
+
+def trace(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Trace:
+    """The function as a graph for arguments of these shapes.
 
     Raises an exception of torch if the function decides by a tensor's value.
     """
@@ -43,7 +51,7 @@ def trace(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[fx.
     traced = make_fx(run, decomposition_table=select_decomp_table(), tracing_mode="fake", _allow_non_fake_inputs=True)
     with tracing():
         module = traced(*tensors_of(arguments))
-    return module, results[0], list(module.graph.output_node().args[0])  # type: ignore[arg-type]
+    return Trace(module, results[0], list(module.graph.output_node().args[0]))  # type: ignore[arg-type]
 
 
 def split(module: fx.GraphModule) -> list[Piece]:

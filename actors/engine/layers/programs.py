@@ -23,7 +23,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from exspec.actors.engine.cache import cache_folder
 from exspec.actors.engine.graphs import Recorder, key_of, mapped, tensors_of
 from exspec.actors.engine.kv.attention import first_line
-from exspec.actors.engine.layers.pieces import Piece, needed, split, trace
+from exspec.actors.engine.layers.pieces import Piece, Trace, needed, split, trace
 from exspec.actors.engine.layers.products import with_products
 
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
@@ -154,22 +154,26 @@ def program(function: Callable[..., Any], arguments: tuple[Any, ...], packs: boo
 
     packs: hold the weights of linear layers a second time, in oneDNN's layout. Raises what tracing and compiling raise.
     """
-    module, results, given = trace(function, arguments)
-    wanted = [node for node in given if isinstance(node, fx.Node)]
-    pieces = [with_products(piece, packs) for piece in needed(split(module), set(wanted))]
+    traced = trace(function, arguments)
+    pieces = pieces_of(traced, packs)
     sources = [source for piece in pieces for source in piece.inputs]
     constants = list({id(source): source for source in sources if isinstance(source, Tensor)}.values())
-    placed: list[Any] = [*map(id, constants), *(node for node in module.graph.nodes if node.op == "placeholder")]
+    placed: list[Any] = [*map(id, constants), *(node for node in traced.module.graph.nodes if node.op == "placeholder")]
     placed += [node for piece in pieces for node in piece.outputs]
     numbers = {value: i for i, value in enumerate(placed)}
-    steps, needs = [], {numbers[node] for node in wanted}
+    steps, needs = [], {numbers[node] for node in traced.nodes}
     for piece in reversed(pieces):
         inputs = [numbers[id(s) if isinstance(s, Tensor) else s] for s in piece.inputs]
         last = [i for i in dict.fromkeys(inputs) if i not in needs and i >= len(constants)]
         needs.update(inputs)
         steps.append(Step(_code(piece), inputs, last))
-    order = iter(given)
-    return Program(constants, steps[::-1], mapped(results, lambda _: numbers[next(order)]))
+    order = iter(traced.nodes)
+    return Program(constants, steps[::-1], mapped(traced.results, lambda _: numbers[next(order)]))
+
+
+def pieces_of(traced: Trace, packs: bool) -> list[Piece]:
+    """The pieces that a program runs, with their products merged and, if `packs`, packed."""
+    return [with_products(piece, packs) for piece in needed(split(traced.module), set(traced.nodes))]
 
 
 def _code(piece: Piece) -> Run:

@@ -45,7 +45,7 @@ from exspec.actors.engine.shape.sample import Feed, MakeEngine, Sample, probe
 
 TURNS, FIRST_TURNS = 5, 2  # turns of the final; in the first FIRST_TURNS all finalists run
 COMPILE_FROM = 10.0  # seconds of measuring: with less, a job does not wait for a compiler
-COMPILING = 2  # with so many times the seconds of measuring, compiling begins to cost candidates
+COMPILING = 2  # compiling counts as measuring after this many times the seconds of measuring
 MARGIN = 1.02  # speculation must be this much faster than plain decoding to be taken
 
 

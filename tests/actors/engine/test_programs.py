@@ -12,10 +12,10 @@ from exspec.actors.engine.graphs import Eager
 from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.layers import programs
 from exspec.actors.engine.layers.cuts import cut
-from exspec.actors.engine.layers.packed import packed_product
-from exspec.actors.engine.layers.pieces import needed, split, trace
-from exspec.actors.engine.layers.products import join, with_products
-from exspec.actors.engine.layers.programs import Compiled, program
+from exspec.actors.engine.layers.packed import _PACKED, packed_product
+from exspec.actors.engine.layers.pieces import trace
+from exspec.actors.engine.layers.products import join
+from exspec.actors.engine.layers.programs import Compiled, pieces_of, program
 from exspec.actors.engine.tokens.constraint import Automaton, Node, chain, choice
 from tests import tiny
 
@@ -38,8 +38,7 @@ def _inference() -> Iterator[None]:
 
 def targets(function: Any, *arguments: Any, packs: bool = False) -> list[list[Any]]:
     """The operations of each piece that a program of the function runs."""
-    module, _, wanted = trace(function, arguments)
-    pieces = [with_products(piece, packs) for piece in needed(split(module), set(wanted))]
+    pieces = pieces_of(trace(function, arguments), packs)
     return [[node.target for node in p.graph.graph.nodes if node.op == "call_function"] for p in pieces]
 
 
@@ -191,5 +190,5 @@ def test_engines_share_programs_code_and_packed_weights() -> None:
     for engine in engines:
         assert isinstance(engine, Engine)
         tiny.decode(engine, tiny.requests(tiny.prompts(3), 4))
-        before.append(len(programs.CODE.kept))
+        before.append((len(programs.CODE.kept), {*map(id, _PACKED.values())}))
     assert before[0] == before[1]
