@@ -37,7 +37,17 @@ from exspec.pipeline.output.state import FORMAT, PART
 from exspec.pipeline.prepare import Prepared
 from exspec.pipeline.progress import Progress
 from exspec.pipeline.secrets import anonymous
-from exspec.pipeline.shape import Settled, Shape, sample, settle, shape_of, stored_shape
+from exspec.pipeline.shape import (
+    RECALLED,
+    Settled,
+    Shape,
+    measurements,
+    recalled,
+    sample,
+    settle,
+    shape_of,
+    stored_shape,
+)
 from exspec.pipeline.storage import STAGED
 
 Repair = Callable[[Output, Plan], Plan]
@@ -236,15 +246,20 @@ class _Run:
     def _settle(self, shape: Shape) -> Settled:
         """The final shape, from calibration on a device, or fitted to its memory, if necessary."""
         job = self.job
+        digests = self.prepared.models.digests
         if not shape.free and not shape.stored and job.memory_gib is None and job.device == "cpu":
-            return Settled(shape.config, [])
+            known = recalled(shape, measurements(job, digests, job.device), self.prepared.models.configs)
+            settled = Settled(known.config, [], reason=RECALLED if known != shape else None)
+            if settled.reason:
+                self.progress.say(f"shape: {settled}")
+            return settled
         prompts = self.prepared.prompts.within(self.prepared.room(shape.config))
         requests = sample(job, self.plan, prompts) if shape.free else []
         self.progress.stage(
-            f"calibrating (about {job.tune_seconds:.0f} s)" if shape.free else "fitting the shape into memory"
+            f"calibrating, at most {job.tune_seconds:.0f} s" if shape.free else "fitting the shape into memory"
         )
         try:
-            settled: Settled = on_a_device(job, settle, job, shape, requests, job.device)
+            settled = on_a_device(job, settle, job, shape, requests, job.device, digests)
         except ValueError as error:
             raise JobError(str(error)) from error
         except (RayError, torch.OutOfMemoryError) as error:

@@ -16,7 +16,10 @@ from exspec.actors.engine.drafters.registry import DRAFTERS, NONE
 from exspec.actors.engine.kv.cached_model import context_length
 from exspec.actors.engine.kv.memory import MEBIBYTE, MemoryPlan
 from exspec.actors.engine.shape.calibration import calibrate
+from exspec.actors.engine.shape.candidates import UNCOMPILED
+from exspec.actors.engine.shape.kept import Kept
 from exspec.actors.engine.shape.plan import fit, free_memory, plan_memory
+from exspec.actors.hardware import hardware
 from exspec.actors.models import Pair, Source, load_pair
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Plan, decode_schema
@@ -31,18 +34,20 @@ LONGEST = 4096  # capacity in tokens, unless the job sets one
 SAMPLED = (8, 256)  # a calibration sample: chunks that it is taken from, and prompts
 ALWAYS = ("kernels", "prefill")  # calibrated along with anything else
 BY_DRAFTER = ("method", "drafter", *DRAFTING)
+RECALLED = "as an earlier calibration chose"
 SHARE = 0.9  # of the free memory for the plan; libraries need some too
 
 
 @dataclass(frozen=True)
 class Shape:
-    """config: with defaults for what is not measured yet. free: the settings to calibrate.
-    stored: the config is from the job's first run.
+    """config: with defaults for what is not measured yet. free: the settings to calibrate. stored: the config is from
+    the job's first run. small: the job sets none of the settings, and has too few rows to measure them.
     """
 
     config: EngineConfig
     free: tuple[str, ...]
     stored: bool = False
+    small: bool = False
 
 
 def shape_of(job: Job, models: Sequence[PretrainedConfig], rows: int, stored: dict[str, Any] | None) -> Shape:
@@ -63,8 +68,8 @@ def shape_of(job: Job, models: Sequence[PretrainedConfig], rows: int, stored: di
     columns                              default                        stored, or as many as the drafts had
     pages, attention                     this machine                   this machine
 
-    A job of few rows and one with eqspec take defaults instead of calibrating. A job that began plain stays plain
-    unless it names a drafter and its forwards have columns for drafts.
+    A job of few rows (see `recalled`) and one with eqspec take defaults instead of calibrating. A job that began plain
+    stays plain unless it names a drafter and its forwards have columns for drafts.
     Raises JobError for settings that exclude each other.
     """
     target, draft = models[0], models[1] if len(models) > 1 else None
@@ -87,7 +92,7 @@ def shape_of(job: Job, models: Sequence[PretrainedConfig], rows: int, stored: di
     if rows < job.tune_from:
         if {"method", "drafter"} <= set(free) and job.draft is None:
             config = replace(config, method="plain", drafter=NONE)  # without a draft, drafting may not pay
-        return Shape(config, ())
+        return Shape(config, (), small=set(AUTO) <= set(free))
     if not config.drafts:
         free = tuple(name for name in free if name not in ("method", "drafter", "draft_tokens"))
     return Shape(config, free + ALWAYS if free else ())
@@ -184,11 +189,12 @@ def sample(job: Job, plan: Plan, prompts: Prompts) -> list[Request]:
 @dataclass(frozen=True)
 class Settled:
     """config: what the job decodes with. candidates: shapes with predicted and measured tokens/s, if calibrated.
-    compiled: what calibration compiled, and where it is cached."""
+    reason: why this shape, if it was measured. compiled: what calibration compiled, and where it is cached."""
 
     config: EngineConfig
     candidates: list[dict[str, Any]]
     seconds: float = 0.0
+    reason: str | None = None
     compiled: str | None = None
 
     def __str__(self) -> str:
@@ -197,31 +203,55 @@ class Settled:
         shape = f"{method}, B={c.batch_size}, slots={c.slots}, K={c.drafted}, bucket={c.bucket}, {c.kernels}"
         if c.method != "eqspec":
             shape += f", KV of {c.page_count * c.page_size} tokens"
-        notes = [f"measured in {self.seconds:.0f} s", *filter(None, [self.compiled])]
-        return f"{shape} ({'; '.join(notes)})" if self.candidates else shape
+        measured = f"measured in {self.seconds:.0f} s" if self.candidates else None
+        notes = [*filter(None, (self.reason, measured, self.compiled))]
+        return f"{shape} ({'; '.join(notes)})" if notes else shape
 
 
-def settle(job: Job, shape: Shape, requests: list[Request], device: str) -> Settled:
+def measurements(job: Job, digests: dict[str, str], device: str) -> Kept:
+    """What jobs with the same models have measured on this kind of machine. digests: of the models' files, by role."""
+    return Kept.of(digests, job.dtype, hardware(torch.device(device)), job.threads)
+
+
+def recalled(shape: Shape, kept: Kept, models: Sequence[PretrainedConfig]) -> Shape:
+    """A small job's shape as the last calibration chose it for other jobs with the same models, if there was one. It is
+    without compiled kernels: each actor would trace them for seconds."""
+    found = kept.shape() if shape.small else None
+    if found is None:
+        return shape
+    chosen: dict[str, Any] = {n: found[n] for n in (*AUTO, *DRAFTING, "prefill_rows", "prefill_columns")}
+    with suppress(ValueError):  # this job's capacity may exclude a setting
+        config = replace(shape.config, **chosen, kernels=UNCOMPILED.get(found["kernels"], found["kernels"]))
+        if kind(config).refusal(models[0], models[1] if len(models) > 1 else None, config) is None:
+            return replace(shape, config=config)
+    return shape
+
+
+def settle(job: Job, shape: Shape, requests: list[Request], device: str, digests: dict[str, str]) -> Settled:
     """Fit the shape into the device's memory, and calibrate its free settings. Runs on the device's node.
 
     Raises ValueError if the memory is too small or no request of the sample can be decoded.
     """
     torch.set_num_threads(job.threads)
     budget = memory_budget(job, torch.device(device))  # before the weights are loaded
-    wanted = "drafter" in shape.free or kind(shape.config).needs_draft
+    kept = measurements(job, digests, device)
+    wanted = "drafter" in shape.free or shape.small or kind(shape.config).needs_draft
     pair = pair_of(job, device, wanted and wants_draft(job))
     if shape.free:
-        found = calibrate(pair.target, pair.draft, requests, shape.config, shape.free, job.tune_seconds, budget)
+        found = calibrate(
+            pair.target, pair.draft, requests, shape.config, shape.free, job.tune_seconds, budget, kept=kept
+        )
         config = found.config if job.threshold is None else replace(found.config, threshold=job.threshold)
-        return Settled(config, found.table(), found.seconds, found.compiled)
+        return Settled(config, found.table(), found.seconds, found.reason, found.compiled)
     draft = pair.draft.config if pair.draft is not None else None
+    shape, usual = recalled(shape, kept, [pair.target.config, *filter(None, [draft])]), shape
     fitted = fit(pair.target.config, draft, shape.config, pair.target.dtype, budget)
     if fitted.batch_size < shape.config.batch_size and shape.stored:
         raise ValueError(
             f"memory: {budget / MEBIBYTE:.0f} MiB are too few for this job's batch_size of {shape.config.batch_size}; "
             "give as much memory as its first run had, or start over with --restart"
         )
-    return Settled(fitted, [])
+    return Settled(fitted, [], reason=RECALLED if shape != usual else None)
 
 
 def pair_of(job: Job, device: str, draft: bool) -> Pair:

@@ -6,6 +6,7 @@ not favour a method. Tokens are counted up to the end token, which counts too, f
 
 import json
 import random
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import islice
@@ -25,30 +26,37 @@ from exspec.actors.engine.kv.cached_model import context_length
 from exspec.actors.engine.layers import programs
 from exspec.actors.engine.methods import resolve
 from exspec.actors.engine.shape.calibration import Calibration, calibrate
-from exspec.actors.engine.shape.candidates import TO_COMPILED, TRIED, device_kind, prefill_shapes
-from exspec.actors.engine.shape.costs import Trials
+from exspec.actors.engine.shape.kept import Kept
 from exspec.actors.engine.shape.plan import Models
+from exspec.actors.engine.shape.trials import Trials
 from exspec.actors.exactness import transformers_generate
-from exspec.actors.hardware import describe_hardware
+from exspec.actors.hardware import describe_hardware, hardware
 from exspec.actors.models import Pair, Source, forget_sampling, load_draft, load_model, load_pair
 from exspec.jobs.benchmarks.decoding import Run, check_device, decode, timed
 from exspec.jobs.benchmarks.settings import RIVALS, SHAPE, VARIANT, BenchSettings
 from exspec.jobs.demo import DRAFT, TARGET
 from exspec.jobs.demo.messages import examples
 from exspec.pipeline.errors import counted
+from exspec.pipeline.weights import model_digest
 
-CHOSEN_BY_AUTO = ("method", "drafter", "window", "draft_tokens", "bucket", "prefill")  # B is the same for all methods
+CHOSEN_BY_AUTO = ("method", "drafter", "window", "draft_tokens", "bucket")  # the rest is the same for all methods
 DEMO_SEED = 5  # messages that neither training nor its evaluation saw
 
 
 class Bench:
     """Runs methods on one list of prompts with one pair. others: drafts for the drafters that cannot use the pair's.
 
-    base: the shape of decoding that all methods share, but for what a method's name changes.
+    kept: measurements of earlier runs. base: the shape of decoding that all methods share, but for what a method's name
+    changes.
     """
 
     def __init__(
-        self, pair: Pair, prompts: list[list[int]], settings: BenchSettings, others: Sequence[PreTrainedModel] = ()
+        self,
+        pair: Pair,
+        prompts: list[list[int]],
+        settings: BenchSettings,
+        others: Sequence[PreTrainedModel] = (),
+        kept: Kept | None = None,
     ) -> None:
         self.pair, self.prompts, self.settings = pair, prompts, settings
         self.device = pair.target.device
@@ -68,6 +76,7 @@ class Bench:
         shape["window"] = max(shape["batch_size"], shape["window"])
         kernels: Any = "eager" if settings.kernels == "auto" else settings.kernels
         self.base = EngineConfig(method="plain", drafter=drafter, capacity=capacity, kernels=kernels, **shape)
+        self.kept = kept
         self.calibration: Calibration | None = None
         self.engines: dict[EngineConfig, Engine] = {}
 
@@ -103,30 +112,30 @@ class Bench:
         return [Request(i, p, max_new_tokens=new) for i, p in enumerate(prompts or self.prompts)]
 
     def choose_kernels_and_prefill(self) -> None:
-        """Choose the fastest kernels and the fastest prefill for all methods."""
+        """Choose the fastest kernels and the fastest prefill for all methods, in at most `tune_seconds`."""
         asked, usual = self.settings.kernels, self.config(self.usual)
         if asked not in ("auto", resolve(self.pair.target, self.pair.draft, self.base).kernels):
             raise ValueError(f"--kernels: {asked} does not work here; expected auto, or eager")
-        models = Models(self.pair.target, self.draft_for(usual))
-        trials = Trials(models, self.requests(), self.base.capacity)
+        models, deadline = (
+            Models(self.pair.target, self.draft_for(usual)),
+            time.monotonic() + self.settings.tune_seconds,
+        )
+        trials = Trials(models, self.requests(), self.base.capacity, self.kept, deadline)
+        found = trials.choose(usual, ("kernels", "prefill") if asked == "auto" else ("prefill",))
         if asked == "auto":
-            usual = trials.fastest_kernels(usual, TRIED[device_kind(models)])
-        found = trials.fastest_prefill(prefill_shapes(models, usual))
-        if asked == "auto" and found.kernels in TO_COMPILED:  # compiled last: each shape takes seconds
-            found = trials.fastest_kernels(found, [TO_COMPILED[found.kernels], found.kernels])
+            found = trials.compiled(found)
         prefill: dict[str, Any] = {"prefill_rows": found.prefill_rows, "prefill_columns": found.prefill_columns}
         self.base = replace(self.base, kernels=found.kernels, **prefill)
 
     def tune(self) -> Calibration:
-        """Choose the shape of `auto` on the bench's own prompts."""
+        """Choose the shape of `auto` on the bench's own prompts, with the kernels and the prefill of all methods."""
         fixed: set[str] = set()
         if self.settings.drafter != "auto":
             fixed = {"drafter", "method"} if self.base.drafter == NONE else {"drafter"}
-        kernels = ("kernels",) if self.settings.kernels == "auto" else ()
-        free = [name for name in (*CHOSEN_BY_AUTO, *kernels) if name not in fixed]
+        free = [name for name in CHOSEN_BY_AUTO if name not in fixed]
         config = self.config(self.usual)
         draft, seconds = self.draft_for(config), self.settings.tune_seconds
-        self.calibration = calibrate(self.pair.target, draft, self.requests(), config, free, seconds)
+        self.calibration = calibrate(self.pair.target, draft, self.requests(), config, free, seconds, kept=self.kept)
         return self.calibration
 
     def run(self, method: str, count: int | None = None) -> Run:
@@ -194,12 +203,13 @@ def run(settings: BenchSettings) -> None:
     check_device(settings.device)
     progress.stage("loading the models")
     bench = load(settings)
-    progress.stage("measuring what runs the layers fastest")
+    progress.stage(f"choosing kernels and prefill, at most {settings.tune_seconds:.0f} s")
     bench.choose_kernels_and_prefill()
     if "auto" in settings.names:
-        progress.stage(f"measuring the shape of auto, about {settings.tune_seconds:.0f} s")
+        progress.stage(f"choosing the shape of auto, at most {settings.tune_seconds:.0f} s")
         found = bench.tune()
         console.print(candidates_table(found.table(), found.seconds))
+        console.print(f"auto: {found.reason}", highlight=False)
     progress.stage(f"timing {', '.join(settings.names)}, {counted(settings.repeats, 'time')} in turn")
     progress.stop()
     rows = time_and_compare(bench, console)
@@ -234,7 +244,10 @@ def load(settings: BenchSettings) -> Bench:
         print(f"{left} of {len(prompts)} prompts left out: empty, or longer than {room} tokens")
     if not fitting:
         raise ValueError(f"no prompt is left that fits the model's context with {settings.max_new_tokens} new tokens")
-    return Bench(pair, fitting, settings, others)
+    names = {"target": target} | ({"draft": drafts[0]} if drafts else {})
+    digests = {role: model_digest(name, None, {}) for role, name in names.items()}
+    kept = Kept.of(digests, settings.dtype, hardware(pair.target.device), torch.get_num_threads())
+    return Bench(pair, fitting, settings, others, kept)
 
 
 def time_and_compare(bench: Bench, console: Any) -> list[dict[str, Any]]:

@@ -41,7 +41,7 @@ class BenchSettings:
     device: str = setting("cpu", DEVICE_HELP)
     threads: int | None = setting(None, "CPU threads. Default: one per core.", ge=1)
     repeats: int = setting(3, "Timed runs of every method, in turns.", ge=1)
-    tune_seconds: float = setting(20.0, "Seconds of the calibration of auto.", ge=0.1)
+    tune_seconds: float = setting(120.0, "Longest time to choose the kernels, and again the shape of auto.", ge=0.1)
     shape: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

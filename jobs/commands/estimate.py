@@ -65,7 +65,7 @@ def estimate(prepared: Prepared, share: float) -> Estimate:
     if not requests:
         raise JobError("estimate: no row of the sample can be decoded")
     try:
-        settled = settle(job, prepared.shape, requests, device)
+        settled = settle(job, prepared.shape, requests, device, prepared.models.digests)
     except ValueError as error:
         raise JobError(str(error)) from error
     pair = pair_of(job, device, kind(settled.config).needs_draft)

@@ -45,11 +45,13 @@ def tune(job: Job) -> None:
     shape = shape_of(job, prepared.models.configs, job.tune_from, None)
     if not shape.free:
         raise JobError(f"nothing to measure: none of {', '.join(AUTO)} is auto, or the method is eqspec")
-    progress.stage(f"measuring, about {job.tune_seconds:.0f} s")
-    settled = settle(job, shape, sample(job, prepared.plan, prepared.prompts), device_here(job))
+    progress.stage(f"measuring, at most {job.tune_seconds:.0f} s")
+    requests = sample(job, prepared.plan, prepared.prompts)
+    settled = settle(job, shape, requests, device_here(job), prepared.models.digests)
     progress.stop()
     console = Console()
     console.print(candidates_table(settled.candidates, settled.seconds))
+    console.print(f"chosen: {settled.reason}", highlight=False)
     for name in (*AUTO, *DRAFTING):
         if (value := getattr(settled.config, name)) is not None:
             console.print(f"{name}: {value}", highlight=False)

@@ -161,7 +161,7 @@ class Job(Decoding):
     seed: int = _sampling(0, "Seed of the job. Each row's seed is derived from it.", ge=0)
     stop: list[str] = _sampling([], "Strings that end a completion. They are not part of the output.")
 
-    tune_seconds: float = _decoding(20.0, "Approximate seconds of calibration.", "any", gt=0)
+    tune_seconds: float = _decoding(120.0, "Longest time of a calibration.", "any", gt=0)
     tune_from: int = _decoding(1000, "Calibrate jobs of this many rows or more; others use defaults.", "any", ge=1)
     memory_gib: float | None = _decoding(None, "Memory of an actor in GiB. Default: what is free.", "any", gt=0)
     dtype: Dtype = _models(Dtype.float32, "Data type of weights and KV cache.")

@@ -1,15 +1,17 @@
 """The shape of a resumed job: what may change, and what stays as in the first run."""
 
-from dataclasses import fields
+from dataclasses import asdict, fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from exspec.actors.engine import EngineConfig
+from exspec.actors.engine.shape.kept import Kept
 from exspec.pipeline.job.fingerprint import differences, fingerprint, may_change
 from exspec.pipeline.job.kinds import SETTINGS
 from exspec.pipeline.job.settings import Job
-from exspec.pipeline.shape import shape_of, stored_shape
+from exspec.pipeline.shape import Shape, recalled, shape_of, stored_shape
 from tests import tiny
 
 BASE: dict[str, Any] = {"target": "t", "input": "in", "output": "out"}
@@ -55,6 +57,23 @@ def test_other_settings_stay_as_in_the_first_run() -> None:
     resumed = shape(Job(**BASE), stored)
     assert stored_shape(resumed) == stored
     assert shape(Job(**BASE, threshold=0.9), stored) == shape(Job(**BASE, threshold=0.9, drafter="suffix"), stored)
+
+
+def small(models: list[Any], **settings: Any) -> Shape:
+    return shape_of(Job(**BASE | settings), models, 10, None)
+
+
+def test_a_small_job_takes_what_an_earlier_calibration_chose(tmp_path: Path) -> None:
+    kept, models = Kept({}, tmp_path), [tiny.model().config]
+    assert recalled(small(models), kept, models) == small(models)
+    chosen = EngineConfig(drafter="suffix", batch_size=4, draft_tokens=2, kernels="compiled_packed", prefill_rows=16)
+    kept.keep_shape(chosen)
+    found = recalled(small(models), kept, models).config
+    assert found == replace(small(models).config, **asdict(replace(chosen, kernels="packed")) | {"capacity": 96})
+    for settings in ({"batch_size": 4}, {"method": "plain"}, {"drafter": "none"}):
+        assert recalled(small(models, **settings), kept, models) == small(models, **settings)
+    kept.keep_shape(replace(chosen, drafter="model"))
+    assert recalled(small(models), kept, models) == small(models), "the job has no draft"
 
 
 def test_what_depends_on_the_machine_is_not_stored() -> None:

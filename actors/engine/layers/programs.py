@@ -7,15 +7,18 @@ every program that contains it: whether a forward runs to its end or stops, or w
 """
 
 import logging
+import math
 import os
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch import _guards as guards
 from torch._inductor import config as compiler
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
@@ -33,12 +36,28 @@ if hasattr(compiler, "deterministic"):  # older releases of torch lack it
 Run = Callable[[list[Tensor]], Sequence[Any]]  # compiled code: it empties the list that it is given
 
 
+class OutOfTimeError(Exception):
+    """A deadline passed before something was measured or compiled."""
+
+
 class Code:
-    """Compiled code, by graph and inputs, and the seconds that tracing and compiling have taken."""
+    """Compiled code, by graph and inputs, and the seconds that tracing and compiling have taken.
+
+    deadline: a value of time.monotonic; after it, new code raises OutOfTimeError.
+    """
 
     def __init__(self) -> None:
         self.kept: dict[Hashable, Run] = {}
-        self.seconds = 0.0
+        self.seconds, self.deadline = 0.0, math.inf
+
+    @contextmanager
+    def until(self, deadline: float) -> Iterator[None]:
+        """Compile until the deadline."""
+        self.deadline, before = deadline, self.deadline
+        try:
+            yield
+        finally:
+            self.deadline = before
 
     @property
     def folder(self) -> Path:
@@ -53,10 +72,15 @@ class Code:
     def of(self, graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Run:
         """The code of a graph for inputs of these shapes, compiled at the first call. inputs: without values."""
         shapes = tuple((t.shape, t.stride(), t.dtype, t.device) for t in inputs)
-        key = graph.code, shapes, torch.get_num_threads()
+        threads = torch.get_num_threads()
+        key = graph.code, shapes, threads
         if key not in self.kept:
+            if time.monotonic() > self.deadline:
+                raise OutOfTimeError
             self.folder.mkdir(parents=True, exist_ok=True)
-            with compiler.patch(OPTIONS):
+            # Without a context the compiler would not read its cache on disk.
+            context = guards.TracingContext(guards.detect_fake_mode(inputs))
+            with guards.tracing(context), compiler.patch(OPTIONS | {"cpp.threads": threads}):
                 self.kept[key] = compile_fx_inner(graph, list(inputs))
         return self.kept[key]
 
@@ -77,7 +101,7 @@ def compiler_trial(device: torch.device) -> str | None:
     try:
         (result,) = program(lambda x: (x * 2 + 1,), (x,))(x)
         right = result.equal(torch.full_like(x, 3))
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, OutOfTimeError):
         raise
     except Exception as fault:  # a compiler fails in many ways, and all of them are reasons
         return first_line(fault)
@@ -111,7 +135,7 @@ class Compiled:
         start = time.perf_counter()
         try:
             return program(function, arguments, self.packs)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, OutOfTimeError):
             raise
         except Exception as fault:  # tracing and compiling fail in many ways
             name = getattr(function, "__qualname__", type(function).__name__)

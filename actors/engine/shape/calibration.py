@@ -2,13 +2,13 @@
 
 1. Probes: short runs on a sample of the requests, with each available drafter, measure how far drafts survive and how
    long completions are.
-2. Prediction: for each candidate, a dry run of the scheduler with measured times of forwards predicts tokens/s.
-3. Final: the best candidate of each kind runs in turn with the others, and the fastest is taken. Speculation must beat
-   plain decoding by a margin.
+2. Prediction: for each candidate, a dry run of the scheduler with measured times of forwards predicts tokens/s. B is
+   chosen first, with kernels that need no compiler; then the rest, with compiled kernels if these are faster.
+3. Final: the best candidates run in turns, and the fastest is taken: the plainest, unless another one is faster in
+   nearly all turns.
 """
 
 import gc
-import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,46 +24,53 @@ from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.drafters.lookup import kind, label
 from exspec.actors.engine.drafters.registry import NONE
 from exspec.actors.engine.engine import Engine
-from exspec.actors.engine.layers import programs
+from exspec.actors.engine.layers.programs import CODE, OutOfTimeError
 from exspec.actors.engine.methods import resolve
 from exspec.actors.engine.request import Request
-from exspec.actors.engine.shape.candidates import (
-    FREE,
-    TO_COMPILED,
-    TRIED,
-    candidates,
-    coarse,
-    device_kind,
-    drafter_choices,
-    prefill_shapes,
-    probe_shape,
-)
-from exspec.actors.engine.shape.costs import Clock, Costs, OutOfTimeError, Trials
+from exspec.actors.engine.shape.candidates import FREE, UNCOMPILED, candidates, coarse, drafter_choices, probe_shape
+from exspec.actors.engine.shape.costs import Costs
+from exspec.actors.engine.shape.kept import Kept
 from exspec.actors.engine.shape.plan import Models
 from exspec.actors.engine.shape.prediction import best_threshold, predict
 from exspec.actors.engine.shape.sample import Feed, MakeEngine, Sample, probe
+from exspec.actors.engine.shape.trials import Trials
 
-TURNS, FIRST_TURNS = 5, 2  # turns of the final; in the first FIRST_TURNS all finalists run
-COMPILE_FROM = 10.0  # seconds of measuring: with less, a job does not wait for a compiler
-COMPILING = 2  # compiling counts as measuring after this many times the seconds of measuring
-MARGIN = 1.02  # speculation must be this much faster than plain decoding to be taken
+SECONDS = 120.0  # of a calibration, at most
+PROBES, FINAL = 1 / 24, 1 / 6  # the shares of this time for probes and final
+PREDICTED, WARM = 0.6, 0.75  # by these shares of it, prediction ends and the finalists are compiled
+COMPILE_FROM = 40.0  # seconds: with less, there is no time for a compiler
+TURNS, FIRST_TURNS = 8, 3  # of the final; after the first ones, finalists that are far behind leave
+BEHIND = 0.9  # of the fastest one's speed
+SURE = 0.25  # of the turns may contradict that the less plain of two shapes is faster
 
 
 @dataclass
 class Candidate:
-    """A shape with its tokens/s: predicted by the dry run, and measured in the final (None: not run)."""
+    """A shape with its tokens/s: predicted by the dry run, and measured in each turn of the final."""
 
     config: EngineConfig
     predicted: float
-    measured: float | None = None
+    turns: Sequence[float] = ()
+
+    @property
+    def measured(self) -> float | None:
+        return median(self.turns) if self.turns else None
+
+    def __str__(self) -> str:
+        return f"{label(self.config)}, K={self.config.drafted}" if self.config.drafts else "plain"
+
+    def ratios(self, other: "Candidate") -> list[float]:
+        """How many times as fast it was as the other, by turn."""
+        return [a / b for a, b in zip(self.turns, other.turns, strict=False)]
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """config: the choice. candidates: the predicted shapes, the best first. seconds: the duration. compiled: the code
-    compiled for it and the seconds of compilation; None if nothing was compiled."""
+    """config: the choice. reason: why, in a few words. candidates: the predicted shapes, the best first. seconds: the
+    duration. compiled: the code compiled for it and the seconds of compilation; None if nothing was compiled."""
 
     config: EngineConfig
+    reason: str
     candidates: list[Candidate]
     sample: Sample
     seconds: float
@@ -82,6 +89,7 @@ class Calibration:
                 "kernels": c.config.kernels,
                 "predicted": round(c.predicted, 1),
                 "measured": None if c.measured is None else round(c.measured, 1),
+                "turns": [round(speed, 1) for speed in c.turns],
                 "chosen": replace(c.config, threshold=self.config.threshold) == self.config,
             }
             for c in sorted(self.candidates, key=lambda c: (c.measured is None, -(c.measured or c.predicted)))
@@ -94,60 +102,78 @@ def calibrate(
     requests: Sequence[Request],
     config: EngineConfig,
     free: Sequence[str] = FREE,
-    seconds: float = 20.0,
+    seconds: float = SECONDS,
     budget: int | None = None,
     engine: MakeEngine = Engine,
+    kept: Kept | None = None,
 ) -> Calibration:
     """The fastest config that differs from `config` only in the settings named in `free`.
 
-    requests: a sample; requests that cannot be decoded are left out. seconds: the approximate duration; half of it is
-    for the final. budget: bytes of memory that the config may use. engine: makes the engines that decode.
+    requests: a sample; requests that cannot be decoded are left out. seconds: the longest duration; a forward that has
+    begun is not stopped, and a few forwards with each drafter are timed in any case. budget: bytes of memory that the
+    config may use. engine: makes the engines that decode. kept: measurements to start with and to add to.
 
     Raises ValueError if no request of the sample can be decoded, or no candidate fits the budget.
     """
-    return Calibrator(Models(target, draft, budget), config, free, seconds, engine).run(requests)
+    return Calibrator(Models(target, draft, budget), config, free, seconds, engine, kept).run(requests)
 
 
 class Calibrator:
-    """One calibration, with the parameters of `calibrate`. config: with kernels and prefill shape, once chosen."""
+    """One calibration, with the parameters of `calibrate`.
+
+    config: with kernels and prefill shape, once chosen; until then its kernels need no compiler. kernels: None if they
+    are free.
+    """
 
     def __init__(
-        self, models: Models, config: EngineConfig, free: Sequence[str], seconds: float, make: MakeEngine
+        self,
+        models: Models,
+        config: EngineConfig,
+        free: Sequence[str],
+        seconds: float,
+        make: MakeEngine,
+        kept: Kept | None,
     ) -> None:
-        self.models, self.free, self.seconds, self.make = models, free, seconds, make
-        self.clock = Clock(COMPILING * seconds)
-        self.start = self.clock.now()
-        self.began, self.compiling = time.monotonic(), programs.CODE.seconds
+        self.models, self.free, self.seconds, self.make, self.kept = models, free, seconds, make, kept
+        self.start, self.compiling = time.monotonic(), CODE.seconds
         self.choices = drafter_choices(models, config, free)
         if self.choices:
             config = config.drafting(self.choices[0])
         elif config.drafts:
             config = replace(config, method="plain", drafter=NONE)
-        self.config = replace(resolve(models.target, models.draft, config), pages=config.pages)
+        config = replace(resolve(models.target, models.draft, config), pages=config.pages)
+        self.kernels = None if "kernels" in free else config.kernels
+        self.config = replace(config, kernels=UNCOMPILED.get(config.kernels, config.kernels))
         smallest = replace(self.config, method="plain", drafter=NONE) if "method" in free else self.config
         models.fitted(smallest)  # raises if nothing fits
+
+    def at(self, share: float) -> float:
+        """The moment, a value of time.monotonic, when this share of the time is over."""
+        return self.start + share * self.seconds
 
     def run(self, requests: Sequence[Request]) -> Calibration:
         """Probe, predict and run the finalists."""
         sample = self.probe(requests)
         longest = max(prompt + new for prompt, new in sample.lengths)
-        self.choose_kernels_and_prefill(sample, longest)
-        costs = Costs(self.models, sample.requests, longest, self.config, self.clock)
-        predicted = self.predict(costs, sample)
-        finalists = self.finalists(predicted)
+        predicted, costs = self.predict(sample, longest)
+        finalists = self.finalists([c for c in predicted if c.config.kernels == self.config.kernels])
+        self.final(sample, finalists)
+        chosen, reason = decided(finalists)
+        threshold = chosen.config.threshold
+        costs.deadline = self.at(1)
+        with suppress(OutOfTimeError), CODE.until(costs.deadline):
+            threshold = best_threshold(chosen.config, costs, sample)
         costs.forget()
-        chosen = max(predicted, key=lambda c: c.predicted / (MARGIN if c.config.drafts else 1))
-        if len(finalists) > 1:
-            chosen = self.final(sample, finalists)
-        costs.deadline = math.inf
-        best = replace(chosen.config, threshold=best_threshold(chosen.config, costs, sample))
-        compiled = str(programs.CODE) if programs.CODE.seconds > self.compiling else None
-        return Calibration(best, predicted, sample, time.monotonic() - self.began, compiled)
+        best = replace(chosen.config, threshold=threshold)
+        if self.kept:
+            self.kept.keep_shape(best)
+        compiled = str(CODE) if CODE.seconds > self.compiling else None
+        return Calibration(best, reason, predicted, sample, time.monotonic() - self.start, compiled)
 
     def probe(self, requests: Sequence[Request]) -> Sample:
         """Probe each drafter that fits. Drafters that do not fit are no longer choices."""
         engines = self._probes()
-        sample = probe(engines, requests, self.seconds / 4)
+        sample = probe(engines, requests, self.seconds * PROBES)
         self.choices = [c for c in self.choices if label(self._probed(c)) in engines]
         return sample
 
@@ -169,49 +195,51 @@ class Calibrator:
     def _probed(self, choice: dict[str, Any]) -> EngineConfig:
         return probe_shape(self.models, self.config, choice, self.free)
 
-    def choose_kernels_and_prefill(self, sample: Sample, longest: int) -> None:
-        """Choose the kernels and prefill shape of all candidates: the fastest that do not make the batch smaller."""
-        trials = Trials(self.models, sample.requests, longest, self.clock)
-        rows, config = self.models.rows, self.config
-        if "kernels" in self.free:
-            least = rows(replace(config, kernels="eager"))
-            names = TRIED[device_kind(self.models)]
-            kernels = [name for name in names if rows(replace(config, kernels=name)) >= least]
-            config = trials.fastest_kernels(config, kernels)
-        if "prefill" in self.free:
-            shapes = [shape for shape in prefill_shapes(self.models, config) if rows(shape) >= rows(config)]
-            config = trials.fastest_prefill(shapes or [config])
-        if "kernels" in self.free and config.kernels in TO_COMPILED and self.seconds >= COMPILE_FROM:
-            config = trials.fastest_kernels(config, [TO_COMPILED[config.kernels], config.kernels])
-        self.config = config
-
-    def predict(self, costs: Costs, sample: Sample) -> list[Candidate]:
-        """Candidates that fit, the best first. B is chosen with few of the shapes; the other shapes with that B follow
-        while there is time. Raises ValueError if none fits."""
+    def predict(self, sample: Sample, longest: int) -> tuple[list[Candidate], Costs]:
+        """Candidates that fit, the best first, and the costs of their forwards. Raises ValueError if none fits."""
+        given, until = (self.models, sample.requests, longest), self.at(PREDICTED)
+        trials = Trials(*given, self.kept, until)
+        self.config = trials.choose(self.config, self.free)
+        costs = Costs(*given, self.config, self.kept)
         shapes = list(candidates(self.models, self.config, self.choices, self.free))
-        kinds = {label(shape) for shape in shapes}
-        predicted: list[Candidate] = []
-        tried: set[str] = set()
+        predicted = self._predicted(coarse(shapes), costs, sample)
+        costs.forget()
+        if not predicted:
+            raise ValueError("calibration: none of the possible shapes fits the memory")
+        best = max(predicted, key=lambda c: c.predicted).config
+        likely = {c.config.drafter: label(c.config) for c in sorted(predicted, key=lambda c: c.predicted)}
+        shapes = [s for s in shapes if s.batch_size == best.batch_size and label(s) in likely.values()]
+        kernels = self.kernels or best.kernels
+        if "kernels" in self.free and self.seconds >= COMPILE_FROM:
+            kernels = trials.compiled(best).kernels
+        with CODE.until(until):
+            if kernels != best.kernels:
+                uncompiled, compiled = shapes, [replace(shape, kernels=kernels) for shape in shapes]
+                faster = Costs(*given, replace(self.config, kernels=kernels), self.kept, until)
+                again = self._predicted(coarse(compiled), faster, sample)
+                late = {label(shape) for shape in compiled} - {label(c.config) for c in again}
+                if self.kernels:  # they stay, and what was not timed is predicted as without a compiler
+                    untimed = [c for c in predicted if c.config in uncompiled and label(c.config) in late]
+                    again += [replace(c, config=replace(c.config, kernels=kernels)) for c in untimed]
+                if self.kernels or not late:
+                    predicted, costs, shapes, self.config = predicted + again, faster, compiled, faster.config
+            costs.deadline = until
+            predicted += self._predicted([s for s in shapes if s not in coarse(shapes)], costs, sample)
+        costs.forget()
+        return sorted(predicted, key=lambda c: -c.predicted), costs
 
-        def consider(shape: EngineConfig) -> None:
-            if tried == kinds and predicted:  # one of each kind is predicted, however long it takes
-                costs.deadline = self.start + self.seconds / 2
-            tried.add(label(shape))
+    def _predicted(self, shapes: list[EngineConfig], costs: Costs, sample: Sample) -> list[Candidate]:
+        """Those of the shapes that fit, as far as there is time; one of each drafter, however long it takes, unless the
+        costs have a deadline."""
+        found: list[Candidate] = []
+        for shape in shapes:
+            if {label(s) for s in shapes} == {label(c.config) for c in found}:
+                costs.deadline = min(costs.deadline, self.at(PREDICTED))
             with suppress(OutOfTimeError, ValueError, torch.OutOfMemoryError):  # the last two: it does not fit
                 fitted = self.models.fitted(shape)
                 if fitted.batch_size == shape.batch_size:
-                    predicted.append(Candidate(fitted, predict(fitted, costs, sample)))
-
-        first = coarse(shapes)
-        for shape in first:
-            consider(shape)
-        rows = max(predicted, key=lambda c: c.predicted).config.batch_size if predicted else None
-        for shape in shapes:
-            if shape not in first and rows in (shape.batch_size, None):
-                consider(shape)
-        if not predicted:
-            raise ValueError("calibration: none of the possible shapes fits the memory")
-        return sorted(predicted, key=lambda c: -c.predicted)
+                    found.append(Candidate(fitted, predict(fitted, costs, sample)))
+        return found
 
     def finalists(self, predicted: list[Candidate]) -> list[Candidate]:
         """The candidates that run in the final: the best of each drafter (two if there is only one drafter) and the
@@ -224,34 +252,56 @@ class Calibrator:
             chosen.remove(max(chosen, key=lambda c: (c is not chosen[0], c.config.drafts)))
         return chosen
 
-    def final(self, sample: Sample, finalists: list[Candidate]) -> Candidate:
-        """Run the finalists in turn, for a slice of the time each. Returns the fastest.
-
-        After two runs of all, the best with and without drafts are compared turn by turn: the machine's speed changes.
-        """
-        target, draft = self.models.target, self.models.draft
-        engines = [self.make(target, draft if c.config.drafts else None, c.config) for c in finalists]
-        feeds = [Feed(engine, sample) for engine in engines]
-        end = max(self.start + self.seconds, self.clock.now() + self.seconds / 4)
-        slice_ = max(0.05, (end - self.clock.now()) / (TURNS * len(feeds)))
-        for feed in feeds:
-            with self.clock.stopped():  # the first run admits sequences and records graphs
-                feed.run(slice_ / 2)
-        speeds: list[list[float]] = [[] for _ in feeds]
-        for _ in range(FIRST_TURNS):
-            for feed, measured in zip(feeds, speeds, strict=True):
-                measured.append(feed.run(slice_))
-        order = sorted(range(len(feeds)), key=lambda i: -median(speeds[i]))
-        first = order[0]
-        second = next((i for i in order if finalists[i].config.drafts != finalists[first].config.drafts), order[1])
-        slice_ = max(0.05, (end - self.clock.now()) / (TURNS * 2))
-        while self.clock.now() + 2 * slice_ < end:
-            for i in (first, second):
-                speeds[i].append(feeds[i].run(slice_))
-        for candidate, measured in zip(finalists, speeds, strict=True):
-            candidate.measured = median(measured)
-        del engines, feeds, feed
+    def final(self, sample: Sample, finalists: list[Candidate]) -> None:
+        """Run the finalists in turns, for a slice of the time each, and note their tokens/s. One that is not compiled
+        in time does not run. Turns are compared with each other, because the machine's speed changes."""
+        racing: list[tuple[Candidate, Feed]] = []
+        for candidate in finalists if len(finalists) > 1 else []:
+            draft = self.models.draft if candidate.config.drafts else None
+            with suppress(OutOfTimeError), CODE.until(self.at(WARM)):
+                feed = Feed(self.make(self.models.target, draft, candidate.config), sample)
+                feed.run(0.1)  # the first rounds admit sequences, compile, and record graphs
+                racing.append((candidate, feed))
+        end = max(min(time.monotonic() + self.seconds * FINAL, self.at(1)), time.monotonic() + 0.1)
+        for turn in range(TURNS):
+            if turn == FIRST_TURNS:
+                racing = in_reach(racing)
+            left = end - time.monotonic()
+            slice_ = left / ((TURNS - turn) * len(racing)) if racing else 0.0
+            for candidate, feed in racing if turn < 2 or left > 0 else []:
+                candidate.turns = [*candidate.turns, feed.run(slice_)]
+        del racing
         gc.collect()
-        faster = median(a / b for a, b in zip(speeds[first], speeds[second], strict=True))
-        margin = MARGIN ** (finalists[first].config.drafts - finalists[second].config.drafts)
-        return finalists[first] if faster >= margin else finalists[second]
+
+
+def in_reach(racing: Sequence[tuple[Candidate, Feed]]) -> list[tuple[Candidate, Feed]]:
+    """Those that may still be the fastest, and the best with and without drafts."""
+    order = sorted(racing, key=lambda pair: -(pair[0].measured or 0.0))
+    best = [next((c for c, _ in order if c.config.drafts == drafts), None) for drafts in (True, False)]
+    least = BEHIND * (order[0][0].measured or 0.0) if order else 0.0
+    return [(c, feed) for c, feed in racing if c in best or (c.measured or 0.0) >= least]
+
+
+def decided(finalists: list[Candidate]) -> tuple[Candidate, str]:
+    """The fastest finalist, and why. finalists: the best predicted one first."""
+    ran = sorted((c for c in finalists if c.turns), key=lambda c: c.config.drafted)
+    if len(ran) < 2:
+        chosen = next(iter(ran), max(finalists, key=lambda c: c.predicted))
+        return chosen, f"{chosen}: there was no time to compare it" if len(finalists) > 1 else f"{chosen} alone fits"
+    chosen = ran[0]
+    for other in ran[1:]:
+        if _for_sure(other.ratios(chosen)) > 1:
+            chosen = other
+    others = [c for c in ran if c.config.drafts != chosen.config.drafts] or [c for c in ran if c is not chosen]
+    other = max(others, key=lambda c: c.measured or 0.0)
+    ratios = chosen.ratios(other)
+    within = ", within the spread of the turns" if _for_sure(ratios) <= 1 else ""
+    return chosen, (
+        f"{chosen} is {median(ratios):.2f} times as fast as {other}{within} "
+        f"({min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} turns)"
+    )
+
+
+def _for_sure(ratios: list[float]) -> float:
+    """A ratio that all but a share SURE of the turns reach."""
+    return sorted(ratios)[int(SURE * len(ratios))]

@@ -12,9 +12,10 @@ from exspec.actors.engine.shape.plan import Models
 
 FREE = ("method", "drafter", "batch_size", "window", "draft_tokens", "bucket", "kernels", "prefill")
 ROWS = {"cuda": (8, 16, 32, 64, 128, 256, 4, 2, 1), "cpu": (8, 16, 4, 2, 1)}  # values of B to try, the likeliest first
-# Kernels to time. On a CPU the faster of these decides how the products of compiled kernels are computed.
-TRIED: dict[str, tuple[KernelsName, ...]] = {"cuda": ("compiled", "eager"), "cpu": ("eager", "packed")}
+# Kernels to time first. On a CPU the faster ones also decide how the products of compiled kernels are computed.
+TRIED: dict[str, tuple[KernelsName, ...]] = {"cuda": ("eager",), "cpu": ("eager", "packed")}
 TO_COMPILED: dict[KernelsName, KernelsName] = {"eager": "compiled", "packed": "compiled_packed"}
+UNCOMPILED = {compiled: name for name, compiled in TO_COMPILED.items()}
 PREFILLS = {"cuda": ((1, 128), (4, 128), (16, 128)), "cpu": ((4, 32), (8, 32), (16, 32), (1, 128))}  # rows and columns
 BUCKETS = (128, 256, 512, 1024)
 USUAL = 5  # the K with which B is chosen

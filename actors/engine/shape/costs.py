@@ -1,59 +1,42 @@
-"""The seconds of forwards on this device, by shape, and trials that choose a shape by these times."""
+"""The seconds of forwards on this device, by shape."""
 
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import cycle
-from statistics import median
 from typing import Any
 
 import torch
 
-from exspec.actors.engine.config import EngineConfig, KernelsName
+from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.drafters.drafter import Drafter
 from exspec.actors.engine.drafters.lookup import kind, label
 from exspec.actors.engine.engine import Engine
 from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.kv.cached_model import PagedModel
-from exspec.actors.engine.methods import drafter_of, resolve
+from exspec.actors.engine.layers.programs import OutOfTimeError
+from exspec.actors.engine.methods import drafter_of
 from exspec.actors.engine.request import Request
 from exspec.actors.engine.scheduling.group import Group
 from exspec.actors.engine.scheduling.pool import Sequence as Decoded
+from exspec.actors.engine.shape.kept import Kept
 from exspec.actors.engine.shape.plan import Models
 from exspec.actors.engine.tokens.sampling import Sampler
 
-
-class Clock:
-    """Seconds of measuring. The first `free` seconds of recording and compiling do not count."""
-
-    def __init__(self, free: float = math.inf) -> None:
-        self.free, self.paused = free, 0.0
-
-    def now(self) -> float:
-        return time.monotonic() - min(self.paused, self.free)
-
-    @contextmanager
-    def stopped(self) -> Iterator[None]:
-        start = time.monotonic()
-        try:
-            yield
-        finally:
-            self.paused += time.monotonic() - start
-
-
-class OutOfTimeError(Exception):
-    """The clock ran out before a forward was timed."""
+WIDTHS = (1, 9, 17, 33, 65)  # columns of a compiled verify that are timed; others lie between two of them
+RUNS, LEAST = 5, 0.1  # runs of a forward, at least, and seconds of them; the shortest counts: other work lengthens it
 
 
 class Costs:
     """Seconds of forwards on the device, timed at the first request and interpolated between numbers of KV columns.
 
+    A compiled verify is also interpolated between widths, because each width takes seconds to compile.
+
     requests: tokens are chosen with their sampling settings. longest: tokens of the longest expected sequence. config:
-    the settings that all shapes share. deadline: by the clock; after it, a forward that was not timed yet raises
-    OutOfTimeError.
+    the settings that all shapes share. kept: measurements of earlier processes. deadline: a value of time.monotonic;
+    after it, a forward that was not timed yet raises OutOfTimeError.
     """
 
     def __init__(
@@ -62,23 +45,26 @@ class Costs:
         requests: Sequence[Request],
         longest: int,
         config: EngineConfig,
-        clock: Clock | None = None,
+        kept: Kept | None = None,
+        deadline: float = math.inf,
     ) -> None:
         self.models, self.requests, self.config = models, requests, config
-        self.clock = clock or Clock()
-        self.deadline = math.inf
+        self.deadline = deadline
         widest = longest if config.attention == "in_place" else config.kv_columns(longest)
-        self.points = sorted({min(config.capacity, c) for c in (64, widest, (64 + widest) // 2, config.capacity)})
-        self.known: dict[Any, float] = {}
+        widest = 1 << (widest - 1).bit_length()  # few numbers, so that other jobs have measured them
+        self.points = sorted({min(config.capacity, c) for c in (64, widest // 2, widest, config.capacity)})
+        same = (config.kernels, config.attention, config.capacity, config.page_size, self._sampler(1).uses)
+        self.kept, self.form = kept, " ".join(map(str, same))
+        self.known: dict[str, float] = kept.seconds(self.form) if kept else {}
         self.engines: dict[int, Engine] = {}
         self.drafters: dict[str, Drafter] = {}  # by label, for the engine
 
     def round(self, config: EngineConfig, kv_columns: int) -> float:
         """Seconds of draft and verify for a full group."""
-        verify = self._between(kv_columns, lambda a: self.verify(config.batch_size, config.width, a))
+        verify = self._between(self.points, kv_columns, lambda a: self._verify(config.batch_size, config.width, a))
         if not config.drafts:
             return verify
-        first = self._between(kv_columns, lambda a: self.propose(config, 1, a))
+        first = self._between(self.points, kv_columns, lambda a: self.propose(config, 1, a))
         return verify + first + (config.draft_tokens - 1) * self.draft_step(config, kv_columns)
 
     def draft_step(self, config: EngineConfig, kv_columns: int) -> float:
@@ -87,7 +73,7 @@ class Costs:
         if (most := min(4, max(lengths))) == 1:
             return 0.0
         one, many = (
-            self._between(kv_columns, lambda a, n=n: self.propose(config, n, a))  # type: ignore[misc]
+            self._between(self.points, kv_columns, lambda a, n=n: self.propose(config, n, a))  # type: ignore[misc]
             for n in (1, most)
         )
         return max(many - one, 0.0) / (most - 1)
@@ -97,11 +83,16 @@ class Costs:
         chunks = sum(-(-length // config.prefill_columns) for length in lengths)
         return -(-chunks // config.prefill_rows) * self.chunk(config)
 
-    def _between(self, kv_columns: int, timed: Callable[[int], float]) -> float:
-        low = max((p for p in self.points if p <= kv_columns), default=self.points[0])
-        high = min((p for p in self.points if p >= kv_columns), default=self.points[-1])
-        share = 0.0 if low == high else (kv_columns - low) / (high - low)
-        return timed(low) * (1 - share) + timed(high) * share
+    def _verify(self, rows: int, width: int, kv_columns: int) -> float:
+        if not self.config.compiles or width > WIDTHS[-1]:
+            return self.verify(rows, width, kv_columns)
+        return self._between(WIDTHS, width, lambda w: self.verify(rows, w, kv_columns))
+
+    def _between(self, points: Sequence[int], value: int, timed: Callable[[int], float]) -> float:
+        low = max((p for p in points if p <= value), default=points[0])
+        high = min((p for p in points if p >= value), default=points[-1])
+        share = 0.0 if low == high else (value - low) / (high - low)
+        return timed(low) if low == high else timed(low) * (1 - share) + timed(high) * share
 
     def _engine(self, rows: int) -> Engine:
         if rows not in self.engines:
@@ -158,7 +149,7 @@ class Costs:
             batch, sampler = Batch(slots, tokens, starts, limit), self._sampler(rows)
             return lambda: engine.choose(batch, sampler)
 
-        return self._seconds(("verify", rows, width, kv_columns), prepare)
+        return self._seconds(f"verify B={rows} Q={width} kv={kv_columns}", prepare)
 
     def propose(self, config: EngineConfig, count: int, kv_columns: int) -> float:
         """Seconds to draft `count` tokens and to take in the target's choices."""
@@ -180,13 +171,14 @@ class Costs:
 
             return run
 
-        return self._seconds(("propose", label(config), rows, count, kv_columns), prepare)
+        return self._seconds(f"propose {label(config)} B={rows} K={count} kv={kv_columns}", prepare)
 
     def chunk(self, config: EngineConfig) -> float:
         """Seconds of a prefill forward of target and drafter."""
 
+        rows, columns = self.config.prefill_rows, self.config.prefill_columns
+
         def prepare() -> Callable[[], Any]:
-            rows, columns = self.config.prefill_rows, self.config.prefill_columns
             engine = next(iter(self.engines.values()), None) or self._engine(self.config.batch_size)
             slots = torch.arange(rows, device=engine.device) % engine.pool.slots
             ids = torch.ones(rows, columns, dtype=torch.long, device=engine.device)
@@ -199,7 +191,7 @@ class Costs:
 
             return run
 
-        return self._seconds(("prefill", label(config)), prepare)
+        return self._seconds(f"prefill {label(config)} P={rows} C={columns}", prepare)
 
     def _group(self, engine: Engine, rows: int, length: int) -> Group:
         """A group whose rows have `length` tokens and the sampling of the requests."""
@@ -215,16 +207,20 @@ class Costs:
         chosen = [r.sampling for r, _ in zip(cycle(self.requests), range(rows), strict=False)]
         return Sampler(chosen, [[1]] * rows, self.models.target.device)
 
-    def _seconds(self, key: Any, prepare: Callable[[], Callable[[], Any]]) -> float:
-        if key not in self.known:
-            if self.clock.now() > self.deadline:
+    def _seconds(self, name: str, prepare: Callable[[], Callable[[], Any]]) -> float:
+        if name not in self.known:
+            if time.monotonic() > self.deadline:
                 raise OutOfTimeError
-            with self.clock.stopped():
-                run = prepare()
-                run()
-                run()  # the first runs record and compile
-            self.known[key] = median(_timed(run, self.models.target.device) for _ in range(3))
-        return self.known[key]
+            run = prepare()
+            run()
+            run()  # the first runs record and compile
+            start, times = time.monotonic(), list[float]()
+            while len(times) < RUNS or time.monotonic() < start + LEAST:
+                times.append(_timed(run, self.models.target.device))
+            self.known[name] = min(times)
+            if self.kept:
+                self.kept.keep_seconds(self.form, {name: self.known[name]})
+        return self.known[name]
 
 
 def _timed(run: Callable[[], Any], device: torch.device) -> float:
@@ -233,32 +229,3 @@ def _timed(run: Callable[[], Any], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - start
-
-
-class Trials:
-    """Chooses settings that all shapes share by timing them. Parameters: see `Costs`."""
-
-    def __init__(self, models: Models, requests: Sequence[Request], longest: int, clock: Clock | None = None) -> None:
-        self.models, self.requests, self.longest, self.clock = models, requests, longest, clock
-
-    def fastest_kernels(self, config: EngineConfig, kernels: Sequence[KernelsName]) -> EngineConfig:
-        """The config with the kernels whose round takes the fewest seconds."""
-        shapes = [replace(config, kernels=name) for name in kernels]
-        return self._fastest(shapes, lambda costs: costs.round(costs.config, self.longest // 2 + 1))
-
-    def fastest_prefill(self, shapes: list[EngineConfig]) -> EngineConfig:
-        """The shape that prefills the requests' prompts in the fewest seconds, one at a time, as sequences end."""
-        lengths = [len(r.prompt) for r in self.requests]
-        return self._fastest(shapes, lambda costs: sum(costs.prefill(costs.config, length) for length in lengths))
-
-    def _fastest(self, shapes: list[EngineConfig], seconds: Callable[[Costs], float]) -> EngineConfig:
-        """The fastest of the shapes that work here, timed in both orders since the machine's speed may change."""
-        target, draft = self.models.target, self.models.draft
-        working = [shape for shape in shapes if resolve(target, draft, shape).kernels == shape.kernels]
-        timed: list[tuple[float, EngineConfig]] = []
-        for shape in [*working, *reversed(working)] if len(working) > 1 else []:
-            costs = Costs(self.models, self.requests, self.longest, shape, self.clock)
-            with suppress(torch.OutOfMemoryError):
-                timed.append((seconds(costs), shape))
-            costs.forget()
-        return min(timed, key=lambda pair: pair[0])[1] if timed else [*working, *shapes][0]

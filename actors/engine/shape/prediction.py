@@ -33,7 +33,7 @@ def predict(config: EngineConfig, costs: Costs, sample: Sample) -> float:
             if number == 0:  # the dry run begins in the middle of a long job
                 sequence.tokens += [0] * rng.randrange(sequence.budget or 1)
             else:
-                prompts.append(prompt)
+                prompts.append(round(prompt * (1 - sample.cached)))
             pool.waiting.append(sequence)
         seconds += costs.prefill(config, *prompts) if prompts else 0.0
         pool.admit(len(pool.free))
@@ -46,7 +46,8 @@ def predict(config: EngineConfig, costs: Costs, sample: Sample) -> float:
         for sequence in rows:
             chance, kept = rng.random(), 1
             kept += sum(chance < s for s in survival[: config.drafted])
-            kept = min(kept, sequence.budget, max(kv_columns - sequence.length, 1))
+            room = sequence.budget if config.attention == "in_place" else max(kv_columns - sequence.length, 1)
+            kept = min(kept, sequence.budget, room)
             sequence.tokens += [0] * kept
             tokens += kept
             if sequence.budget <= 0:

@@ -5,7 +5,6 @@ import random
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import cycle
 from statistics import mean
 
 from transformers import PreTrainedModel
@@ -28,13 +27,15 @@ class Sample:
     requests: the sample's requests that can be decoded; the probes used the first `taken`. lengths: tokens of prompt
     and completion, by request. survival: by label of the drafter, the share of all rounds that committed the first
     i + 1 tokens of a draft; rounds without drafts count too. overhead: by label of the drafter, seconds of bookkeeping
-    per row of a round. completed: prompts and completions.
+    per row of a round. cached: the share of the prompts' tokens that other sequences had cached. completed: prompts and
+    completions.
     """
 
     requests: list[Request]
     lengths: list[tuple[int, int]] = field(default_factory=list)
     survival: dict[str, tuple[float, ...]] = field(default_factory=dict)
     overhead: dict[str, float] = field(default_factory=dict)
+    cached: float = 0.0
     completed: list[tuple[Sequence[int], list[int]]] = field(default_factory=list)
     taken: int = 0
 
@@ -99,10 +100,16 @@ def _record(sample: Sample, name: str, engine: Engine) -> None:
     sample.survival[name] = _extrapolated(survival, max(lengths))
     spent, rows = engine.statistics.seconds, max(engine.statistics.busy_rows, 1)
     sample.overhead[name] = (spent["group"] + spent["commit"]) / rows
+    given = engine.statistics.cached_tokens + engine.statistics.prefill_tokens
+    sample.cached = engine.statistics.cached_tokens / max(given, 1)
     prompts = {request.id: request.prompt for request in sample.requests}
     sample.completed += [(prompts[c.id], c.tokens) for c in done]
     sample.lengths += [(c.statistics.prompt_tokens, len(c.tokens)) for c in done]
-    sample.lengths += [(len(s.request.prompt), max(len(s.committed), s.request.max_new_tokens // 2)) for s in running]
+    # A sequence that has not ended: one in so many tokens ended a sequence.
+    usual = (sum(len(c.tokens) for c in done) + sum(len(s.committed) for s in running)) / max(len(done), 0.1)
+    sample.lengths += [
+        (len(s.request.prompt), min(round(len(s.committed) + usual), s.request.max_new_tokens)) for s in running
+    ]
 
 
 def _extrapolated(survival: list[float], longest: int) -> tuple[float, ...]:
@@ -116,26 +123,36 @@ def _extrapolated(survival: list[float], longest: int) -> tuple[float, ...]:
 class Feed:
     """An engine that always has waiting requests. The first ones end at random times, as in the middle of a long job.
 
-    Its drafter has learned the probes' completions. It does not learn from its own requests, which repeat.
+    Its drafter has learned the probes' completions. It does not learn from its own requests, which repeat. A request
+    that repeats has another token where prompts begin to differ: its KV must not be cached.
     """
 
     def __init__(self, engine: Engine, sample: Sample) -> None:
         self.engine, self.count = engine, 0
         others = sample.requests[sample.taken :] if sample.taken else []
-        self.source = cycle(others or sample.requests)
+        self.requests = others or sample.requests
+        first, second = sample.requests[0].prompt, sample.requests[-1].prompt
+        self.differ = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), 0)
         self.random, self.usual = random.Random(0), round(mean(n for _, n in sample.lengths))
         engine.learning = False
         for prompt, completion in sample.completed if others else []:
             engine.drafter.learn(prompt, completion)
         engine.drafter.catch_up()
 
+    def _next(self) -> Request:
+        turn, number = divmod(self.count, len(self.requests))
+        request = self.requests[number]
+        prompt, at = list(request.prompt), min(self.differ, len(request.prompt) - 1)
+        prompt[at] = (prompt[at] + turn) % self.engine.vocabulary
+        self.count += 1
+        return replace(request, id=self.count, prompt=prompt)
+
     def run(self, seconds: float) -> float:
         """Run rounds for so long, at least one; returns tokens/s. Compiling does not count."""
         start, before = _running(), self.engine.statistics.tokens
         while self.engine.statistics.tokens == before or _running() < start + seconds:
             while len(self.engine.pool.waiting) < self.engine.pool.slots:
-                self.count += 1
-                request = replace(next(self.source), id=self.count)
+                request = self._next()
                 if self.count <= self.engine.pool.slots:
                     left = self.random.randint(1, max(self.usual, 1))
                     request = replace(request, max_new_tokens=min(left, request.max_new_tokens))

@@ -9,8 +9,10 @@ import torch
 
 from exspec.actors.engine import Engine, EngineConfig, Request
 from exspec.actors.engine.drafters.suffix import CONTEXT, Suffix
+from exspec.actors.engine.layers import programs
 from exspec.actors.engine.scheduling import grouping
-from exspec.actors.engine.shape.calibration import calibrate
+from exspec.actors.engine.shape import calibration
+from exspec.actors.engine.shape.calibration import Candidate, calibrate, decided, in_reach
 from exspec.actors.engine.shape.candidates import FREE
 from exspec.actors.engine.shape.plan import plan_memory
 from exspec.actors.engine.shape.prediction import predict
@@ -24,14 +26,16 @@ REQUESTS = tiny.requests(tiny.prompts(12), 10)
 class Costs:
     """A device whose forwards take `verify` seconds, and whose drafts take `draft` seconds per token."""
 
-    def __init__(self, verify: float, draft: float, prefill: float = 0.0, column: float = 0.0) -> None:
-        self.verify, self.draft, self.each, self.column = verify, draft, prefill, column
+    def __init__(
+        self, verify: float, draft: float, prefill: float = 0.0, column: float = 0.0, token: float = 0.0
+    ) -> None:
+        self.verify, self.draft, self.each, self.column, self.token = verify, draft, prefill, column, token
 
     def round(self, config: EngineConfig, kv_columns: int) -> float:
         return self.verify + self.column * kv_columns + config.drafted * self.draft
 
     def prefill(self, config: EngineConfig, *lengths: int) -> float:  # noqa: ARG002
-        return self.each * len(lengths)
+        return self.each * len(lengths) + self.token * sum(lengths)
 
 
 def speed(costs: Costs, chance: float, **changes: Any) -> float:
@@ -80,6 +84,20 @@ def test_longer_drafts_win_if_they_are_accepted() -> None:
 
 def test_prefill_costs_speed() -> None:
     assert speed(Costs(0.01, 0.001, prefill=0.05), 0.5) < 0.9 * speed(Costs(0.01, 0.001), 0.5)
+
+
+def test_in_place_a_row_commits_all_that_it_accepts_however_long_it_is() -> None:
+    """KV columns of a round are then a mean, and no limit."""
+    costs = Costs(0.01, 0.001)
+    gathered, in_place = (speed(costs, 1.0, attention=attention) for attention in ("gathered", "in_place"))
+    assert in_place == pytest.approx(gathered, rel=0.01)
+
+
+def test_prompts_that_others_have_cached_cost_less() -> None:
+    costs = Costs(0.01, 0.001, token=0.001)
+    sample = Sample([], [(40, 30)], {"model": (0.5,) * 8}, {"model": 0.0})
+    half = replace(sample, cached=0.5)
+    assert predict(SHAPE, costs, half) > 1.1 * predict(SHAPE, costs, sample)  # type: ignore[arg-type]
 
 
 def test_narrow_buckets_pay_if_columns_are_expensive_and_slots_many() -> None:
@@ -170,3 +188,59 @@ def test_a_drafter_that_learns_is_measured_on_requests_it_has_not_seen(count: in
     assert len(drafter.tree.kept) == (8 if count == 12 else 0)
     others = [s.request.prompt for s in (*fed.engine.pool.running, *fed.engine.pool.waiting)]
     assert count != 12 or all(prompt not in [p for p, _ in sample.completed] for prompt in others)
+
+
+def raced(drafted: int, *turns: float) -> Candidate:
+    """A finalist, and its tokens/s by turn."""
+    changes: dict[str, Any] = {"draft_tokens": drafted} if drafted else {"method": "plain", "drafter": "none"}
+    return Candidate(replace(SHAPE, **changes), 1.0, turns)
+
+
+PLAIN = raced(0, 100, 50, 100, 100)
+
+
+@pytest.mark.parametrize(
+    ("finalists", "chosen", "reason"),
+    [
+        ([raced(3, 120, 60, 115, 90), PLAIN], 3, "model, K=3 is 1.17 times as fast as plain (0.90 to 1.20 in 4 turns)"),
+        ([raced(3, 120, 60, 90, 90), PLAIN], 0, "plain is 0.97 times as fast as model, K=3, within the spread of the"),
+        ([raced(3, 90, 45, 90, 90), PLAIN], 0, "plain is 1.11 times as fast as model, K=3 (1.11 to 1.11 in 4 turns)"),
+        ([raced(8, 121, 60, 119, 121), raced(3, 120, 60, 120, 120), PLAIN], 3, "model, K=3 is 1.20 times as fast as"),
+        ([raced(8, 150, 70, 150, 150), raced(3, 120, 60, 120, 120), PLAIN], 8, "model, K=8 is 1.50 times as fast as"),
+        ([raced(8, 150, 150), raced(3, 120, 60, 120, 120), PLAIN], 8, "model, K=8 is 2.25 times as fast as plain (1.5"),
+        ([raced(3), PLAIN], 0, "plain: there was no time to compare it"),
+        ([raced(3)], 3, "model, K=3 alone fits"),
+    ],
+)  # fmt: skip
+def test_the_plainer_shape_is_taken_within_the_spread(finalists: list[Candidate], chosen: int, reason: str) -> None:
+    found, why = decided(finalists)
+    assert found.config.drafted == chosen
+    assert why.startswith(reason)
+
+
+def test_finalists_that_are_far_behind_leave_but_both_kinds_stay() -> None:
+    finalists = [raced(3, 100), raced(5, 95), raced(8, 80), raced(0, 50)]
+    kept = in_reach([(c, None) for c in finalists])  # type: ignore[misc]
+    assert [c.config.drafted for c, _ in kept] == [3, 5, 0]
+
+
+def test_requests_that_repeat_are_prefilled_again() -> None:
+    sample = Sample(tiny.requests(tiny.prompts(6)[2:], 8), [(40, 8)])
+    feed = Feed(Engine(tiny.model(), None, replace(SHAPE, method="plain")), sample)
+    while feed.count < 30:
+        feed.run(0.0)
+    statistics = feed.engine.statistics
+    assert statistics.prefill_tokens > 100
+    assert statistics.cached_tokens == 0
+
+
+def test_a_shape_that_is_not_compiled_in_time_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.need("in_place", "compiled")
+    for share in ("PREDICTED", "WARM"):
+        monkeypatch.setattr(calibration, share, -1.0)
+    monkeypatch.setattr(programs.CODE, "kept", {})
+    config = replace(SHAPE, kernels="compiled", attention="auto")
+    found = calibrate(tiny.model(), tiny.model(seed=1), REQUESTS, config, ("method",), seconds=3.0)
+    assert found.config.kernels == "compiled"
+    assert all(c.measured is None for c in found.candidates)
+    assert found.reason.endswith("there was no time to compare it")

@@ -1,11 +1,14 @@
 """Programs: what a trace becomes, what is left out, and that a token never depends on the program that computed it."""
 
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from exspec.actors.engine import Engine, Sampling
 from exspec.actors.engine.graphs import Eager
@@ -15,7 +18,7 @@ from exspec.actors.engine.layers.cuts import cut
 from exspec.actors.engine.layers.packed import _PACKED, packed_product
 from exspec.actors.engine.layers.pieces import trace
 from exspec.actors.engine.layers.products import join
-from exspec.actors.engine.layers.programs import Compiled, pieces_of, program
+from exspec.actors.engine.layers.programs import Compiled, OutOfTimeError, pieces_of, program
 from exspec.actors.engine.tokens.constraint import Automaton, Node, chain, choice
 from tests import tiny
 
@@ -192,3 +195,28 @@ def test_engines_share_programs_code_and_packed_weights() -> None:
         tiny.decode(engine, tiny.requests(tiny.prompts(3), 4))
         before.append((len(programs.CODE.kept), {*map(id, _PACKED.values())}))
     assert before[0] == before[1]
+
+
+def test_after_the_deadline_nothing_is_compiled_and_nothing_falls_back() -> None:
+    run = Compiled(Eager(), False).wrap(lambda x: x * 3 + 2)
+    with programs.CODE.until(time.monotonic() - 1), pytest.raises(OutOfTimeError):
+        run(torch.ones(5))
+    compiled = len(programs.CODE.kept)
+    assert run(torch.ones(5)).equal(torch.full((5,), 5.0))
+    assert len(programs.CODE.kept) == compiled + 1
+
+
+def test_another_process_finds_the_code_on_disk_for_the_same_number_of_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without lowering the graph again."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def hits(threads: int) -> int:
+        monkeypatch.setattr(programs.CODE, "kept", {})  # as in a new process
+        counters["inductor"].clear()
+        torch.set_num_threads(threads)
+        assert program(lambda x: x * 7 + 2, (torch.ones(6),))(torch.ones(6)).equal(torch.full((6,), 9.0))
+        return counters["inductor"]["fxgraph_cache_hit"]
+
+    assert [hits(threads) for threads in (1, 1, 2, 2)] == [0, 1, 0, 1]
