@@ -150,7 +150,7 @@ def plan(
 
 @command(
     "exspec tune --input messages/ --output out/ --batch-size 8",
-    "exspec tune --job job.yaml --tune-seconds 60",
+    "exspec tune --job job.yaml --tune-seconds 300",
 )
 @with_settings(Job)
 def tune(job: Job) -> None:
@@ -339,9 +339,11 @@ def messages(
 @with_flags(BenchSettings, SHAPE)
 def bench(settings: BenchSettings) -> None:
     """Time the methods against each other and compare their tokens. The last printed line is a JSON object."""
+    progress = Progress(quiet=False)
+    progress.stage("importing torch and transformers")
     from exspec.jobs.benchmarks import bench as job
 
-    job.run(settings)
+    job.run(settings, progress)
 
 
 @command(

@@ -204,7 +204,7 @@ class Settled:
         if c.method != "eqspec":
             shape += f", KV of {c.page_count * c.page_size} tokens"
         measured = f"measured in {self.seconds:.0f} s" if self.candidates else None
-        notes = [*filter(None, (self.reason, measured, self.compiled))]
+        notes = [*filter(None, (measured, self.reason, self.compiled))]
         return f"{shape} ({'; '.join(notes)})" if notes else shape
 
 

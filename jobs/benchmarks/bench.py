@@ -37,6 +37,7 @@ from exspec.jobs.benchmarks.settings import RIVALS, SHAPE, VARIANT, BenchSetting
 from exspec.jobs.demo import DRAFT, TARGET
 from exspec.jobs.demo.messages import examples
 from exspec.pipeline.errors import counted
+from exspec.pipeline.progress import Progress
 from exspec.pipeline.weights import model_digest
 
 CHOSEN_BY_AUTO = ("method", "drafter", "window", "draft_tokens", "bucket")  # the rest is the same for all methods
@@ -191,14 +192,13 @@ class Bench:
         return transformers_generate(model or self.pair.target, prompts, new, self.end_ids, **options)
 
 
-def run(settings: BenchSettings) -> None:
+def run(settings: BenchSettings, progress: Progress) -> None:
     """Load the models, time the methods, compare their tokens, and print tables and one JSON object."""
     from rich.console import Console
 
     from exspec.jobs.commands.tables import bench_tables, candidates_table
-    from exspec.pipeline.progress import Progress
 
-    console, progress = Console(), Progress(quiet=False)
+    console = Console()
     torch.set_num_threads(settings.threads or torch.get_num_threads())
     check_device(settings.device)
     progress.stage("loading the models")
@@ -210,7 +210,8 @@ def run(settings: BenchSettings) -> None:
         found = bench.tune()
         console.print(candidates_table(found.table(), found.seconds))
         console.print(f"auto: {found.reason}", highlight=False)
-    progress.stage(f"timing {', '.join(settings.names)}, {counted(settings.repeats, 'time')} in turn")
+    names, times = ", ".join(settings.names), counted(settings.repeats, "time")
+    progress.stage(f"running {names} once to compile them, then {times} in turn")
     progress.stop()
     rows = time_and_compare(bench, console)
     for table in bench_tables(rows, _title(bench)):
@@ -244,7 +245,7 @@ def load(settings: BenchSettings) -> Bench:
         print(f"{left} of {len(prompts)} prompts left out: empty, or longer than {room} tokens")
     if not fitting:
         raise ValueError(f"no prompt is left that fits the model's context with {settings.max_new_tokens} new tokens")
-    names = {"target": target} | ({"draft": drafts[0]} if drafts else {})
+    names = {"target": target} | {f"draft {i}" if i else "draft": draft for i, draft in enumerate(drafts)}
     digests = {role: model_digest(name, None, {}) for role, name in names.items()}
     kept = Kept.of(digests, settings.dtype, hardware(pair.target.device), torch.get_num_threads())
     return Bench(pair, fitting, settings, others, kept)
@@ -252,21 +253,21 @@ def load(settings: BenchSettings) -> Bench:
 
 def time_and_compare(bench: Bench, console: Any) -> list[dict[str, Any]]:
     """Run every method once to warm up, then in turns, behind a progress bar. Returns a row of figures per method."""
-    from rich.progress import Progress
+    from rich.progress import Progress as Bar
 
     names, repeats = bench.settings.names, bench.settings.repeats
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("warm-up", total=len(names) * (repeats + 1) + 1)
+    with Bar(console=console, transient=True) as bar:
+        task = bar.add_task("warm-up", total=len(names) * (repeats + 1) + 1)
         for method in names:
             bench.run(method, count=bench.base.batch_size)
-            progress.advance(task)
+            bar.advance(task)
         turns: list[dict[str, Run]] = [{} for _ in range(repeats)]
         for number, turn in enumerate(turns, 1):
             for method in names:
-                progress.update(task, description=f"{method}, run {number}")
+                bar.update(task, description=f"{method}, run {number}")
                 turn[method] = bench.run(method)
-                progress.advance(task)
-        progress.update(task, description="comparing tokens")
+                bar.advance(task)
+        bar.update(task, description="comparing tokens")
         return compare(bench, turns)
 
 

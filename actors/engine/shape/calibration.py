@@ -38,9 +38,10 @@ from exspec.actors.engine.shape.trials import Trials
 SECONDS = 120.0  # of a calibration, at most
 PROBES, FINAL = 1 / 24, 1 / 6  # the shares of this time for probes and final
 PREDICTED, WARM = 0.6, 0.75  # by these shares of it, prediction ends and the finalists are compiled
-COMPILE_FROM = 40.0  # seconds: with less, there is no time for a compiler
+COMPILE_FROM = 40.0  # seconds: with less, there is no time for a compiler, and the choice is not kept for other jobs
 TURNS, FIRST_TURNS = 8, 3  # of the final; after the first ones, finalists that are far behind leave
 BEHIND = 0.9  # of the fastest one's speed
+MARGIN = 1.1  # a draft that was only predicted must be this much faster than plain decoding
 SURE = 0.25  # of the turns may contradict that the less plain of two shapes is faster
 
 
@@ -158,6 +159,7 @@ class Calibrator:
         predicted, costs = self.predict(sample, longest)
         finalists = self.finalists([c for c in predicted if c.config.kernels == self.config.kernels])
         self.final(sample, finalists)
+        gc.collect()  # the engines refer to themselves
         chosen, reason = decided(finalists)
         threshold = chosen.config.threshold
         costs.deadline = self.at(1)
@@ -165,7 +167,7 @@ class Calibrator:
             threshold = best_threshold(chosen.config, costs, sample)
         costs.forget()
         best = replace(chosen.config, threshold=threshold)
-        if self.kept:
+        if self.kept and self.seconds >= COMPILE_FROM:
             self.kept.keep_shape(best)
         compiled = str(CODE) if CODE.seconds > self.compiling else None
         return Calibration(best, reason, predicted, sample, time.monotonic() - self.start, compiled)
@@ -214,13 +216,14 @@ class Calibrator:
             kernels = trials.compiled(best).kernels
         with CODE.until(until):
             if kernels != best.kernels:
-                uncompiled, compiled = shapes, [replace(shape, kernels=kernels) for shape in shapes]
+                compiled = [replace(shape, kernels=kernels) for shape in shapes]
                 faster = Costs(*given, replace(self.config, kernels=kernels), self.kept, until)
                 again = self._predicted(coarse(compiled), faster, sample)
                 late = {label(shape) for shape in compiled} - {label(c.config) for c in again}
                 if self.kernels:  # they stay, and what was not timed is predicted as without a compiler
-                    untimed = [c for c in predicted if c.config in uncompiled and label(c.config) in late]
-                    again += [replace(c, config=replace(c.config, kernels=kernels)) for c in untimed]
+                    first = [c for c in predicted if c.config.batch_size == best.batch_size]
+                    first = [c for c in first if label(c.config) in late]
+                    again += [replace(c, config=replace(c.config, kernels=kernels)) for c in first]
                 if self.kernels or not late:
                     predicted, costs, shapes, self.config = predicted + again, faster, compiled, faster.config
             costs.deadline = until
@@ -270,8 +273,6 @@ class Calibrator:
             slice_ = left / ((TURNS - turn) * len(racing)) if racing else 0.0
             for candidate, feed in racing if turn < 2 or left > 0 else []:
                 candidate.turns = [*candidate.turns, feed.run(slice_)]
-        del racing
-        gc.collect()
 
 
 def in_reach(racing: Sequence[tuple[Candidate, Feed]]) -> list[tuple[Candidate, Feed]]:
@@ -286,8 +287,9 @@ def decided(finalists: list[Candidate]) -> tuple[Candidate, str]:
     """The fastest finalist, and why. finalists: the best predicted one first."""
     ran = sorted((c for c in finalists if c.turns), key=lambda c: c.config.drafted)
     if len(ran) < 2:
-        chosen = next(iter(ran), max(finalists, key=lambda c: c.predicted))
-        return chosen, f"{chosen}: there was no time to compare it" if len(finalists) > 1 else f"{chosen} alone fits"
+        chosen = max(finalists, key=lambda c: c.predicted / (MARGIN if c.config.drafts else 1))
+        late = "is predicted to be the fastest; there was no time to compare it"
+        return chosen, f"{chosen} {late if len(finalists) > 1 else 'alone fits'}"
     chosen = ran[0]
     for other in ran[1:]:
         if _for_sure(other.ratios(chosen)) > 1:
