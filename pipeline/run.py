@@ -249,17 +249,17 @@ class _Run:
         digests = self.prepared.models.digests
         if not shape.free and not shape.stored and job.memory_gib is None and job.device == "cpu":
             known = recalled(shape, measurements(job, digests, job.device), self.prepared.models.configs)
-            settled = Settled(known.config, [], reason=RECALLED if known != shape else None)
-            if settled.reason:
-                self.progress.say(f"shape: {settled}")
-            return settled
+            small = Settled(known.config, [], reason=RECALLED if known != shape else None)
+            if small.reason:
+                self.progress.say(f"shape: {small}")
+            return small
         prompts = self.prepared.prompts.within(self.prepared.room(shape.config))
         requests = sample(job, self.plan, prompts) if shape.free else []
         self.progress.stage(
             f"calibrating, at most {job.tune_seconds:.0f} s" if shape.free else "fitting the shape into memory"
         )
         try:
-            settled = on_a_device(job, settle, job, shape, requests, job.device, digests)
+            settled: Settled = on_a_device(job, settle, job, shape, requests, job.device, digests)
         except ValueError as error:
             raise JobError(str(error)) from error
         except (RayError, torch.OutOfMemoryError) as error:

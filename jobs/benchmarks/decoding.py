@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from exspec.actors.engine import Completion, Engine, EngineStatistics, Request, SequenceStatistics
-from exspec.actors.engine.shape.costs import OutOfTimeError
+from exspec.actors.engine.layers.programs import OutOfTimeError
 from exspec.actors.engine.statistics import EngineCounters
 
 T = TypeVar("T")

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 import transformers
 
+from exspec.actors.engine.layers.programs import OutOfTimeError
 from exspec.actors.engine.settings import settings_of
-from exspec.actors.engine.shape.costs import OutOfTimeError
 from exspec.jobs.benchmarks.decoding import check_device
 from exspec.jobs.benchmarks.settings import SyntheticSettings
 from exspec.jobs.benchmarks.shapes import SHAPES
