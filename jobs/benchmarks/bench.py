@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
@@ -37,8 +37,9 @@ from exspec.jobs.benchmarks.settings import RIVALS, SHAPE, VARIANT, BenchSetting
 from exspec.jobs.demo import DRAFT, TARGET
 from exspec.jobs.demo.messages import examples
 from exspec.pipeline.errors import counted
-from exspec.pipeline.progress import Progress
-from exspec.pipeline.weights import model_digest
+
+if TYPE_CHECKING:
+    from exspec.pipeline.progress import Progress
 
 CHOSEN_BY_AUTO = ("method", "drafter", "window", "draft_tokens", "bucket")  # the rest is the same for all methods
 DEMO_SEED = 5  # messages that neither training nor its evaluation saw
@@ -117,10 +118,8 @@ class Bench:
         asked, usual = self.settings.kernels, self.config(self.usual)
         if asked not in ("auto", resolve(self.pair.target, self.pair.draft, self.base).kernels):
             raise ValueError(f"--kernels: {asked} does not work here; expected auto, or eager")
-        models, deadline = (
-            Models(self.pair.target, self.draft_for(usual)),
-            time.monotonic() + self.settings.tune_seconds,
-        )
+        models = Models(self.pair.target, self.draft_for(usual))
+        deadline = time.monotonic() + self.settings.tune_seconds
         trials = Trials(models, self.requests(), self.base.capacity, self.kept, deadline)
         found = trials.choose(usual, ("kernels", "prefill") if asked == "auto" else ("prefill",))
         if asked == "auto":
@@ -192,7 +191,7 @@ class Bench:
         return transformers_generate(model or self.pair.target, prompts, new, self.end_ids, **options)
 
 
-def run(settings: BenchSettings, progress: Progress) -> None:
+def run(settings: BenchSettings, progress: "Progress") -> None:
     """Load the models, time the methods, compare their tokens, and print tables and one JSON object."""
     from rich.console import Console
 
@@ -231,6 +230,8 @@ def run(settings: BenchSettings, progress: Progress) -> None:
 
 def load(settings: BenchSettings) -> Bench:
     """The models, and those prompts that fit them. Raises ValueError if none fits."""
+    from exspec.pipeline.weights import model_digest
+
     disable_progress_bar()
     set_verbosity_error()
     target, drafts = settings.target or str(TARGET), settings.draft if settings.target else (str(DRAFT),)

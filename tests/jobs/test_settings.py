@@ -88,7 +88,7 @@ def test_a_drafters_own_settings_are_declared_in_its_folder() -> None:
 
 def test_the_bench_takes_the_engines_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[BenchSettings] = []
-    monkeypatch.setattr(bench, "run", given.append)
+    monkeypatch.setattr(bench, "run", lambda settings, _: given.append(settings))
     usual = {name: getattr(EngineConfig(), name) for name in SHAPE}
     for line, changed in (
         ("", {}),

@@ -53,7 +53,7 @@ class Costs:
         widest = longest if config.attention == "in_place" else config.kv_columns(longest)
         widest = 1 << (widest - 1).bit_length()  # few numbers, so that other jobs have measured them
         self.points = sorted({min(config.capacity, c) for c in (64, widest // 2, widest, config.capacity)})
-        same = (config.kernels, config.attention, config.capacity, config.page_size, self._sampler(1).uses)
+        same = (config.kernels, config.attention, config.capacity, config.page_size, self._sampler(len(requests)).uses)
         self.kept, self.form = kept, " ".join(map(str, same))
         self.known: dict[str, float] = kept.seconds(self.form) if kept else {}
         self.engines: dict[int, Engine] = {}
