@@ -38,7 +38,6 @@ from exspec.pipeline.prepare import Prepared
 from exspec.pipeline.progress import Progress
 from exspec.pipeline.secrets import anonymous
 from exspec.pipeline.shape import (
-    RECALLED,
     Settled,
     Shape,
     measurements,
@@ -248,11 +247,10 @@ class _Run:
         job = self.job
         digests = self.prepared.models.digests
         if not shape.free and not shape.stored and job.memory_gib is None and job.device == "cpu":
-            known = recalled(shape, measurements(job, digests, job.device), self.prepared.models.configs)
-            small = Settled(known.config, [], reason=RECALLED if known != shape else None)
-            if small.reason:
-                self.progress.say(f"shape: {small}")
-            return small
+            shape = recalled(shape, measurements(job, digests, job.device), self.prepared.models.configs)
+            if shape.reason:
+                self.progress.say(f"shape: {Settled(shape.config, [], reason=shape.reason)}")
+            return Settled(shape.config, [])
         prompts = self.prepared.prompts.within(self.prepared.room(shape.config))
         requests = sample(job, self.plan, prompts) if shape.free else []
         self.progress.stage(

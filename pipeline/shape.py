@@ -41,13 +41,15 @@ SHARE = 0.9  # of the free memory for the plan; libraries need some too
 @dataclass(frozen=True)
 class Shape:
     """config: with defaults for what is not measured yet. free: the settings to calibrate. stored: the config is from
-    the job's first run. small: the job sets none of the settings, and has too few rows to measure them.
+    the job's first run. small: the job sets none of the settings, and has too few rows to measure them. reason: why
+    this shape, if it is not the usual one.
     """
 
     config: EngineConfig
     free: tuple[str, ...]
     stored: bool = False
     small: bool = False
+    reason: str | None = None
 
 
 def shape_of(job: Job, models: Sequence[PretrainedConfig], rows: int, stored: dict[str, Any] | None) -> Shape:
@@ -223,7 +225,7 @@ def recalled(shape: Shape, kept: Kept, models: Sequence[PretrainedConfig]) -> Sh
     with suppress(ValueError):  # this job's capacity may exclude a setting
         config = replace(shape.config, **chosen, kernels=UNCOMPILED.get(found["kernels"], found["kernels"]))
         if kind(config).refusal(models[0], models[1] if len(models) > 1 else None, config) is None:
-            return replace(shape, config=config)
+            return shape if config == shape.config else replace(shape, config=config, reason=RECALLED)
     return shape
 
 
@@ -244,14 +246,14 @@ def settle(job: Job, shape: Shape, requests: list[Request], device: str, digests
         config = found.config if job.threshold is None else replace(found.config, threshold=job.threshold)
         return Settled(config, found.table(), found.seconds, found.reason, found.compiled)
     draft = pair.draft.config if pair.draft is not None else None
-    shape, usual = recalled(shape, kept, [pair.target.config, *filter(None, [draft])]), shape
+    shape = recalled(shape, kept, [pair.target.config, *filter(None, [draft])])
     fitted = fit(pair.target.config, draft, shape.config, pair.target.dtype, budget)
     if fitted.batch_size < shape.config.batch_size and shape.stored:
         raise ValueError(
             f"memory: {budget / MEBIBYTE:.0f} MiB are too few for this job's batch_size of {shape.config.batch_size}; "
             "give as much memory as its first run had, or start over with --restart"
         )
-    return Settled(fitted, [], reason=RECALLED if shape != usual else None)
+    return Settled(fitted, [], reason=shape.reason)
 
 
 def pair_of(job: Job, device: str, draft: bool) -> Pair:

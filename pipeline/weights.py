@@ -16,7 +16,7 @@ from filelock import FileLock
 from huggingface_hub import HfApi, constants, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from exspec.actors.engine.cache import cache_folder
+from exspec.actors.engine.cache import cache_folder, write_whole
 from exspec.pipeline.errors import JobError, first_line
 from exspec.pipeline.job.settings import Job
 from exspec.pipeline.secrets import anonymous, redacted
@@ -142,10 +142,7 @@ def _content(path: Path) -> str:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     with suppress(OSError):  # a cache that cannot be written only costs time
-        note.parent.mkdir(parents=True, exist_ok=True)
-        incoming = note.with_name(f"{note.name}.{os.getpid()}.{os.urandom(4).hex()}")
-        incoming.write_text(digest, encoding="ascii")
-        incoming.replace(note)
+        write_whole(note, digest)
     return digest
 
 

@@ -12,7 +12,7 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -39,7 +39,7 @@ SECONDS = 120.0  # of a calibration, at most
 PROBES, FINAL = 1 / 24, 1 / 6  # the shares of this time for probes and final
 PREDICTED, WARM = 0.6, 0.75  # by these shares of it, prediction ends and the finalists are compiled
 COMPILE_FROM = 40.0  # seconds: with less, there is no time for a compiler, and the choice is not kept for other jobs
-TURNS, FIRST_TURNS = 8, 3  # of the final; after the first ones, finalists that are far behind leave
+TURNS, FIRST_TURNS, FEWEST_TURNS = 8, 3, 2  # of the final; after the first ones, finalists far behind leave
 BEHIND = 0.9  # of the fastest one's speed
 MARGIN = 1.1  # a draft that was only predicted must be this much faster than plain decoding
 SURE = 0.25  # of the turns may contradict that the less plain of two shapes is faster
@@ -51,7 +51,7 @@ class Candidate:
 
     config: EngineConfig
     predicted: float
-    turns: Sequence[float] = ()
+    turns: list[float] = field(default_factory=list)
 
     @property
     def measured(self) -> float | None:
@@ -221,9 +221,10 @@ class Calibrator:
                 again = self._predicted(coarse(compiled), faster, sample)
                 late = {label(shape) for shape in compiled} - {label(c.config) for c in again}
                 if self.kernels:  # they stay, and what was not timed is predicted as without a compiler
-                    first = [c for c in predicted if c.config.batch_size == best.batch_size]
-                    first = [c for c in first if label(c.config) in late]
-                    again += [replace(c, config=replace(c.config, kernels=kernels)) for c in first]
+                    untimed = [
+                        c for c in predicted if c.config.batch_size == best.batch_size and label(c.config) in late
+                    ]
+                    again += [replace(c, config=replace(c.config, kernels=kernels)) for c in untimed]
                 if self.kernels or not late:
                     predicted, costs, shapes, self.config = predicted + again, faster, compiled, faster.config
             costs.deadline = until
@@ -266,13 +267,14 @@ class Calibrator:
                 feed.run(0.1)  # the first rounds admit sequences, compile, and record graphs
                 racing.append((candidate, feed))
         end = max(min(time.monotonic() + self.seconds * FINAL, self.at(1)), time.monotonic() + 0.1)
-        for turn in range(TURNS):
+        for turn in range(TURNS if len(racing) > 1 else 0):
             if turn == FIRST_TURNS:
                 racing = in_reach(racing)
             left = end - time.monotonic()
-            slice_ = left / ((TURNS - turn) * len(racing)) if racing else 0.0
-            for candidate, feed in racing if turn < 2 or left > 0 else []:
-                candidate.turns = [*candidate.turns, feed.run(slice_)]
+            if left <= 0 and turn >= FEWEST_TURNS:
+                break
+            for candidate, feed in racing:
+                candidate.turns.append(feed.run(left / ((TURNS - turn) * len(racing))))
 
 
 def in_reach(racing: Sequence[tuple[Candidate, Feed]]) -> list[tuple[Candidate, Feed]]:

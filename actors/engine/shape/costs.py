@@ -61,10 +61,10 @@ class Costs:
 
     def round(self, config: EngineConfig, kv_columns: int) -> float:
         """Seconds of draft and verify for a full group."""
-        verify = self._between(self.points, kv_columns, lambda a: self._verify(config.batch_size, config.width, a))
+        verify = _between(self.points, kv_columns, lambda a: self._verify(config.batch_size, config.width, a))
         if not config.drafts:
             return verify
-        first = self._between(self.points, kv_columns, lambda a: self.propose(config, 1, a))
+        first = _between(self.points, kv_columns, lambda a: self.propose(config, 1, a))
         return verify + first + (config.draft_tokens - 1) * self.draft_step(config, kv_columns)
 
     def draft_step(self, config: EngineConfig, kv_columns: int) -> float:
@@ -73,7 +73,7 @@ class Costs:
         if (most := min(4, max(lengths))) == 1:
             return 0.0
         one, many = (
-            self._between(self.points, kv_columns, lambda a, n=n: self.propose(config, n, a))  # type: ignore[misc]
+            _between(self.points, kv_columns, lambda a, n=n: self.propose(config, n, a))  # type: ignore[misc]
             for n in (1, most)
         )
         return max(many - one, 0.0) / (most - 1)
@@ -86,13 +86,7 @@ class Costs:
     def _verify(self, rows: int, width: int, kv_columns: int) -> float:
         if not self.config.compiles or width > WIDTHS[-1]:
             return self.verify(rows, width, kv_columns)
-        return self._between(WIDTHS, width, lambda w: self.verify(rows, w, kv_columns))
-
-    def _between(self, points: Sequence[int], value: int, timed: Callable[[int], float]) -> float:
-        low = max((p for p in points if p <= value), default=points[0])
-        high = min((p for p in points if p >= value), default=points[-1])
-        share = 0.0 if low == high else (value - low) / (high - low)
-        return timed(low) if low == high else timed(low) * (1 - share) + timed(high) * share
+        return _between(WIDTHS, width, lambda w: self.verify(rows, w, kv_columns))
 
     def _engine(self, rows: int) -> Engine:
         if rows not in self.engines:
@@ -221,6 +215,14 @@ class Costs:
             if self.kept:
                 self.kept.keep_seconds(self.form, {name: self.known[name]})
         return self.known[name]
+
+
+def _between(points: Sequence[int], value: int, timed: Callable[[int], float]) -> float:
+    """The seconds at a value between two of the points, or at the nearest point."""
+    low = max((p for p in points if p <= value), default=points[0])
+    high = min((p for p in points if p >= value), default=points[-1])
+    share = 0.0 if low == high else (value - low) / (high - low)
+    return timed(low) * (1 - share) + timed(high) * share
 
 
 def _timed(run: Callable[[], Any], device: torch.device) -> float:

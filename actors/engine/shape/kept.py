@@ -2,14 +2,13 @@
 
 import hashlib
 import json
-import os
 from contextlib import suppress
 from dataclasses import asdict, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
-from exspec.actors.engine.cache import cache_folder
+from exspec.actors.engine.cache import cache_folder, write_whole
 from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.layers.programs import warn_once
 
@@ -62,10 +61,7 @@ class Kept:
         return found
 
     def _write(self, found: dict[str, Any]) -> None:
-        part = self.path.with_suffix(f".{os.getpid()}")
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(found, indent=1), encoding="utf-8")
-            part.replace(self.path)
+            write_whole(self.path, json.dumps(found, indent=1))
         except OSError as error:
             warn_once(f"measurements are not kept for later jobs: {error}")

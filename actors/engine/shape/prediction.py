@@ -46,8 +46,9 @@ def predict(config: EngineConfig, costs: Costs, sample: Sample) -> float:
         for sequence in rows:
             chance, kept = rng.random(), 1
             kept += sum(chance < s for s in survival[: config.drafted])
-            room = sequence.budget if config.attention == "in_place" else max(kv_columns - sequence.length, 1)
-            kept = min(kept, sequence.budget, room)
+            kept = min(kept, sequence.budget)
+            if config.attention != "in_place":  # in place, the KV columns of a round are a mean
+                kept = min(kept, max(kv_columns - sequence.length, 1))
             sequence.tokens += [0] * kept
             tokens += kept
             if sequence.budget <= 0:

@@ -27,8 +27,8 @@ class Sample:
     requests: the sample's requests that can be decoded; the probes used the first `taken`. lengths: tokens of prompt
     and completion, by request. survival: by label of the drafter, the share of all rounds that committed the first
     i + 1 tokens of a draft; rounds without drafts count too. overhead: by label of the drafter, seconds of bookkeeping
-    per row of a round. cached: the share of the prompts' tokens that other sequences had cached. completed: prompts and
-    completions.
+    per row of a round. cached: the share of the prompts' tokens that other sequences had cached, in the last
+    probe. completed: prompts and completions.
     """
 
     requests: list[Request]
@@ -105,7 +105,7 @@ def _record(sample: Sample, name: str, engine: Engine) -> None:
     prompts = {request.id: request.prompt for request in sample.requests}
     sample.completed += [(prompts[c.id], c.tokens) for c in done]
     sample.lengths += [(c.statistics.prompt_tokens, len(c.tokens)) for c in done]
-    # A sequence that has not ended: one in so many tokens ended a sequence.
+    # One in so many tokens ended its sequence, so a running sequence is taken to go on for as many.
     usual = (sum(len(c.tokens) for c in done) + sum(len(s.committed) for s in running)) / max(len(done), 0.1)
     sample.lengths += [
         (len(s.request.prompt), min(round(len(s.committed) + usual), s.request.max_new_tokens)) for s in running

@@ -39,12 +39,7 @@ class Trials:
         if "kernels" in free:
             config = self._kernels([replace(config, kernels=name) for name in TRIED[device_kind(self.models)]])
         if "prefill" in free:
-            lengths = [len(r.prompt) for r in self.requests]
-            # One prompt at a time, as sequences end.
-            shapes = prefill_shapes(self.models, config)
-            config = self._fastest(
-                self._fitting(shapes, config), lambda costs: sum(costs.prefill(costs.config, n) for n in lengths)
-            )
+            config = self._fastest(self._fitting(prefill_shapes(self.models, config), config), self._prefill)
         return config
 
     def compiled(self, config: EngineConfig) -> EngineConfig:
@@ -53,6 +48,10 @@ class Trials:
         if config.kernels not in TO_COMPILED:
             return config
         return self._kernels([config, replace(config, kernels=TO_COMPILED[config.kernels])])
+
+    def _prefill(self, costs: Costs) -> float:
+        """Seconds to prefill the requests' prompts, one at a time, as sequences end."""
+        return sum(costs.prefill(costs.config, len(request.prompt)) for request in self.requests)
 
     def _kernels(self, shapes: list[EngineConfig]) -> EngineConfig:
         middle = self.longest // 2 + 1
@@ -66,9 +65,9 @@ class Trials:
         """The fastest of the shapes that work here; of equally fast ones, the first."""
         timed: list[tuple[float, EngineConfig]] = []
         for shape in shapes if len(shapes) > 1 else []:
+            costs = Costs(self.models, self.requests, self.longest, shape, self.kept, self.deadline)
             with suppress(torch.OutOfMemoryError, OutOfTimeError), CODE.until(self.deadline):
                 if resolve(self.models.target, self.models.draft, shape).kernels == shape.kernels:
-                    costs = Costs(self.models, self.requests, self.longest, shape, self.kept, self.deadline)
                     timed.append((seconds(costs), shape))
-                    costs.forget()
+            costs.forget()
         return min(timed, key=lambda pair: pair[0])[1] if timed else shapes[0]

@@ -193,7 +193,7 @@ def test_a_drafter_that_learns_is_measured_on_requests_it_has_not_seen(count: in
 def raced(drafted: int, *turns: float) -> Candidate:
     """A finalist, and its tokens/s by turn."""
     changes: dict[str, Any] = {"draft_tokens": drafted} if drafted else {"method": "plain", "drafter": "none"}
-    return Candidate(replace(SHAPE, **changes), 1.0, turns)
+    return Candidate(replace(SHAPE, **changes), 1.0, list(turns))
 
 
 PLAIN = raced(0, 100, 50, 100, 100)
