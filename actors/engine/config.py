@@ -30,15 +30,15 @@ class EngineConfig(EarlyExitSettings):
 
     method: eqspec speculates on a fixed batch that is realigned every round; exspec in groups of similar length, taken
         from a window that is refilled at once.
-    window: with eqspec, or if all lengths share one bucket, more slots than B would only wait: the engine then has B
-        slots, or 2B if rounds overlap.
+    window: with eqspec, more slots than B would only wait: the engine has B. If all lengths share one bucket, it has as
+        many as the rounds need, and some to spare.
     columns: width of a verify forward; default K + 1 (plain: 1). Additional columns are dead: `plain` with
         `columns = K + 1` is the reference in the shape of speculation.
     bucket: a row attends to its length rounded up to a multiple of it; rows of one bucket form a group. With attention
         in place, all lengths share one bucket.
     capacity: counts prompt and completion together.
-    page: tokens of a page of KV; at most a prefill chunk. pages: how many; default: enough to fill W slots. With fewer,
-        fewer sequences run at once.
+    page: tokens of a page of KV; at most a prefill chunk. pages: how many; default: enough to fill all slots but the
+        spare ones. With fewer, fewer sequences run at once.
     attention: `in_place` reads KV from its pages; `gathered` first copies a row's pages together, and works on every
         device; `auto` is `in_place` if a trial on the device shows that it works.
     draft_length: `explicit` judges by the draft's own confidence, `implicit` by the sequence's acceptance so far.
@@ -148,9 +148,22 @@ class EngineConfig(EarlyExitSettings):
 
     @property
     def slots(self) -> int:
-        if self.bucket < self.capacity and self.method != "eqspec":
+        if self.method == "eqspec":
+            return self.batch_size
+        if self.bucket < self.capacity:
             return self.window
-        return min(2 * self.batch_size, self.window) if self.overlap and self.fixed_shapes else self.batch_size
+        return min(self._busy + min(self.prefill_rows, self.batch_size), self.window)
+
+    @property
+    def spare(self) -> int:
+        """Slots that may be free without leaving rows of a round empty. Their prompts wait for each other, to fill a
+        prefill forward together."""
+        return max(self.slots - self._busy, 0) if self.bucket >= self.capacity else 0
+
+    @property
+    def _busy(self) -> int:
+        """Sequences of the rounds that the engine works on at once, if all lengths share one bucket."""
+        return 2 * self.batch_size if self.overlap and self.fixed_shapes else self.batch_size
 
     @property
     def page_size(self) -> int:
@@ -164,7 +177,7 @@ class EngineConfig(EarlyExitSettings):
 
     @property
     def page_count(self) -> int:
-        return self.pages or self.slots * self.fewest_pages
+        return self.pages or (self.slots - self.spare) * self.fewest_pages
 
     def plain(self) -> "EngineConfig":
         """Plain decoding in this config's shapes: the reference for its tokens."""

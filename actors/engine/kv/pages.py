@@ -1,7 +1,7 @@
 """Pages of KV: allocated to sequences on demand, and shared between prompts with the same beginning."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Protocol
 
@@ -13,11 +13,15 @@ BIN = 0  # the page that dead columns write to; no sequence has it
 class Store(Protocol):
     """Allocates the KV of the slots' sequences."""
 
+    def cached(self, tokens: Sequence[int], prefilled: int) -> int:
+        """How many of the first `prefilled` tokens of a sequence are cached already."""
+        ...
+
     def begin(self, slot: int, tokens: Sequence[int], prefilled: int, reach: int) -> int | None:
         """Allocate KV for the first `reach` tokens of a sequence in a free slot. Prefill chunks will compute the first
         `prefilled` tokens.
 
-        Returns how many of the first tokens are cached already; None if there is no room.
+        Returns how many of them are cached already; None if there is no room.
         """
         ...
 
@@ -40,6 +44,9 @@ class Store(Protocol):
 
 class Boundless:
     """The store of models whose KV grows by itself."""
+
+    def cached(self, tokens: Sequence[int], prefilled: int) -> int:  # noqa: ARG002
+        return 0
 
     def begin(self, slot: int, tokens: Sequence[int], prefilled: int, reach: int) -> int | None:  # noqa: ARG002
         return 0
@@ -94,13 +101,12 @@ class Pages:
         self.table = torch.zeros(slots + 1, -(-longest // size), dtype=torch.int32)
         self.on_device = self.table if device.type == "cpu" else self.table.to(device)
 
+    def cached(self, tokens: Sequence[int], prefilled: int) -> int:
+        return (len(self._path(self._chunks(tokens, prefilled))) - 1) * self.chunk
+
     def begin(self, slot: int, tokens: Sequence[int], prefilled: int, reach: int) -> int | None:
-        chunks = [tuple(tokens[i : i + self.chunk]) for i in range(0, prefilled - self.chunk + 1, self.chunk)]
-        path = [self.root]
-        for chunk in chunks:
-            if (child := path[-1].children.get(chunk)) is None:
-                break
-            path.append(child)
+        chunks = list(self._chunks(tokens, prefilled))
+        path = self._path(chunks)
         self._use(path[-1])
         shared = [page for prefix in path for page in prefix.pages]
         pages = self._take(self._count(reach) - len(shared))
@@ -160,6 +166,18 @@ class Pages:
         assert self.unused == sum(len(p.pages) for p in unused), "pages without users are miscounted"
         assert set(self.idle) == {p for p in unused if not p.children}, "the wrong prefixes are idle"
         assert torch.equal(self.table, self.on_device.cpu()), "the device has another table"
+
+    def _chunks(self, tokens: Sequence[int], prefilled: int) -> Iterator[tuple[int, ...]]:
+        return (tuple(tokens[i : i + self.chunk]) for i in range(0, prefilled - self.chunk + 1, self.chunk))
+
+    def _path(self, chunks: Iterable[tuple[int, ...]]) -> list[Prefix]:
+        """The cached prefixes that spell the first chunks, from the root on."""
+        path = [self.root]
+        for chunk in chunks:
+            if (child := path[-1].children.get(chunk)) is None:
+                break
+            path.append(child)
+        return path
 
     def _count(self, tokens: int) -> int:
         return -(-tokens // self.size)

@@ -1,9 +1,12 @@
 """Which sequences a round advances, and when waiting sequences are admitted."""
 
 from collections import defaultdict
+from itertools import islice
 
 from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.scheduling.pool import Pool, Sequence
+
+EMPTY = 1 / 8  # rows of prefill forwards that may be empty, for each one that is not
 
 
 class FixedBatch:
@@ -22,27 +25,45 @@ class LengthBuckets:
     A row that has waited for more than `patience` rounds brings its bucket to the front, so that no row starves.
     With `fallback`, rows of other buckets fill a group that is not full, which makes it ragged. With buckets of one
     column this is the paper's equal-length grouping.
+
+    prefill: rows and columns of a prefill forward. spare: slots that stay free until their prompts fill one.
     """
 
-    def __init__(self, batch_size: int, bucket: int, fallback: bool, patience: int = 16) -> None:
+    def __init__(
+        self, batch_size: int, bucket: int, fallback: bool, prefill: tuple[int, int], spare: int = 0, patience: int = 16
+    ) -> None:
         self.batch_size, self.bucket, self.fallback, self.patience = batch_size, bucket, fallback, patience
+        self.prefill, self.spare = prefill, spare
 
     def room(self, pool: Pool) -> int:
-        """How many sequences to admit now."""
-        return len(pool.free)
+        """How many sequences to admit now: all if more than the spare slots are free, else as many as fill their
+        prefill forwards."""
+        if len(pool.free) > self.spare:
+            return len(pool.free)
+        rows, columns = self.prefill
+        chunks = filling = 0
+        for number, sequence in enumerate(islice(pool.waiting, len(pool.free)), start=1):
+            chunks += -(-pool.uncached(sequence) // columns)
+            if -chunks % rows <= EMPTY * chunks:
+                filling = number
+        return filling
 
     def select(self, running: list[Sequence]) -> list[Sequence]:
-        """The sequences of the next round, at most B; at least one if any is running."""
-        by_wait = sorted(running, key=lambda s: -s.waited)
+        """The sequences of the next round, at most B; at least one if any is running. Within a bucket the oldest come
+        first: they end first, and their KV is still in the processor's caches."""
         buckets: dict[int, list[Sequence]] = defaultdict(list)
-        for sequence in by_wait:
+        for sequence in running:
             buckets[sequence.length // self.bucket].append(sequence)
-        if by_wait[0].waited > self.patience:
-            first = buckets[by_wait[0].length // self.bucket]
+        overdue = max(running, key=lambda s: s.waited)
+        if overdue.waited > self.patience:
+            first = buckets[overdue.length // self.bucket]
         else:
-            first = max(buckets.values(), key=lambda rows: (min(len(rows), self.batch_size), rows[0].waited))
-        others = [s for s in by_wait if s not in first] if self.fallback else []
+            first = max(buckets.values(), key=self._worth)
+        others = [s for s in running if s not in first] if self.fallback else []
         return [*first, *others][: self.batch_size]
+
+    def _worth(self, rows: list[Sequence]) -> tuple[int, int]:
+        return min(len(rows), self.batch_size), max(s.waited for s in rows)
 
 
 Grouping = FixedBatch | LengthBuckets
@@ -52,4 +73,5 @@ def grouping_of(config: EngineConfig) -> Grouping:
     """The grouping of a config's rounds."""
     if config.method == "eqspec":
         return FixedBatch()
-    return LengthBuckets(config.batch_size, config.bucket, fallback=not config.exact)
+    prefill = config.prefill_rows, config.prefill_columns
+    return LengthBuckets(config.batch_size, config.bucket, not config.exact, prefill, config.spare)

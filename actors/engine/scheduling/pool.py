@@ -97,6 +97,11 @@ class Pool:
             admitted.append(sequence)
         return admitted
 
+    def uncached(self, sequence: Sequence) -> int:
+        """Tokens that a waiting sequence has to prefill."""
+        length = sequence.length if sequence.prefilled < 0 else sequence.prefilled
+        return length - self.store.cached(sequence.tokens, length)
+
     def reserve(self, sequences: list[Sequence], preempt: bool = True) -> list[Sequence] | None:
         """Reserve KV for the sequences' next round. While KV is short, preempt the youngest running sequence: it goes
         back to the head of the queue with its tokens. Returns the sequences that still run. Without `preempt`, returns

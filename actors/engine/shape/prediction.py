@@ -1,6 +1,7 @@
 """The tokens/s of a shape, predicted by a dry run of the scheduler."""
 
 import random
+from collections.abc import Sequence
 from itertools import cycle
 from statistics import mean
 
@@ -9,7 +10,8 @@ from exspec.actors.engine.drafters.lookup import label
 from exspec.actors.engine.kv.pages import Boundless
 from exspec.actors.engine.request import Request
 from exspec.actors.engine.scheduling.grouping import grouping_of
-from exspec.actors.engine.scheduling.pool import Pool, Sequence
+from exspec.actors.engine.scheduling.pool import Pool
+from exspec.actors.engine.scheduling.pool import Sequence as Decoded
 from exspec.actors.engine.shape.costs import Costs
 from exspec.actors.engine.shape.sample import Sample
 
@@ -19,24 +21,22 @@ ROUNDS = 100  # of a dry run
 def predict(config: EngineConfig, costs: Costs, sample: Sample) -> float:
     """Tokens/s of a long job. The scheduler runs its own rounds on sequences that are only lengths."""
     rng = random.Random(0)
-    pool, grouping = Pool(config.slots, Boundless(), config.width), grouping_of(config)
+    pool, grouping = Pool(config.slots, PartlyCached(sample.cached), config.width), grouping_of(config)
     source = cycle(sample.lengths)
     # Plain decoding is probed only if nothing else is: otherwise the overhead of another probe stands in.
     name = label(config) if label(config) in sample.overhead else next(iter(sample.overhead))
     survival = sample.survival[name]
     seconds, tokens = 0.0, 0
     for number in range(ROUNDS):
-        prompts = []
-        for _ in range(len(pool.free)):
+        while len(pool.waiting) < len(pool.free):
             prompt, completion = next(source)
-            sequence = Sequence(Request(number, [0] * prompt, max_new_tokens=max(completion, 1)), config.capacity)
+            sequence = Decoded(Request(number, [0] * prompt, max_new_tokens=max(completion, 1)), config.capacity)
             if number == 0:  # the dry run begins in the middle of a long job
                 sequence.tokens += [0] * rng.randrange(sequence.budget or 1)
-            else:
-                prompts.append(round(prompt * (1 - sample.cached)))
             pool.waiting.append(sequence)
-        seconds += costs.prefill(config, *prompts) if prompts else 0.0
-        pool.admit(len(pool.free))
+        admitted = pool.admit(grouping.room(pool))
+        if admitted and number:
+            seconds += costs.prefill(config, *(s.prefilled - s.cached for s in admitted))
         rows = grouping.select(pool.running)
         for sequence in pool.running:
             sequence.waited = 0 if sequence in rows else sequence.waited + 1
@@ -54,6 +54,19 @@ def predict(config: EngineConfig, costs: Costs, sample: Sample) -> float:
             if sequence.budget <= 0:
                 pool.end(sequence, "length", None)
     return tokens / seconds
+
+
+class PartlyCached(Boundless):
+    """A store that has a share of every prompt cached."""
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+
+    def cached(self, tokens: Sequence[int], prefilled: int) -> int:  # noqa: ARG002
+        return round(prefilled * self.share)
+
+    def begin(self, slot: int, tokens: Sequence[int], prefilled: int, reach: int) -> int | None:  # noqa: ARG002
+        return self.cached(tokens, prefilled)
 
 
 def best_threshold(config: EngineConfig, costs: Costs, sample: Sample) -> float:

@@ -50,8 +50,8 @@ class Trials:
         return self._kernels([config, replace(config, kernels=TO_COMPILED[config.kernels])])
 
     def _prefill(self, costs: Costs) -> float:
-        """Seconds to prefill the requests' prompts, one at a time, as sequences end."""
-        return sum(costs.prefill(costs.config, len(request.prompt)) for request in self.requests)
+        """Seconds to prefill the requests' prompts together."""
+        return costs.prefill(costs.config, *(len(request.prompt) for request in self.requests))
 
     def _kernels(self, shapes: list[EngineConfig]) -> EngineConfig:
         middle = self.longest // 2 + 1

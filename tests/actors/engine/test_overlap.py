@@ -72,11 +72,13 @@ def test_a_round_under_constraints_is_committed_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "slots"), [({}, 4), ({"window": 3}, 3), ({"overlap": False}, 2), ({"overlap": None}, 2)]
+    ("changes", "slots", "spare"),
+    [({}, 5, 1), ({"window": 4}, 4, 0), ({"window": 3}, 3, 0), ({"overlap": False}, 3, 1), ({"overlap": None}, 3, 1)],
 )
-def test_overlapping_rounds_need_twice_the_slots(changes: dict[str, Any], slots: int) -> None:
-    engine = Engine(tiny.model(), None, EngineConfig(method="plain", capacity=tiny.CONTEXT, **SHAPE | changes))
-    assert engine.config.slots == slots
+def test_overlapping_rounds_need_twice_the_slots(changes: dict[str, Any], slots: int, spare: int) -> None:
+    shape = SHAPE | {"window": 9, "prefill_rows": 1} | changes
+    engine = Engine(tiny.model(), None, EngineConfig(method="plain", capacity=tiny.CONTEXT, **shape))
+    assert (engine.config.slots, engine.config.spare) == (slots, spare)
 
 
 def test_free_shapes_do_not_overlap() -> None:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from exspec.actors.engine import Engine, EngineConfig, Request
 from exspec.actors.engine.kv.cached_model import PagedModel
-from exspec.actors.engine.kv.pages import Pages
-from exspec.actors.engine.scheduling.grouping import LengthBuckets
-from exspec.actors.engine.scheduling.pool import Sequence
+from exspec.actors.engine.kv.pages import Boundless, Pages
+from exspec.actors.engine.scheduling.grouping import LengthBuckets, grouping_of
+from exspec.actors.engine.scheduling.pool import Pool, Sequence
 from tests import tiny
 from tests.tiny import ENDS, VOCABULARY, ArithmeticModel
 
@@ -92,11 +92,16 @@ def test_random_work_gives_the_right_tokens(
 def test_a_group_has_one_bucket_and_as_many_rows_as_possible_and_no_sequence_starves(
     lengths: list[int], batch_size: int, bucket: int, fallback: bool
 ) -> None:
-    grouping = LengthBuckets(batch_size, bucket, fallback, patience=3)
-    running = [Sequence(Request(i, [1] * n, max_new_tokens=9), 99) for i, n in enumerate(lengths)]
-    seen: set[Hashable] = set()
-    by_bucket = [sum(s.length // bucket == b for s in running) for b in range(61)]
-    for round_ in range(60):
+    """Newcomers take the place of sequences that end, so that other buckets stay full."""
+    grouping = LengthBuckets(batch_size, bucket, fallback, prefill=(1, 8), patience=3)
+
+    def sequence(i: int, length: int) -> Sequence:
+        return Sequence(Request(i, [1] * length, max_new_tokens=9), 99)
+
+    running = [sequence(i, n) for i, n in enumerate(lengths)]
+    count, left = len(lengths), set(range(len(lengths)))
+    for round_ in range(9 * 5 * len(lengths)):
+        by_bucket = [sum(s.length // bucket == b for s in running) for b in range(70)]
         group = grouping.select(running)
         kinds = {s.length // bucket for s in group}
         assert len(group) == len(set(map(id, group))) <= batch_size
@@ -109,8 +114,44 @@ def test_a_group_has_one_bucket_and_as_many_rows_as_possible_and_no_sequence_sta
             assert len(group) == min(batch_size, max(by_bucket)), "the fullest bucket first"
         for s in running:
             s.waited = 0 if s in group else s.waited + 1
-        seen |= {s.request.id for s in group}
-    assert seen == set(range(len(lengths)))
+        for s in group:
+            s.tokens.append(1)
+            if s.budget == 0:
+                running.remove(s)
+                left.discard(s.request.id)  # type: ignore[arg-type]
+                running.append(sequence(count, lengths[count % len(lengths)]))
+                count += 1
+        if not left:
+            break
+    assert not left
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 9)), min_size=1, max_size=40), st.integers(1, 4),
+    st.integers(1, 4), st.integers(1, 3), st.integers(0, 5),
+)  # fmt: skip
+def test_prompts_wait_to_fill_a_prefill_forward_and_leave_no_row_of_a_round_empty(
+    jobs: list[tuple[int, int]], batch_size: int, rows: int, rounds: int, more: int
+) -> None:
+    config = tiny.config(
+        method="plain", batch_size=batch_size, window=rounds * batch_size + more, prefill_rows=rows,
+        bucket=tiny.CONTEXT, overlap=rounds > 1,
+    )  # fmt: skip
+    busy = min(rounds, 2) * batch_size
+    pool, grouping = Pool(config.slots, Boundless(), 1), grouping_of(config)
+    for i, (length, budget) in enumerate(jobs):
+        pool.waiting.append(Sequence(Request(i, [1] * length, max_new_tokens=budget), 99))
+    while pool.running or pool.waiting:
+        needed = len(pool.running) < busy
+        admitted = pool.admit(grouping.room(pool))
+        chunks = sum(-(-s.prefilled // config.prefill_columns) for s in admitted)
+        assert needed or -chunks % rows <= chunks / 8
+        assert len(pool.running) >= busy or not pool.waiting
+        for sequence in grouping.select(pool.running):
+            sequence.tokens.append(1)
+            if sequence.budget == 0:
+                pool.end(sequence, "length", None)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -135,8 +176,10 @@ def test_pages_are_shared_and_freed(
                 pages.end(slot)
                 del held[slot]
         elif slot < slots:
+            expected = pages.cached(tokens, length)
             found = pages.begin(slot, tokens, length, length)
             if found is not None:
+                assert found == expected
                 held[slot] = tokens
                 row = pages.table[slot].tolist()
                 for i in range(length // size):
