@@ -9,12 +9,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from exspec.actors.engine.kv.attention import first_line
+from exspec.actors.engine.faults import first_line
 from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.kv.cached_model import GATHERED, PagedModel, context_length, kv_shape
 from exspec.actors.engine.kv.pages import Pages
 from exspec.actors.engine.layers import experts
 from exspec.actors.engine.layers.runtime_copy import runtime_copy
+from exspec.actors.source import ModelError
 
 WHAT_WORKS = "a decoder-only model that holds keys and values of every token, such as Llama, Qwen, Mistral or GLM-4"
 NEEDED = ("num_attention_heads", "num_hidden_layers", "vocab_size", "max_position_embeddings")
@@ -27,10 +28,6 @@ WAITING_OPERATIONS = {
     "_local_scalar_dense", "equal", "is_nonzero", "item", "masked_select", "nonzero", "repeat_interleave", "unique",
     "_unique2", "unique_consecutive",
 }  # fmt: skip
-
-
-class ModelError(ValueError):
-    """The engine cannot use this model or pair. The message says why, and what would work."""
 
 
 def check_config(config: PretrainedConfig, name: str) -> None:

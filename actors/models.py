@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, StrictDataclassError
-from huggingface_hub.utils._validators import validate_repo_id
 from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
@@ -27,27 +25,12 @@ from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.drafters.head import HeadDrafter
 from exspec.actors.engine.drafters.lookup import head_of
 from exspec.actors.engine.engine import model_end_ids
-from exspec.actors.engine.kv.attention import first_line
-from exspec.actors.exactness import ModelError, check_config, check_forward, fix_rotary_factors
+from exspec.actors.engine.faults import first_line
+from exspec.actors.exactness import check_config, check_forward, fix_rotary_factors
+from exspec.actors.source import PICKLED, ModelError, Source, check_name, failure, load_part
 
 INDEX = "model.safetensors.index.json"
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")  # ends of names
-FILES = "tokenizer.json and tokenizer_config.json beside config.json, as save_pretrained writes them"
-PICKLED = "expected safetensors, or allow_pickle: true for weights in files that can run code"
-REFUSED_CODE = "expected a model that transformers itself knows, or trust_remote_code: true to run that code"
-
-
-@dataclass(frozen=True)
-class Source:
-    """A model by hub id or folder.
-
-    trust_remote_code: run Python code that comes with it. allow_pickle: load weights that are not safetensors.
-    """
-
-    name: str
-    revision: str | None = None
-    trust_remote_code: bool = False
-    allow_pickle: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,11 +82,11 @@ def load_draft(pair: Pair, draft: Source | str, target: str) -> PreTrainedModel:
 
 def config_of(source: Source) -> dict[str, Any]:
     """The config.json of a model or head. Raises ModelError naming it."""
-    _check_name(source.name)
+    check_name(source.name)
     try:
         values = PretrainedConfig.get_config_dict(source.name, revision=source.revision)[0]
     except Exception as error:  # as in load_part
-        raise ModelError(f"{source.name}: {_reason(error, AutoConfig, {})}") from error
+        raise ModelError(f"{source.name}: {failure(error, AutoConfig, {})}") from error
     if not isinstance(values, dict):
         raise ModelError(f"{source.name}: config.json is a {type(values).__name__}; expected a JSON object")
     return values
@@ -166,55 +149,6 @@ def forget_sampling(model: PreTrainedModel) -> None:
     """Reduce a model's generation config to its end tokens. transformers' `generate` otherwise takes sampling and
     penalties from it wherever the caller sets none."""
     model.generation_config = GenerationConfig(eos_token_id=sorted(model_end_ids(model)) or None)
-
-
-def load_part(loader: Any, source: Source, **options: Any) -> Any:
-    """Load a hub id or folder with one of transformers' Auto classes. Raises ModelError naming the hub id or folder.
-
-    Without trust_remote_code, a model that needs its own code is rejected without a question on the terminal. The
-    attention that a configuration asks for is ignored: it may name code on the hub, and the engine has its own.
-    """
-    _check_name(source.name)
-    try:
-        loaded = loader.from_pretrained(
-            source.name, revision=source.revision, trust_remote_code=source.trust_remote_code, **options
-        )
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # libraries raise errors of many types for broken files
-        raise ModelError(f"{source.name}: {_reason(error, loader, options)}") from error
-    if loader is AutoConfig:
-        loaded._attn_implementation = None
-    return loaded
-
-
-def _check_name(name: str) -> None:
-    if Path(name).is_dir():
-        if not (Path(name) / "config.json").is_file():
-            raise ModelError(f"{name}: the folder has no config.json; expected a model's files")
-        return
-    try:
-        validate_repo_id(name)
-    except HFValidationError as error:
-        reason = "is a file" if Path(name).exists() else "no such folder"
-        raise ModelError(f"{name}: {reason}; expected a model's folder, or a hub id such as Qwen/Qwen3-8B") from error
-
-
-def _reason(error: Exception, loader: Any, options: dict[str, Any]) -> str:
-    if "trust_remote_code" in str(error):
-        return f"it comes with code of its own; {REFUSED_CODE}"
-    reason = first_line(error)
-    if isinstance(error, StrictDataclassError):  # the first line names the field, the next ones what is wrong
-        reason = " ".join(str(error).split())
-    elif not isinstance(error, (OSError, ValueError)):
-        reason = f"{type(error).__name__}: {reason}"
-    if loader is AutoTokenizer:
-        reason = "there is none" if "backend tokenizer" in reason else reason
-        return f"its tokenizer cannot be loaded ({reason}); expected {FILES}"
-    if "ignore_mismatched_sizes" in reason:
-        reason = "its tensors have other shapes than config.json asks for; copy the model again"
-    reason = f"cannot be loaded as a model folder or hub id: {reason}"
-    return f"{reason}; {PICKLED}" if options.get("use_safetensors") and "safetensors" in str(error) else reason
 
 
 def check_names(source: Source, config: PretrainedConfig) -> None:

@@ -18,16 +18,9 @@ from exspec.actors.engine import EngineConfig, Room
 from exspec.actors.engine.kv.cached_model import context_length
 from exspec.actors.engine.kv.memory import MemoryPlan
 from exspec.actors.engine.shape.plan import fit
-from exspec.actors.exactness import ModelError, check_config, limit_context
-from exspec.actors.models import (
-    Source,
-    check_folder,
-    check_names,
-    check_vocabularies,
-    config_of,
-    head_config,
-    load_part,
-)
+from exspec.actors.exactness import check_config, limit_context
+from exspec.actors.models import check_folder, check_names, check_vocabularies, config_of, head_config
+from exspec.actors.source import ModelError, Source, load_part
 from exspec.pipeline.cluster.connect import starts_here
 from exspec.pipeline.errors import JobError, job_errors, no_column
 from exspec.pipeline.input.batch import COLUMNS, is_batch, of_batch

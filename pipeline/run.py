@@ -24,14 +24,14 @@ from exspec.pipeline.cluster.failures import cause, last_words
 from exspec.pipeline.cluster.graph import LATEST, PairLoader, results
 from exspec.pipeline.cluster.ray_ledger import RayLedger
 from exspec.pipeline.errors import BrokenOffError, JobError, StoppedError, counted, kept_traceback, started
-from exspec.pipeline.input.plan import Plan, Shard
+from exspec.pipeline.input.plan import Plan, Shard, Task
 from exspec.pipeline.input.snapshot import changed
 from exspec.pipeline.job.settings import Job
 from exspec.pipeline.output.collect import Collector, StopError, collect
 from exspec.pipeline.output.columns import carried_schema
 from exspec.pipeline.output.contents import samples, tables
 from exspec.pipeline.output.owner import SUCCESS, Output, Writer, take
-from exspec.pipeline.output.parts import PartSink, Task, read_staged
+from exspec.pipeline.output.parts import PartSink, read_staged
 from exspec.pipeline.output.report import Report, stored_occupancy, write_report
 from exspec.pipeline.output.state import FORMAT, PART
 from exspec.pipeline.prepare import Prepared

@@ -20,7 +20,8 @@ from exspec.actors.engine.shape.candidates import UNCOMPILED
 from exspec.actors.engine.shape.kept import Kept
 from exspec.actors.engine.shape.plan import fit, free_memory, plan_memory
 from exspec.actors.hardware import hardware
-from exspec.actors.models import Pair, Source, load_pair
+from exspec.actors.models import Pair, load_pair
+from exspec.actors.source import Source
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Plan, decode_schema
 from exspec.pipeline.input.prompts import Prompts

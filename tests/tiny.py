@@ -28,7 +28,8 @@ from exspec.actors.engine.layers.spans import layers_of
 from exspec.actors.engine.methods import drafter_of
 from exspec.actors.engine.scheduling.group import Group
 from exspec.actors.engine.tokens.sampling import gumbel_noise
-from exspec.actors.models import Pair, Source, load_draft
+from exspec.actors.models import Pair, load_draft
+from exspec.actors.source import Source
 
 VOCABULARY = 61
 CONTEXT = 96

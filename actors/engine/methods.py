@@ -11,6 +11,7 @@ from exspec.actors.engine.config import UNPACKED, EngineConfig
 from exspec.actors.engine.drafters.draft_length import DraftLength, draft_length
 from exspec.actors.engine.drafters.drafter import Drafter, DrafterContext, MakeDrafter, NoDraft
 from exspec.actors.engine.drafters.lookup import kind
+from exspec.actors.engine.faults import warn_once
 from exspec.actors.engine.graphs import CudaGraphs, Eager, Recorder
 from exspec.actors.engine.kv.attention import trial
 from exspec.actors.engine.kv.cached_model import (
@@ -24,7 +25,7 @@ from exspec.actors.engine.kv.cached_model import (
 )
 from exspec.actors.engine.kv.pages import Boundless, Pages, Store
 from exspec.actors.engine.layers.packed import packs
-from exspec.actors.engine.layers.programs import Compiled, compiler_trial, warn_once
+from exspec.actors.engine.layers.programs import Compiled, compiler_trial
 from exspec.actors.engine.scheduling.grouping import Grouping, grouping_of
 from exspec.actors.engine.scheduling.prefill import ChunkedPrefill, Prefill, WholePrefill
 

@@ -31,7 +31,8 @@ from exspec.actors.engine.shape.plan import Models
 from exspec.actors.engine.shape.trials import Trials
 from exspec.actors.exactness import transformers_generate
 from exspec.actors.hardware import describe_hardware, hardware
-from exspec.actors.models import Pair, Source, forget_sampling, load_draft, load_model, load_pair
+from exspec.actors.models import Pair, forget_sampling, load_draft, load_model, load_pair
+from exspec.actors.source import Source
 from exspec.jobs.benchmarks.decoding import Run, check_device, decode, timed
 from exspec.jobs.benchmarks.settings import RIVALS, SHAPE, VARIANT, BenchSettings
 from exspec.jobs.demo import DRAFT, TARGET

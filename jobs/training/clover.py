@@ -25,8 +25,8 @@ from exspec.actors.engine import Request
 from exspec.actors.engine.drafters.clover_head import CloverConfig, CloverHead
 from exspec.actors.engine.engine import model_end_ids
 from exspec.actors.engine.layers.spans import layers_of
-from exspec.actors.exactness import ModelError
 from exspec.actors.models import Pair
+from exspec.actors.source import ModelError
 from exspec.jobs.finished import check_map, choose, read_rows
 from exspec.jobs.training.examples import Batch, Example, batches, optimizers_of
 from exspec.pipeline.errors import JobError

@@ -1,14 +1,11 @@
 """The Ray Data graph: readers on CPUs read chunks and render prompts; actors decode them and stage the results."""
 
-import json
 import logging
 import pickle
 from collections.abc import Generator as Yields
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
-from functools import lru_cache, partial
-from itertools import groupby
 from typing import Any
 
 import pyarrow as pa
@@ -16,24 +13,17 @@ import pyarrow as pa
 from exspec.actors.engine import Engine, EngineConfig, Room
 from exspec.actors.engine.drafters.lookup import kind
 from exspec.actors.generator import Generator, Loader
-from exspec.actors.models import Source, load_part
-from exspec.actors.work import WORK
 from exspec.pipeline.cluster.connect import ACTOR, gpus
 from exspec.pipeline.cluster.metrics import RayMeter
 from exspec.pipeline.cluster.ray_ledger import RayLedger
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.input.plan import Chunk
-from exspec.pipeline.input.prompts import Prompts
-from exspec.pipeline.input.reading import Unreadable
-from exspec.pipeline.input.requests import mapped, read_mapped
-from exspec.pipeline.input.rows import Row, RowError, attempted, rows
+from exspec.pipeline.input.plan import Task
+from exspec.pipeline.input.reader import Reader
 from exspec.pipeline.job.settings import Job
-from exspec.pipeline.output.columns import ID, carried_columns
-from exspec.pipeline.output.contents import read_groups, read_range
-from exspec.pipeline.output.parts import PartSink, Task
+from exspec.pipeline.output.contents import read_groups
+from exspec.pipeline.output.parts import PartSink
 from exspec.pipeline.shape import pair_of
 from exspec.pipeline.storage import Folder
-from exspec.pipeline.weights import local_model
 
 ROWS_PER_SLOT = 3  # rows in flight per slot of an actor, so that no slot is empty at the end of a chunk
 MOST_ROWS, ENOUGH_ROWS = 1 << 20, 1 << 14  # maximum for one reader task: rows of one shard, and of several shards
@@ -119,96 +109,6 @@ def read_together(tasks: Iterator[Task]) -> Iterator[list[Task]]:
         rows += task.chunk.rows
     if group:
         yield group
-
-
-class Reader:
-    """Maps tasks to rows that each contain a chunk: its rows as an Arrow stream, with prompt ids or errors."""
-
-    def __init__(self, job: Job, schema: pa.Schema, room: Room) -> None:
-        self.job, self.schema, self.room = job, schema, room
-
-    def __call__(self, descriptors: pa.Table) -> Iterator[pa.Table]:
-        tasks: list[Task] = pickle.loads(descriptors["tasks"][0].as_py())
-        for _, group in groupby(tasks, key=lambda task: task.chunk.number):
-            yield from self._shard(list(group))
-
-    def _shard(self, tasks: list[Task]) -> Iterator[pa.Table]:
-        """Read the tasks of one shard in one pass."""
-        schema = mapped(self.job, self.schema)
-        prompts = _prompts(type(self.job), self.job.model_dump_json(), schema).within(self.room)
-        carried, name = carried_columns(self.job, schema), self.job.id_column
-        kept = {new: name for name, new in carried.items()} | ({ID: name} if name else {})
-        needed = list(dict.fromkeys([*prompts.columns(schema), *([name] if name else [])]))
-        columns = list(dict.fromkeys([*kept.values(), *needed]))
-        ranges = [(task.chunk.first, task.chunk.rows) for task in tasks]
-        found = read_mapped(self.job, tasks[0].chunk.shard, ranges, columns, self.schema)
-        for task, table in zip(tasks, found, strict=True):
-            if isinstance(table, Unreadable):
-                yield block(task, None, table.reason)
-                continue
-            skip = self._fine(task) if task.file else [False] * task.chunk.rows
-            given = enumerate(rows(table, needed))
-            work = [_work(prompts, task.chunk, i, row, skip[i]) for i, row in given]
-            generated = pa.Table.from_pylist(work, schema=WORK_SCHEMA)
-            carried_rows = {new: table[name] for new, name in kept.items()}
-            yield block(task, pa.table(carried_rows | {name: generated[name] for name in WORK}), None)
-
-    def _fine(self, task: Task) -> list[bool]:
-        """Whether each row has no error, and stays as it is."""
-        folder = Folder(self.job.output, self.job.storage_options)
-        tables = read_range(folder, str(task.file), task.start, task.chunk.rows, ["error"])
-        return [error is None for table in tables for error in table["error"].to_pylist()]
-
-
-def block(task: Task, rows: pa.Table | None, unreadable: str | None) -> pa.Table:
-    """A chunk as one row, so that Ray does not see the columns of the user's input."""
-    shard = replace(task.chunk.shard, repairs={})  # they are in the rows
-    task = replace(task, chunk=replace(task.chunk, shard=shard))
-    stream = None
-    if rows is not None:
-        buffer = pa.BufferOutputStream()
-        with pa.ipc.new_stream(buffer, rows.schema) as writer:
-            writer.write_table(rows)
-        stream = buffer.getvalue().to_pybytes()
-    values = {"task": [pickle.dumps(task)], "rows": [stream], "unreadable": [unreadable]}
-    return pa.table(values, schema=BLOCK)
-
-
-BLOCK = pa.schema({"task": pa.binary(), "rows": pa.large_binary(), "unreadable": pa.string()})
-WORK_SCHEMA = pa.schema(
-    {
-        "_prompt": pa.list_(pa.int32()),
-        "_cut": pa.int32(),
-        "_error": pa.string(),
-        "_skip": pa.bool_(),
-        "_max_new_tokens": pa.int32(),
-        "_sampling": pa.string(),
-        "_stop": pa.list_(pa.string()),
-    }
-)
-
-
-def _work(prompts: Prompts, chunk: Chunk, i: int, row: Row, skip: bool) -> dict[str, Any]:
-    asked = attempted(partial(_asked, prompts, chunk, i, row))
-    return {"_skip": skip} | ({"_error": str(asked)} if isinstance(asked, RowError) else asked)
-
-
-def _asked(prompts: Prompts, chunk: Chunk, i: int, row: Row) -> dict[str, Any]:
-    settings = prompts.settings(row, chunk.shard, chunk.first + i)
-    tokens, cut = prompts.fitted(row, settings.max_new_tokens)
-    work = {"_prompt": tokens, "_cut": cut, "_max_new_tokens": settings.max_new_tokens, "_stop": settings.stop}
-    return work | {"_sampling": json.dumps(settings.sampling)}
-
-
-@lru_cache(maxsize=2)
-def _prompts(kind: type[Job], job: str, schema: pa.Schema) -> Prompts:
-    """Cached per process, because a tokenizer takes a while to load."""
-    from transformers import AutoTokenizer
-
-    loaded = kind.model_validate_json(job)
-    place = local_model(loaded.target, loaded.storage_options, weights=False)
-    tokenizer = load_part(AutoTokenizer, Source(place, loaded.target_revision, loaded.trust_remote_code))
-    return Prompts(loaded, tokenizer, schema)
 
 
 class PairLoader:

@@ -66,6 +66,22 @@ class Chunk:
 
 
 @dataclass(frozen=True)
+class Task:
+    """A chunk to decode. file: which has the chunk's rows from row `start` on; its error rows are decoded again."""
+
+    chunk: Chunk
+    file: str | None = None
+    start: int = 0
+
+    @property
+    def key(self) -> str:
+        return f"{self.chunk.number}:{self.chunk.first}"
+
+    def __str__(self) -> str:
+        return str(self.chunk)
+
+
+@dataclass(frozen=True)
 class Plan:
     """The shards of a job in a fixed order, and the size of chunks. limit: only the first rows."""
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from transformers import GenerationConfig, PretrainedConfig
 
-from exspec.actors.exactness import ModelError
+from exspec.actors.source import ModelError
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job.settings import Job, problem
 from exspec.pipeline.secrets import anonymous

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from exspec.pipeline.errors import counted
+from exspec.pipeline.input.plan import Task
 from exspec.pipeline.job.settings import Job
 from exspec.pipeline.output.compact import mend
 from exspec.pipeline.output.owner import Writer
-from exspec.pipeline.output.parts import Task
 from exspec.pipeline.output.report import Report
 from exspec.pipeline.output.state import File
 

@@ -3,7 +3,6 @@
 import io
 import json
 from collections import Counter
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -13,7 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from exspec.actors.generator import Origin, RowResult
-from exspec.pipeline.input.plan import Chunk
+from exspec.pipeline.input.plan import Chunk, Task
 from exspec.pipeline.input.rows import RowError, stored, values
 from exspec.pipeline.job.functions import Function, FunctionError
 from exspec.pipeline.output.columns import GENERATED, ID, added_columns, conform
@@ -26,22 +25,6 @@ FOOTER = b"exspec"
 COUNTED = [name for name in GENERATED.names[GENERATED.names.index("prompt_tokens") :] if name != "prompt_tokens_cut"]
 SUMMED = ("prompt_tokens", "completion_tokens", "rounds", "forced")
 PIECES = 16  # equal pieces of a chunk's time, for the plot of tokens by time
-
-
-@dataclass(frozen=True)
-class Task:
-    """A chunk to decode. file: which has the chunk's rows from row `start` on; its error rows are decoded again."""
-
-    chunk: Chunk
-    file: str | None = None
-    start: int = 0
-
-    @property
-    def key(self) -> str:
-        return f"{self.chunk.number}:{self.chunk.first}"
-
-    def __str__(self) -> str:
-        return str(self.chunk)
 
 
 class PartSink:

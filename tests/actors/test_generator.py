@@ -13,9 +13,8 @@ import torch
 from exspec.actors.answers.answers import FreeText
 from exspec.actors.generator import Generator, Turns
 from exspec.actors.ledger import Ledger
-from exspec.pipeline.cluster.graph import WORK_SCHEMA, block
-from exspec.pipeline.input.plan import Chunk, Shard
-from exspec.pipeline.output.parts import Task
+from exspec.pipeline.input.plan import Chunk, Shard, Task
+from exspec.pipeline.input.reader import WORK_SCHEMA, block
 from tests.pipeline import jobs
 
 

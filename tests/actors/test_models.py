@@ -15,8 +15,9 @@ from transformers.models.auto import CONFIG_MAPPING, AutoModelForSeq2SeqLM
 
 from exspec.actors.engine import Engine, EngineConfig, Request, RequestError
 from exspec.actors.engine.kv.cached_model import context_length
-from exspec.actors.exactness import ModelError, Waits, check_forward, fix_rotary_factors, limit_context
-from exspec.actors.models import Source, load_model, load_pair
+from exspec.actors.exactness import Waits, check_forward, fix_rotary_factors, limit_context
+from exspec.actors.models import load_model, load_pair
+from exspec.actors.source import ModelError, Source
 from tests import tiny
 from tests.tools import families
 

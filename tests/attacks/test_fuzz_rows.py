@@ -20,14 +20,14 @@ from hypothesis import strategies as st
 from exspec.actors.engine import Room
 from exspec.actors.generator import Origin, RowResult
 from exspec.jobs.commands.convert import WRITERS
-from exspec.pipeline.cluster.graph import Reader
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.batch import is_batch, of_batch
-from exspec.pipeline.input.plan import Chunk
+from exspec.pipeline.input.plan import Chunk, Task
+from exspec.pipeline.input.reader import Reader
 from exspec.pipeline.input.shards import find_shards
 from exspec.pipeline.job.settings import Job
 from exspec.pipeline.output.columns import carried_schema
-from exspec.pipeline.output.parts import PartSink, Task
+from exspec.pipeline.output.parts import PartSink
 from exspec.pipeline.storage import Folder
 from tests.pipeline import jobs
 

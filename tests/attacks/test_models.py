@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations import hub_kernels
 
 from exspec.actors.engine.drafters.lookup import drafter_class
-from exspec.actors.exactness import ModelError
-from exspec.actors.models import Source, load_model, load_pair
+from exspec.actors.models import load_model, load_pair
+from exspec.actors.source import ModelError, Source
 from exspec.pipeline import weights
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.prepare import prepare

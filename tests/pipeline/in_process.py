@@ -18,9 +18,10 @@ from ray import cloudpickle
 from exspec.actors.generator import Generator, Loader
 from exspec.actors.ledger import Ledger
 from exspec.pipeline import run
-from exspec.pipeline.cluster.graph import Reader, read_together
+from exspec.pipeline.cluster.graph import read_together
+from exspec.pipeline.input.plan import Task
+from exspec.pipeline.input.reader import Reader
 from exspec.pipeline.job.settings import Job
-from exspec.pipeline.output.parts import Task
 
 CALLS = 4  # concurrent chunks in the actor
 

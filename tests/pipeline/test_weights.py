@@ -13,7 +13,8 @@ import s3fs
 import torch
 
 from exspec.actors.engine.cache import cache_folder
-from exspec.actors.models import Source, load_model
+from exspec.actors.models import load_model
+from exspec.actors.source import Source
 from exspec.pipeline import storage
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.prepare import prepare

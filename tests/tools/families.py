@@ -20,8 +20,9 @@ from transformers.utils import logging
 
 from exspec.actors.engine import Engine, EngineConfig, Request
 from exspec.actors.engine.engine import model_end_ids
-from exspec.actors.exactness import ModelError, check_config, check_forward, fix_rotary_factors, transformers_generate
+from exspec.actors.exactness import check_config, check_forward, fix_rotary_factors, transformers_generate
 from exspec.actors.models import forget_sampling
+from exspec.actors.source import ModelError
 
 PAGE = Path(__file__).parents[2] / "jobs" / "docs" / "families.md"
 VOCABULARY, CONTEXT, END = 96, 96, 5

@@ -20,10 +20,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from exspec.pipeline.cluster.graph import read_together
-from exspec.pipeline.input.plan import Chunk, Plan, Shard
+from exspec.pipeline.input.plan import Chunk, Plan, Shard, Task
 from exspec.pipeline.input.shards import find_shards
 from exspec.pipeline.output.owner import Output, take
-from exspec.pipeline.output.parts import Task
 from exspec.pipeline.output.report import Report
 from exspec.pipeline.output.state import File, Summary
 from exspec.pipeline.run import finished

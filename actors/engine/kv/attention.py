@@ -35,6 +35,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from exspec.actors.engine.cache import cache_folder
+from exspec.actors.engine.faults import first_line
 
 T = TypeVar("T")
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, float, int, float], Tensor]
@@ -165,11 +166,6 @@ def trial(
     except Exception as fault:  # compilers, drivers and kernels fail in many ways, and all of them are reasons
         return first_line(fault)
     return None
-
-
-def first_line(fault: Exception) -> str:
-    """The first line of an exception's message, or its class if the message is empty."""
-    return next(iter(str(fault).strip().splitlines()), type(fault).__name__)
 
 
 def _prepare(device: torch.device) -> None:

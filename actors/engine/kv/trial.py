@@ -5,7 +5,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
-from exspec.actors.engine.kv.attention import first_line
+from exspec.actors.engine.faults import first_line
 from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.kv.cached_model import GATHERED, PagedModel
 from exspec.actors.engine.kv.pages import Pages

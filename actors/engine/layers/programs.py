@@ -6,13 +6,12 @@ Pieces that read alike share compiled code, so layers that are alike are compile
 every program that contains it: whether a forward runs to its end or stops, or which drafter reads its states.
 """
 
-import logging
 import math
 import os
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +23,8 @@ from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from exspec.actors.engine.cache import cache_folder
+from exspec.actors.engine.faults import first_line, warn_once
 from exspec.actors.engine.graphs import Recorder, key_of, mapped, tensors_of
-from exspec.actors.engine.kv.attention import first_line
 from exspec.actors.engine.layers.pieces import Piece, Trace, needed, split, trace
 from exspec.actors.engine.layers.products import with_products
 
@@ -86,12 +85,6 @@ class Code:
 
 
 CODE = Code()  # of this process: engines share it
-
-
-@cache
-def warn_once(line: str) -> None:
-    """Log a warning once per process: what falls back, and why."""
-    logging.getLogger(__name__).warning(line)
 
 
 @lru_cache

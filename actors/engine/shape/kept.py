@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from exspec.actors.engine.cache import cache_folder, write_whole
 from exspec.actors.engine.config import EngineConfig
-from exspec.actors.engine.layers.programs import warn_once
+from exspec.actors.engine.faults import warn_once
 
 OWN = ("pages", "attention", "capacity")  # of each job
 NAMES = {field.name for field in fields(EngineConfig)} - set(OWN)

@@ -15,7 +15,8 @@ from transformers.models.auto import AutoModelForCausalLM
 from exspec.actors import exactness
 from exspec.actors.engine import Engine, EngineConfig
 from exspec.actors.engine.layers import experts
-from exspec.actors.exactness import ModelError, check_forward, choose_experts
+from exspec.actors.exactness import check_forward, choose_experts
+from exspec.actors.source import ModelError
 from tests import tiny
 
 EXPERTS, CHOSEN, HIDDEN, INNER = 6, 2, 256, 192

@@ -1,5 +1,6 @@
 """Programs: what a trace becomes, what is left out, and that a token never depends on the program that computed it."""
 
+import gc
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -187,6 +188,7 @@ def test_rows_of_every_kind_of_sampling_share_rounds(dtype: torch.dtype, kernels
 
 def test_engines_share_programs_code_and_packed_weights() -> None:
     tiny.need("in_place", "compiled_packed")
+    gc.collect()  # the packed weights of other tests
     target = tiny.model()
     engines = [tiny.engine(target, method="plain", attention="in_place", kernels="compiled_packed") for _ in range(2)]
     before = []

@@ -17,12 +17,11 @@ import pytest
 
 from exspec.actors.engine import EngineStatistics
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.input.plan import Chunk, Plan, Shard
+from exspec.pipeline.input.plan import Chunk, Plan, Shard, Task
 from exspec.pipeline.output import lease
 from exspec.pipeline.output.collect import Collector
 from exspec.pipeline.output.compact import compact
 from exspec.pipeline.output.owner import BusyError, Output, take
-from exspec.pipeline.output.parts import Task
 from exspec.pipeline.output.state import File, State, Summary
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute

@@ -15,7 +15,7 @@ from exspec.actors.engine.layers.spans import layers_of
 from exspec.actors.engine.shape.calibration import calibrate
 from exspec.actors.engine.shape.candidates import candidates
 from exspec.actors.engine.shape.plan import Models
-from exspec.actors.exactness import ModelError
+from exspec.actors.source import ModelError
 from exspec.jobs.training.clover import LastHidden, new_head
 from tests import tiny
 from tests.actors.engine.drafters.slow import ENGINES, PROMPTS, Slow, check_drafts

@@ -14,7 +14,7 @@ from exspec.actors.engine.drafters import eagle3_head
 from exspec.actors.engine.drafters.eagle3 import Eagle3
 from exspec.actors.engine.drafters.eagle3_head import Eagle3Config, Eagle3Head, is_head
 from exspec.actors.engine.drafters.lookup import available
-from exspec.actors.exactness import ModelError
+from exspec.actors.source import ModelError
 from tests import tiny
 from tests.actors.engine.drafters.slow import ENGINES, PROMPTS, Slow, check_drafts
 

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from exspec.actors.engine import Engine, EngineConfig
-from exspec.actors.exactness import ModelError
 from exspec.actors.models import load_pair
+from exspec.actors.source import ModelError
 from exspec.jobs.demo import TARGET
 from exspec.jobs.demo.messages import examples
 from exspec.jobs.training.clover import train

@@ -1,0 +1,15 @@
+"""What the engine says about faults."""
+
+import logging
+from functools import cache
+
+
+def first_line(fault: Exception) -> str:
+    """The first line of an exception's message, or its class if the message is empty."""
+    return next(iter(str(fault).strip().splitlines()), type(fault).__name__)
+
+
+@cache
+def warn_once(line: str) -> None:
+    """Log a warning once per process: what falls back, and why."""
+    logging.getLogger(__name__).warning(line)
