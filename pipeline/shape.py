@@ -120,7 +120,7 @@ def _new_config(job: Job, draft: PretrainedConfig | None, drafters: list[str], c
     if "draft_tokens" not in values and method != "plain" and drafter in DRAFTERS:
         values["draft_tokens"] = min(EngineConfig.draft_tokens, max(drafter_class(drafter).lengths_with(draft)))
     if "batch_size" in values:
-        values.setdefault("window", max(values["batch_size"], EngineConfig.window))
+        values.setdefault("window", max(3 * values["batch_size"], EngineConfig.window))
     elif "window" in values:
         values["batch_size"] = min(values["window"], EngineConfig.batch_size)
     return EngineConfig(**values | {"capacity": capacity})
