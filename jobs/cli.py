@@ -14,10 +14,11 @@ from typing import Annotated, Any, NoReturn, TextIO, cast
 import typer
 from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 
+from exspec.actors.engine.faults import first_line
 from exspec.jobs.benchmarks.settings import SHAPE, BenchSettings, SyntheticSettings
 from exspec.jobs.options import GroupedCommand, with_flags, with_settings
 from exspec.pipeline.cluster.connect import leave, show_token
-from exspec.pipeline.errors import JobError, counted, first_line, kept_traceback
+from exspec.pipeline.errors import JobError, counted, kept_traceback
 from exspec.pipeline.job.labels import LabelJob
 from exspec.pipeline.job.settings import Job
 from exspec.pipeline.progress import Progress

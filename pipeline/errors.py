@@ -83,8 +83,3 @@ def kept_traceback(error: BaseException) -> str:
 def counted(count: int, noun: str) -> str:
     """The number with its noun: "1 row", "2 rows", "2 processes"."""
     return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
-
-
-def first_line(error: Exception) -> str:
-    """The message of an error, without the lines on where a library raised it."""
-    return (str(error).splitlines() or [type(error).__name__])[0]

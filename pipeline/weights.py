@@ -17,7 +17,8 @@ from huggingface_hub import HfApi, constants, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from exspec.actors.engine.cache import cache_folder, write_whole
-from exspec.pipeline.errors import JobError, first_line
+from exspec.actors.engine.faults import first_line
+from exspec.pipeline.errors import JobError
 from exspec.pipeline.job.settings import Job
 from exspec.pipeline.secrets import anonymous, redacted
 from exspec.pipeline.storage import Folder, at_once, attempt, etag

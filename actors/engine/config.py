@@ -29,7 +29,7 @@ class EngineConfig(EarlyExitSettings):
     retries. Otherwise shapes follow the rows. eqspec grows its cache and never has fixed shapes.
 
     method: eqspec speculates on a fixed batch that is realigned every round; exspec in groups of similar length, taken
-        from a window that is refilled at once.
+        from a window that is refilled while rows end.
     window: with eqspec, more slots than B would only wait: the engine has B. If all lengths share one bucket, it has as
         many as the rounds need, and some to spare.
     columns: width of a verify forward; default K + 1 (plain: 1). Additional columns are dead: `plain` with

@@ -5,7 +5,7 @@ from functools import cache
 
 
 def first_line(fault: Exception) -> str:
-    """The first line of an exception's message, or its class if the message is empty."""
+    """The message of an exception without the lines on where a library raised it; its class if there is none."""
     return next(iter(str(fault).strip().splitlines()), type(fault).__name__)
 
 

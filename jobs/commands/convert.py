@@ -15,7 +15,8 @@ import pyarrow as pa
 from pyarrow.dataset import write_dataset
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 
-from exspec.pipeline.errors import JobError, counted, did_you_mean, first_line
+from exspec.actors.engine.faults import first_line
+from exspec.pipeline.errors import JobError, counted, did_you_mean
 from exspec.pipeline.input.batch import answer, is_batch
 from exspec.pipeline.input.plan import decode_schema
 from exspec.pipeline.input.rows import as_json, nearest

@@ -16,7 +16,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from exspec.pipeline.errors import JobError, counted, first_line
+from exspec.actors.engine.faults import first_line
+from exspec.pipeline.errors import JobError, counted
 from exspec.pipeline.input.batch import BODY, ID
 from exspec.pipeline.input.plan import Plan, Shard, decode_schema, encode_row
 from exspec.pipeline.input.reading import Unreadable, read_ranges

@@ -14,7 +14,8 @@ from typing import Any
 
 import psutil
 
-from exspec.pipeline.errors import JobError, first_line
+from exspec.actors.engine.faults import first_line
+from exspec.pipeline.errors import JobError
 from exspec.pipeline.job.settings import Job
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

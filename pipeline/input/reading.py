@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from exspec.pipeline.errors import first_line
+from exspec.actors.engine.faults import first_line
 from exspec.pipeline.input.formats import bare, read, suffix_of
 from exspec.pipeline.input.plan import Shard, decode_row
 from exspec.pipeline.input.rows import BAD

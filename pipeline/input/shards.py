@@ -11,7 +11,8 @@ from urllib.parse import unquote
 import fsspec
 import pyarrow as pa
 
-from exspec.pipeline.errors import JobError, first_line, job_errors
+from exspec.actors.engine.faults import first_line
+from exspec.pipeline.errors import JobError, job_errors
 from exspec.pipeline.input.formats import SUFFIXES, FormatError, scan, suffix_of
 from exspec.pipeline.input.plan import Plan, Shard, decode_row, decode_schema, encode_row
 from exspec.pipeline.input.reading import FORMAT, Bytes, RangeFile, read_footer

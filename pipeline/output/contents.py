@@ -9,7 +9,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from exspec.pipeline.errors import JobError, first_line
+from exspec.actors.engine.faults import first_line
+from exspec.pipeline.errors import JobError
 from exspec.pipeline.output.columns import completed, conform
 from exspec.pipeline.output.owner import Output
 from exspec.pipeline.storage import STREAMS, Folder, at_once, attempt

@@ -20,13 +20,13 @@ class FixedBatch:
 
 
 class LengthBuckets:
-    """EXSPEC: slots are refilled at once, and a round takes rows of one length bucket, the fullest bucket first.
+    """EXSPEC: slots are refilled while other rows decode, and a round takes rows of one length bucket.
 
-    A row that has waited for more than `patience` rounds brings its bucket to the front, so that no row starves.
-    With `fallback`, rows of other buckets fill a group that is not full, which makes it ragged. With buckets of one
-    column this is the paper's equal-length grouping.
+    The fullest bucket comes first. A row that has waited for more than `patience` rounds brings its own to the front:
+    no row starves. With `fallback`, rows of other buckets fill a group that is not full, which makes it ragged. With
+    buckets of one column this is the paper's equal-length grouping.
 
-    prefill: rows and columns of a prefill forward. spare: slots that stay free until their prompts fill one.
+    prefill: rows and columns of a prefill forward. spare: how many slots may stay free until their prompts fill one.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class LengthBuckets:
         rows, columns = self.prefill
         chunks = filling = 0
         for number, sequence in enumerate(islice(pool.waiting, len(pool.free)), start=1):
-            chunks += -(-pool.uncached(sequence) // columns)
+            chunks += -(-pool.to_prefill(sequence) // columns)
             if -chunks % rows <= EMPTY * chunks:
                 filling = number
         return filling

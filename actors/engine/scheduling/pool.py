@@ -15,7 +15,7 @@ class Sequence:
 
     Invariant: tokens = prompt + committed. Between rounds the KV of `length` = len(tokens) - 1 tokens is cached: of all
     but the last token, which is pending. Prefill chunks compute the first `prefilled` tokens, except the first `cached`
-    ones, which another sequence has computed. Rounds compute the others.
+    ones, which another sequence has computed; while it waits, this is an estimate. Rounds compute the others.
     """
 
     def __init__(self, request: Request, longest: int) -> None:
@@ -97,10 +97,13 @@ class Pool:
             admitted.append(sequence)
         return admitted
 
-    def uncached(self, sequence: Sequence) -> int:
-        """Tokens that a waiting sequence has to prefill."""
-        length = sequence.length if sequence.prefilled < 0 else sequence.prefilled
-        return length - self.store.cached(sequence.tokens, length)
+    def to_prefill(self, sequence: Sequence) -> int:
+        """Tokens that a waiting sequence has to prefill. Only the first call counts cached tokens, because every round
+        may ask."""
+        if sequence.prefilled < 0:
+            sequence.prefilled = sequence.length
+            sequence.cached = self.store.cached(sequence.tokens, sequence.prefilled)
+        return sequence.prefilled - sequence.cached
 
     def reserve(self, sequences: list[Sequence], preempt: bool = True) -> list[Sequence] | None:
         """Reserve KV for the sequences' next round. While KV is short, preempt the youngest running sequence: it goes
