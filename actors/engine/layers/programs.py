@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, fx
 from torch import _guards as guards
 from torch._inductor import config as compiler
-from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from exspec.actors.engine.cache import cache_folder
@@ -76,6 +75,8 @@ class Code:
         if key not in self.kept:
             if time.monotonic() > self.deadline:
                 raise OutOfTimeError
+            from torch._inductor.compile_fx import compile_fx_inner  # half a second, which other kernels save
+
             self.folder.mkdir(parents=True, exist_ok=True)
             # Without a context the compiler would not read its cache on disk.
             context = guards.TracingContext(guards.detect_fake_mode(inputs))
