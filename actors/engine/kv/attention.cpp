@@ -35,6 +35,10 @@ constexpr int LANES = 4;
 #endif
 constexpr int BLOCK = 64;        // KV columns that are read at once
 constexpr int TILE = 128;        // query vectors of a tile, unless more heads share a KV head
+constexpr int SHARED = 64;       // query vectors that a task may have if it has several KV heads
+constexpr int TASKS = 4;         // tasks of a thread, if there are enough heads
+constexpr int ORDERED = 4;       // a task with at least this many KV heads reads memory in order
+constexpr int AHEAD = 16;        // columns of the next block that it fetches while it computes a block
 constexpr int MANY = 4;          // with at least this many query vectors, transposing a block of keys pays
 constexpr int64_t ALONE = 1 << 15;  // with fewer multiplications than this, waking other threads costs more than it saves
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
@@ -152,9 +156,10 @@ struct Call {
   int window;
 };
 
-// Columns first .. last - 1 of one row's queries, for one KV head. limit: the KV columns that column last - 1 attends to.
+// Columns first .. last - 1 of one row's queries, for the KV heads head .. head + heads - 1. limit: the KV columns that
+// column last - 1 attends to.
 struct Task {
-  int row, head, first, last, limit;
+  int row, head, heads, first, last, limit;
 };
 
 // A thread's memory. It grows to the largest size requested and is kept.
@@ -171,6 +176,7 @@ struct Attention {
   const Call& call;
   const int vectors = (call.size + LANES - 1) / LANES;
   const int padded = vectors * LANES;
+  static constexpr int64_t LINE = 64 / sizeof(T);  // numbers of a cache line
   static constexpr int PAIR = 2, WIDE = LANES == 16 ? 2 : 1, MIXED = LANES == 16 ? 4 : 2;  // what fits registers
 
   // scores [BLOCK] of one query vector for the LANES columns at `columns`.
@@ -319,84 +325,114 @@ struct Attention {
     return ((row[2 + column / call.page] * call.page + column % call.page) * call.kv_heads + head) * call.size;
   }
 
-  // Begins to read a vector of the stores, so that the next block comes while this one is computed.
-  void fetch(const T* vector) const {
-    for (int64_t i = 0; i < call.size; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(vector + i, 0, 2);
+  // Reads the heads of a column. If columns are read in order, the processor reads ahead by itself.
+  void touch(const T* from, int64_t heads) const {
+    for (int64_t i = 0; i < heads * call.size; i += LINE) asm volatile("" ::"r"(*(const volatile char*)(from + i)));
   }
 
+  // Begins to read them, while something else is computed. The processor drops such requests if they are many.
+  void fetch(const T* from, int64_t heads) const {
+    for (int64_t i = 0; i < heads * call.size; i += LINE) __builtin_prefetch(from + i, 0, 2);
+  }
+
+  // The heads of a column lie next to each other in the stores.
   void run(const Task& task, const T* query, const T* keys, const T* values, T* output) const {
     static thread_local Scratch scratch;
     const int group = call.heads / call.kv_heads, width = task.last - task.first, count = group * width;
     const int32_t* row = call.page_table + task.row * call.table_row;
     const int position = row[0] + task.first;
-    const int held = (count + PAIR - 1) / PAIR * PAIR;
-    float* queries = scratch.take(held * (2 * padded + BLOCK + LANES + 2) + 3 * BLOCK * padded);
-    float* mixed = queries + held * padded;
-    float* scores = mixed + held * padded;
-    float* staged = scores + held * BLOCK;
+    const int held = (count + PAIR - 1) / PAIR * PAIR, rows = held * task.heads;
+    float* queries = scratch.take(rows * (2 * padded + LANES + 1) + held * (BLOCK + 1) + 3 * BLOCK * padded);
+    float* mixed = queries + rows * padded;
+    Floats* total = reinterpret_cast<Floats*>(mixed + rows * padded);
+    float* staged = reinterpret_cast<float*>(total + rows);
     float* transposed = staged + 2 * BLOCK * padded;
-    Floats* total = reinterpret_cast<Floats*>(transposed + BLOCK * padded);
-    float* highest = reinterpret_cast<float*>(total + count);
-    float* decay = highest + count;
+    float* scores = transposed + BLOCK * padded;
+    float* highest = scores + held * BLOCK;
+    float* decay = highest + rows;
 
-    std::fill(queries, queries + 2 * held * padded, 0.f);
+    std::fill(queries, queries + 2 * rows * padded, 0.f);
     std::fill(scores, scores + held * BLOCK, 0.f);
-    for (int m = 0; m < count; m++) {
-      const T* from = query + task.row * call.query_row + (task.head * group + m / width) * call.query_head +
-                      (task.first + m % width) * call.query_column;
-      for (int d = 0; d < call.size; d++) queries[m * padded + d] = static_cast<float>(from[d]) * call.scale;
-      highest[m] = NOTHING;
-      total[m] = Floats{};
+    for (int h = 0; h < task.heads; h++) {
+      for (int m = 0; m < count; m++) {
+        const T* from = query + task.row * call.query_row + ((task.head + h) * group + m / width) * call.query_head +
+                        (task.first + m % width) * call.query_column;
+        for (int d = 0; d < call.size; d++)
+          queries[(h * held + m) * padded + d] = static_cast<float>(from[d]) * call.scale;
+        highest[h * held + m] = NOTHING;
+        total[h * held + m] = Floats{};
+      }
     }
 
     // A block is copied as floats if it is used often or its columns are not whole vectors. The numbers stay the same.
     const bool whole = call.size == padded, stage = !whole || (!std::is_same_v<T, float> && count > 2);
+    const bool ordered = task.heads >= ORDERED;
+    const int ahead = ordered ? AHEAD : BLOCK;
     const int begin = call.window > 0 ? std::max(0, position - call.window + 1) : 0;
     for (int b = begin / BLOCK * BLOCK; b < task.limit; b += BLOCK) {
       const int first = std::max(begin - b, 0), last = std::min(BLOCK, task.limit - b);
-      for (int column = b + BLOCK; column < std::min(b + 2 * BLOCK, task.limit); column++) {
-        const int64_t at = place(row, column, task.head);
-        fetch(keys + at);
-        fetch(values + at);
+      int64_t at[BLOCK];
+      for (int c = 0; c < BLOCK; c++) at[c] = place(row, b + std::clamp(c, first, last - 1), task.head);
+      for (int c = first; ordered && c < last; c++) {
+        touch(keys + at[c], task.heads);
+        touch(values + at[c], task.heads);
       }
-      const T *k[BLOCK], *v[BLOCK];
-      const float *staged_k[BLOCK], *staged_v[BLOCK];
-      for (int c = 0; c < BLOCK; c++) {
-        const int column = b + std::clamp(c, first, last - 1);
-        const int64_t at = place(row, column, task.head);
-        k[c] = keys + at;
-        v[c] = values + at;
-      }
-      if (stage) {
-        for (int c = 0; c < BLOCK; c++) {
-          const int at = std::clamp(c, first, last - 1);
-          float* to = staged + 2 * at * padded;
-          staged_k[c] = to;
-          staged_v[c] = to + padded;
-          if (c != at) continue;
-          if (whole) {
-            for (int i = 0; i < vectors; i++) {
-              store(to + i * LANES, load(k[c] + i * LANES));
-              store(to + padded + i * LANES, load(v[c] + i * LANES));
-            }
-          } else {
-            std::fill(to, to + 2 * padded, 0.f);
-            for (int d = 0; d < call.size; d++) to[d] = static_cast<float>(k[c][d]);
-            for (int d = 0; d < call.size; d++) to[padded + d] = static_cast<float>(v[c][d]);
-          }
+      for (int h = 0; h < task.heads; h++) {
+        const int next = b + BLOCK + ahead * h / task.heads, stop = b + BLOCK + ahead * (h + 1) / task.heads;
+        for (int column = next; column < std::min(stop, task.limit); column++) {
+          const int64_t from = place(row, column, task.head);
+          fetch(keys + from, task.heads);
+          fetch(values + from, task.heads);
         }
-        block(staged_k, staged_v, queries, scores, transposed, decay, mixed, highest, total, count, b, first, last,
-              position, width);
-      } else {
-        block(k, v, queries, scores, transposed, decay, mixed, highest, total, count, b, first, last, position, width);
+        const T *k[BLOCK], *v[BLOCK];
+        for (int c = 0; c < BLOCK; c++) {
+          k[c] = keys + at[c] + h * call.size;
+          v[c] = values + at[c] + h * call.size;
+        }
+        const auto run_block = [&](const auto* const* ks, const auto* const* vs) {
+          const int m = h * held;
+          block(ks, vs, queries + m * padded, scores, transposed, decay, mixed + m * padded, highest + m, total + m,
+                count, b, first, last, position, width);
+        };
+        if (stage) {
+          const float *staged_k[BLOCK], *staged_v[BLOCK];
+          stage_block(k, v, first, last, whole, staged, staged_k, staged_v);
+          run_block(staged_k, staged_v);
+        } else {
+          run_block(k, v);
+        }
       }
     }
 
-    for (int m = 0; m < count; m++) {
-      const int64_t column = task.row * call.columns + task.first + m % width;
-      T* to = output + (column * call.heads + task.head * group + m / width) * call.size;
-      const float share = 1.f / sum(total[m]);
-      for (int d = 0; d < call.size; d++) to[d] = static_cast<T>(mixed[m * padded + d] * share);
+    for (int h = 0; h < task.heads; h++) {
+      for (int m = 0; m < count; m++) {
+        const int64_t column = task.row * call.columns + task.first + m % width;
+        T* to = output + (column * call.heads + (task.head + h) * group + m / width) * call.size;
+        const float share = 1.f / sum(total[h * held + m]);
+        for (int d = 0; d < call.size; d++) to[d] = static_cast<T>(mixed[(h * held + m) * padded + d] * share);
+      }
+    }
+  }
+
+  // Copies the columns first .. last - 1 of a block as floats, in whole vectors.
+  void stage_block(const T* const* k, const T* const* v, int first, int last, bool whole, float* staged,
+                   const float** staged_k, const float** staged_v) const {
+    for (int c = 0; c < BLOCK; c++) {
+      const int at = std::clamp(c, first, last - 1);
+      float* to = staged + 2 * at * padded;
+      staged_k[c] = to;
+      staged_v[c] = to + padded;
+      if (c != at) continue;
+      if (whole) {
+        for (int i = 0; i < vectors; i++) {
+          store(to + i * LANES, load(k[c] + i * LANES));
+          store(to + padded + i * LANES, load(v[c] + i * LANES));
+        }
+      } else {
+        std::fill(to, to + 2 * padded, 0.f);
+        for (int d = 0; d < call.size; d++) to[d] = static_cast<float>(k[c][d]);
+        for (int d = 0; d < call.size; d++) to[padded + d] = static_cast<float>(v[c][d]);
+      }
     }
   }
 };
@@ -407,6 +443,8 @@ std::vector<Task> plan(const Call& call, T* output, int64_t& products) {
   std::vector<Task> tasks;
   const int group = call.heads / call.kv_heads, run = std::max(1, TILE / group);
   const int64_t column = call.heads * call.size;
+  const int64_t fair = call.rows * call.kv_heads / (TASKS * torch::stable::get_num_threads());
+  const int64_t together = std::max<int64_t>(1, std::min(fair, SHARED / (group * std::min<int64_t>(run, call.columns))));
   for (int64_t r = 0; r < call.rows; r++) {
     const int64_t start = call.page_table[r * call.table_row], end = call.page_table[r * call.table_row + 1];
     STD_TORCH_CHECK(end <= call.kv_columns, "row ", r, " ends at ", end, ", past the pages of its table");
@@ -417,13 +455,15 @@ std::vector<Task> plan(const Call& call, T* output, int64_t& products) {
     std::fill(row + last * column, row + call.columns * column, T(0));
     for (int64_t q = first; q < last; q += run) {
       const int64_t stop = std::min<int64_t>(q + run, last);
-      for (int h = 0; h < call.kv_heads; h++)
-        tasks.push_back({int(r), h, int(q), int(stop), int(start + stop)});
+      for (int64_t h = 0; h < call.kv_heads; h += together) {
+        const int64_t heads = std::min(together, call.kv_heads - h);
+        tasks.push_back({int(r), int(h), int(heads), int(q), int(stop), int(start + stop)});
+      }
       products += 2 * column * (stop - q) * (start + stop);
     }
   }
   const auto longer = [](const Task& a, const Task& b) {
-    return int64_t(a.last - a.first) * a.limit > int64_t(b.last - b.first) * b.limit;
+    return int64_t(a.last - a.first) * a.heads * a.limit > int64_t(b.last - b.first) * b.heads * b.limit;
   };
   std::stable_sort(tasks.begin(), tasks.end(), longer);
   return tasks;

@@ -141,6 +141,24 @@ def test_a_position_depends_only_on_its_sequence(
     torch.set_num_threads(before)
 
 
+@dtypes
+@pytest.mark.parametrize(("size", "heads", "width"), [(32, 8, 1), (32, 8, 6), (40, 16, 3), (128, 8, 1)])
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (33, 1.5)])
+def test_a_row_alone_equals_the_row_in_a_large_batch(
+    window: int, softcap: float, size: int, heads: int, width: int, dtype: torch.dtype
+) -> None:
+    """In a large batch, a CPU reads several KV heads of a row together."""
+    spans = [(17 * i, 17 * i + width) for i in range(24)]
+    whole = Example(spans, width, dtype, size, heads=heads, kv_heads=8)
+    found = whole.attend(window=window, softcap=softcap)
+    assert torch.allclose(found.double(), whole.oracle(window, softcap), atol=WORST[dtype], rtol=0)
+    for row, span in enumerate(spans):
+        alone = Example([span], width, dtype, size, heads=heads, kv_heads=8)
+        alone.keys, alone.values, alone.table = whole.keys, whole.values, whole.table[row : row + 1]
+        alone.query = whole.query[row : row + 1]
+        assert torch.equal(alone.attend(window=window, softcap=softcap)[0], found[row]), row
+
+
 @pytest.mark.parametrize("name", ["attend_in_place", "triton"])
 def test_later_kv_and_dead_columns_are_never_read(name: str) -> None:
     example = Example([(50, 53), (-2, 1)], 6)
