@@ -44,7 +44,7 @@ class EngineConfig(EarlyExitSettings):
     draft_length: `explicit` judges by the draft's own confidence, `implicit` by the sequence's acceptance so far.
     kernels: what runs a model. `eager`: transformers' modules. `compiled`: programs of few kernels (see programs.py);
         eager if compilation fails or attention is not in place. `packed` and `compiled_packed`: the same with linear
-        layers in oneDNN's layout, as a second copy of the weights; for CPUs.
+        layers in a faster layout, as a second copy of the weights; for CPUs.
     prefill_rows, prefill_columns: P and C. Prompts are prefilled in chunks of C tokens, with P chunks in a forward.
     overlap: the engine commits a round while the device works on the next one, which has other sequences. Default: on
         CUDA with attention in place. Only with fixed shapes.

@@ -79,7 +79,8 @@ def connecting(job: Job) -> Iterator[None]:
 
     def start() -> None:
         try:
-            done.set_result(_connect(job))
+            _connect(job)
+            done.set_result(None)
         except BaseException as error:
             done.set_exception(error)
         threading.Event().wait()  # the kernel ends Ray's processes with the thread that started them

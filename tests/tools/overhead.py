@@ -52,7 +52,7 @@ def products(function: Callable[..., Any], arguments: tuple[Any, ...], packs: bo
         given: dict[Any, Any] = dict(zip((n for n in nodes if n.op == "placeholder"), piece.inputs, strict=True))
         for node in nodes:
             if node.target is packed_product:
-                found.append(partial(packed_product, _random(node.args[0]), given[node.args[1]]))
+                found.append(partial(packed_product, _random(node.args[0]), given[node.args[1]], node.args[2]))
             elif node.target in (aten.mm.default, aten.addmm.default):
                 x, right = node.args[-2:]
                 weight = given[right] if right in given else given[right.args[0]].t()

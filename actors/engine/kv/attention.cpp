@@ -1,4 +1,4 @@
-// Attention over pages of KV, on a CPU. attention.py compiles this file and describes the operator.
+// Attention over pages of KV, on a CPU. native.py compiles this file, and attention.py describes the operator.
 //
 // A tile is a few query vectors of one row that share a KV head: its query heads times a run of query columns. KV is
 // read in blocks of BLOCK columns, with an online softmax (Milakov, Gimelshein 2018; Dao et al. 2022). Blocks begin at

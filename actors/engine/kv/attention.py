@@ -17,16 +17,10 @@ depend on Q or on the column q of a position: tests show this on a CPU; on a GPU
 on. Over gathered pages this only holds within one shape (R, Q, n).
 """
 
-import hashlib
 import importlib
-import os
-import platform
-import subprocess
-import tempfile
 import threading
 from collections.abc import Callable
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -34,14 +28,12 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from exspec.actors.engine.cache import cache_folder
 from exspec.actors.engine.faults import first_line
+from exspec.actors.engine.native import load_kernels
 
 T = TypeVar("T")
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, float, int, float], Tensor]
 
-SOURCE = Path(__file__).with_name("attention.cpp")
-FLAGS = ("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared")
 UNSUPPORTED = ("s_aux", "position_bias")  # options of transformers that would change the scores
 
 
@@ -150,7 +142,7 @@ def trial(
 ) -> str | None:
     """The reason why attention in place cannot be used here, in one line; None if it can.
 
-    On a CPU, the first trial on a machine compiles the kernel, which needs a C++ compiler and some seconds.
+    On a CPU, the first trial on a machine compiles the kernels, which needs a C++ compiler and some seconds.
     """
     try:
         _prepare(device)
@@ -170,7 +162,7 @@ def trial(
 
 def _prepare(device: torch.device) -> None:
     if device.type == "cpu":
-        load_kernel()
+        load_kernels()
     elif device.type == "cuda":
         importlib.import_module("exspec.actors.engine.kv.paged_kernel")
 
@@ -222,44 +214,6 @@ def _difference(result: Tensor, expected: Tensor, page_table: Tensor) -> str | N
     distance = (result - expected)[live].abs().max().item()
     bound = 16 * torch.finfo(result.dtype).eps
     return None if distance <= bound else f"attention in place is {distance:.1e} away from attention over copies"
-
-
-@lru_cache
-def load_kernel() -> None:
-    """Load the kernel for CPUs. The first call on a machine compiles it.
-
-    Raises OSError without a compiler or a writable folder, and RuntimeError with the compiler's last line.
-    """
-    if torch.__version__ < "2.10":
-        raise RuntimeError(f"torch {torch.__version__} lacks the interface for kernels; expected 2.10 or later")
-    path = cache_folder() / "kernels" / f"attention-{_digest()}.so"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Several processes may do this at once; each renames a complete file into place.
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            built = Path(folder) / path.name
-            done = subprocess.run([*_command(), "-o", str(built)], capture_output=True, text=True)
-            if done.returncode:
-                raise RuntimeError(next(reversed(done.stderr.splitlines()), f"c++ ended with {done.returncode}"))
-            built.replace(path)
-    torch.ops.load_library(path)
-
-
-def _command() -> list[str]:
-    torch_folder = Path(torch.__file__).parent
-    libraries = [f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"]
-    compiler = os.environ.get("CXX") or "c++"
-    return [compiler, *FLAGS, f"-I{torch_folder / 'include'}", str(SOURCE), *libraries]
-
-
-def _digest() -> str:
-    """A hash of all that the compiled file depends on. CPUs of the same name may differ in their instructions."""
-    cpu = Path("/proc/cpuinfo")
-    described = cpu.read_text().splitlines() if cpu.exists() else [platform.processor()]
-    names = ("model name", "flags", "Features", "CPU part")
-    parts = {line for line in described if line.startswith(names)} if cpu.exists() else set(described)
-    text = "\n".join([SOURCE.read_text(), torch.__version__, platform.machine(), *_command(), *sorted(parts)])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def paged_attention(attend: Attend) -> Callable[..., tuple[Tensor, None]]:

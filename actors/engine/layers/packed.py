@@ -1,11 +1,23 @@
-"""Weights in oneDNN's blocked layout, as a second copy: products are faster on some CPUs, and slower on others."""
+"""Weights as a second copy in a layout that makes products fast: panels of float32 where the engine's own kernel works,
+and oneDNN's blocks elsewhere.
 
+    exspec::panels(weight) -> [ceil(out / PANEL), in, PANEL], from a float32 weight [out, in]
+    exspec::packed_product(x, weight, width, bias) -> [R, out]: x @ weight.T + bias, for x [R, in] and width = out
+
+With panels, no bit of a row depends on the other rows or on R.
+"""
+
+from functools import lru_cache
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
+from exspec.actors.engine.faults import first_line
+from exspec.actors.engine.native import load_kernels
+
 _PACKED: WeakValueDictionary[tuple[int, ...], Tensor] = WeakValueDictionary()  # by address and shape
+BOUND = 1e-4  # between products of 100 random numbers each
 
 
 def packs(device: torch.device) -> bool:
@@ -14,27 +26,48 @@ def packs(device: torch.device) -> bool:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """A weight [out, in] in oneDNN's layout. Everything in this process that packs a weight shares the copy."""
+    """A weight [out, in] in the faster layout. Everything in this process that packs a weight shares the copy."""
     key = (weight.data_ptr(), *weight.shape, *weight.stride())
     if (packed := _PACKED.get(key)) is None:
-        _PACKED[key] = packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+        own = weight.dtype == torch.float32 and trial() is None
+        layout = torch.ops.exspec.panels if own else torch.ops.mkldnn._reorder_linear_weight
+        _PACKED[key] = packed = layout(weight.detach())
     return packed
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+@lru_cache
+def trial() -> str | None:
+    """The reason why the engine's own kernel cannot be used here, in one line; None if it can."""
+    try:
+        load_kernels()
+        random = torch.Generator().manual_seed(0)
+        for rows, width in ((1, 70), (5, 33), (64, 128)):
+            x, weight, bias = (torch.randn(*s, generator=random) for s in ((rows, 100), (width, 100), (width,)))
+            found = packed_product(x, torch.ops.exspec.panels(weight), width, bias)
+            distance = (found - (x @ weight.T + bias)).abs().max().item()
+            if not distance <= BOUND:
+                return f"a product of packed weights is {distance:.1e} away from the usual one"
+    except Exception as fault:  # compilers and kernels fail in many ways, and all of them are reasons
+        return first_line(fault)
+    return None
+
+
+def _blocked(x: Tensor, weight: Tensor, width: int, bias: Tensor | None = None) -> Tensor:
+    del width
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
 
 
-def _shaped(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    del bias
-    return x.new_empty(*x.shape[:-1], len(weight))
+def _shaped(x: Tensor, weight: Tensor, width: int, bias: Tensor | None = None) -> Tensor:
+    del weight, bias
+    return x.new_empty(*x.shape[:-1], width)
 
 
 _LIBRARY = torch.library.Library("exspec", "FRAGMENT")
-_LIBRARY.define("packed_product(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor")
-_LIBRARY.impl("packed_product", _product, "MkldnnCPU")  # the layout of the weight decides
+_LIBRARY.define("panels(Tensor weight) -> Tensor")
+_LIBRARY.define("packed_product(Tensor x, Tensor weight, int width, Tensor? bias=None) -> Tensor")
+_LIBRARY.impl("packed_product", _blocked, "MkldnnCPU")  # the layout of the weight decides
 _LIBRARY.impl("packed_product", _shaped, "Meta")
-packed_product = torch.ops.exspec.packed_product.default  # x @ weight.T + bias, with a packed weight
+packed_product = torch.ops.exspec.packed_product.default
 
 
 class PackedLinear(nn.Module):
@@ -42,7 +75,8 @@ class PackedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.weight, self.bias = pack(linear.weight), linear.bias
+        self.weight, self.bias, self.width = pack(linear.weight), linear.bias, linear.out_features
 
     def forward(self, x: Tensor) -> Tensor:
-        return _product(x, self.weight, self.bias)
+        found: Tensor = packed_product(x.reshape(-1, x.shape[-1]), self.weight, self.width, self.bias)
+        return found.view(*x.shape[:-1], self.width)

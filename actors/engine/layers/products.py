@@ -42,7 +42,7 @@ def join(linears: list[nn.Linear]) -> None:
 
 def with_products(piece: Piece, packs: bool) -> Piece:
     """The piece with matrix products of the same tensor merged where their weights follow each other in memory, and, if
-    `packs`, with weights in oneDNN's layout."""
+    `packs`, with packed weights."""
     graph = piece.graph.graph
     sources = dict(zip((n for n in graph.nodes if n.op == "placeholder"), piece.inputs, strict=True))
     merge_products(graph, sources)
@@ -84,11 +84,12 @@ def pack_products(graph: fx.Graph, sources: dict[fx.Node, Source]) -> None:
         plain = not node.kwargs and all(b.meta["val"].dim() == 1 for b in bias)
         if not isinstance(constant, Tensor) or not plain:
             continue
-        packed = pack(constant if weight is not right else constant.t())
+        matrix = constant if weight is not right else constant.t()
+        packed = pack(matrix)
         given = _given(graph, weight, packed.shape)
         sources[given] = packed
         with graph.inserting_before(node):
-            product = graph.call_function(packed_product, (x, given, *bias))
+            product = graph.call_function(packed_product, (x, given, len(matrix), *bias))
         product.meta = dict(node.meta)
         node.replace_all_uses_with(product)
         graph.erase_node(node)

@@ -170,7 +170,7 @@ class Program:
 def program(function: Callable[..., Any], arguments: tuple[Any, ...], packs: bool = False) -> Program:
     """Compile a function for arguments of these shapes, and for these values of arguments that are not tensors.
 
-    packs: hold the weights of linear layers a second time, in oneDNN's layout. Raises what tracing and compiling raise.
+    packs: hold the weights of linear layers a second time, packed. Raises what tracing and compiling raise.
     """
     traced = trace(function, arguments)
     pieces = pieces_of(traced, packs)

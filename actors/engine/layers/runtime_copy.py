@@ -13,8 +13,7 @@ def runtime_copy(model: PreTrainedModel, attention: str | None, packed: bool) ->
     """A copy of the modules that shares the model's weights. The caller's model stays unchanged.
 
     attention: name of the attention implementation; None keeps the model's own.
-    packed: hold the weights of linear layers a second time, in oneDNN's layout. For the shapes of a round this is up to
-        3 times as fast as the plain layout on some CPUs, and slower on others.
+    packed: hold the weights of linear layers a second time, in a faster layout.
     """
     shared: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
     runtime = copy.deepcopy(model, shared)

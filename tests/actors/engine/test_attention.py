@@ -24,7 +24,7 @@ WORST = {torch.float32: 3e-6, torch.bfloat16: 3e-2}
 
 @pytest.fixture(scope="module", autouse=True)
 def _kernel() -> None:
-    attention.load_kernel()
+    attention.load_kernels()
 
 
 class Example:
@@ -273,7 +273,7 @@ def test_the_trial_says_why_there_is_no_kernel(
         compiler.chmod(0o755)
     monkeypatch.setenv("EXSPEC_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setattr(attention, "load_kernel", attention.load_kernel.__wrapped__)
+    monkeypatch.setattr(attention, "load_kernels", attention.load_kernels.__wrapped__)
     found = str(attention.trial.__wrapped__(CPU, torch.float32, 4, 2, 64, 16))
     assert reason in found
     assert "\n" not in found
@@ -289,4 +289,4 @@ def test_a_row_that_ends_past_its_pages_is_refused() -> None:
 
 def test_the_kernel_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", None)
-    attention.load_kernel.__wrapped__()
+    attention.load_kernels.__wrapped__()
