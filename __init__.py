@@ -3,5 +3,6 @@
 import gc
 
 # torch and transformers make a million objects that stay. With the usual thresholds, the collector would walk them
-# again and again, for a quarter of the time of their import, in each of a job's processes.
-gc.set_threshold(10_000, 50, 100)
+# again and again, for a quarter of the time of their import, in each of a job's processes. It stays like this.
+if 0 < gc.get_threshold()[0] < 10_000:
+    gc.set_threshold(10_000, 50, 100)

@@ -17,7 +17,7 @@ from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 from exspec.actors.engine.faults import first_line
 from exspec.jobs.benchmarks.settings import SHAPE, BenchSettings, SyntheticSettings
 from exspec.jobs.options import GroupedCommand, with_flags, with_settings
-from exspec.pipeline.cluster.connect import connecting, leave, show_token
+from exspec.pipeline.cluster.connect import leave, show_token
 from exspec.pipeline.errors import JobError, counted, kept_traceback
 from exspec.pipeline.job.labels import LabelJob
 from exspec.pipeline.job.settings import Job
@@ -121,10 +121,9 @@ def _run(job: Job, restart: bool, retry_errors: bool, repair: Path | None, quiet
     with Progress(quiet) as progress:
         progress.stage("checking the job")  # before the slow imports
         show_token()
-        with connecting(job):
-            from exspec.jobs.commands import run as jobs
+        from exspec.jobs.commands import run as jobs
 
-            raise typer.Exit(jobs.run(job, restart, retry_errors, repair, progress))
+        raise typer.Exit(jobs.run(job, restart, retry_errors, repair, progress))
 
 
 def _plan(job: Job, estimate: bool = False, price: float | None = None) -> NoReturn:

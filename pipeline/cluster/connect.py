@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
@@ -21,7 +20,6 @@ from exspec.pipeline.job.settings import Job
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 JOINING = 300  # seconds that nodes may take to join; a lost head node comes back before its workers
-_early: Future[None] | None = None  # connects while the job is checked
 ACTOR = 0.99  # CPUs of an actor: even if actors take all CPUs, each leaves room for two readers
 
 
@@ -31,13 +29,6 @@ def connect(job: Job) -> None:
     A job without ray_address joins the cluster in RAY_ADDRESS, which Ray sets for submitted jobs. If that is the URL of
     a dashboard, it is for `exspec submit` and ignored here. A local Ray serves only this process and its children.
     """
-    if _early is not None:
-        _early.result()
-    else:
-        _connect(job)
-
-
-def _connect(job: Job) -> None:
     import ray
     from ray._private import worker
 
@@ -63,34 +54,6 @@ def _connect(job: Job) -> None:
         raise
     except Exception as error:  # wrong address, version or token: each raises another type
         raise JobError(f"ray_address {address}: cannot join the cluster: {first_line(error)}") from error
-
-
-@contextmanager
-def connecting(job: Job) -> Iterator[None]:
-    """Inside the block, a thread starts the job's local Ray if it needs one; `connect` waits for that.
-
-    Ray's processes take seconds to start, and so do the checks of a job, most of it imports.
-    """
-    global _early
-    if not starts_here(job):
-        yield
-        return
-    _early = done = Future[None]()
-
-    def start() -> None:
-        try:
-            _connect(job)
-            done.set_result(None)
-        except BaseException as error:
-            done.set_exception(error)
-        threading.Event().wait()  # the kernel ends Ray's processes with the thread that started them
-
-    threading.Thread(target=start, daemon=True).start()
-    try:
-        yield
-    finally:
-        _early = None
-        wait([done])  # until then the thread keeps stderr from Ray
 
 
 def _start(settings: dict[str, Any]) -> None:
@@ -263,7 +226,7 @@ def starts_here(job: Job) -> bool:
     """Whether the job would start a Ray of its own, on this machine alone."""
     import ray
 
-    return _address(job) == "local" and (_early is not None or not ray.is_initialized())
+    return _address(job) == "local" and not ray.is_initialized()
 
 
 def check_cluster(job: Job) -> None:

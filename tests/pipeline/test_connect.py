@@ -74,39 +74,3 @@ def test_a_local_ray_listens_on_loopback_and_asks_for_a_token(given: dict[str, s
     assert result["same"], "the environment is as it was"
     assert result["another"], "another Ray can be started afterwards"
     assert not result["written"], "no token file was written"
-
-
-EARLY = """
-import os, sys, time
-import psutil, ray
-from exspec.pipeline.cluster.connect import connect, connecting, starts_here
-from exspec.pipeline.errors import JobError
-from exspec.pipeline.job.settings import Job
-
-def in_a_worker():
-    return os.getpid()
-
-job, before = Job(target="t", input="in", output="out"), os.fstat(2)
-try:
-    with connecting(job):
-        assert starts_here(job)
-        if sys.argv[1] == "refused":
-            raise JobError("refused")
-        print("said while Ray starts", file=sys.stderr)
-        connect(job)
-        assert ray.get(ray.remote(in_a_worker).remote()) != os.getpid()
-except JobError:
-    pass
-assert os.path.samestat(before, os.fstat(2)) and sys.stderr is sys.__stderr__
-assert ray.is_initialized() and not starts_here(job)
-ray.shutdown()
-left = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
-assert psutil.wait_procs(left, timeout=20)[1] == []
-"""
-
-
-@pytest.mark.parametrize("case", ["refused", "fine"])
-def test_ray_starts_while_the_job_is_checked(case: str) -> None:
-    ran = subprocess.run([sys.executable, "-c", EARLY, case], capture_output=True, text=True, timeout=300)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    assert ran.stderr == ("said while Ray starts\n" if case == "fine" else "")

@@ -335,7 +335,6 @@ struct Attention {
     for (int64_t i = 0; i < heads * call.size; i += LINE) __builtin_prefetch(from + i, 0, 2);
   }
 
-  // The heads of a column lie next to each other in the stores.
   void run(const Task& task, const T* query, const T* keys, const T* values, T* output) const {
     static thread_local Scratch scratch;
     const int group = call.heads / call.kv_heads, width = task.last - task.first, count = group * width;
@@ -444,7 +443,7 @@ std::vector<Task> plan(const Call& call, T* output, int64_t& products) {
   const int group = call.heads / call.kv_heads, run = std::max(1, TILE / group);
   const int64_t column = call.heads * call.size;
   const int64_t fair = call.rows * call.kv_heads / (TASKS * torch::stable::get_num_threads());
-  const int64_t together = std::max<int64_t>(1, std::min(fair, SHARED / (group * std::min<int64_t>(run, call.columns))));
+  const int64_t together = std::max<int64_t>(1, std::min(fair, SHARED / (group * std::clamp<int64_t>(call.columns, 1, run))));
   for (int64_t r = 0; r < call.rows; r++) {
     const int64_t start = call.page_table[r * call.table_row], end = call.page_table[r * call.table_row + 1];
     STD_TORCH_CHECK(end <= call.kv_columns, "row ", r, " ends at ", end, ", past the pages of its table");

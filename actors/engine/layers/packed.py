@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from exspec.actors.engine.faults import first_line
+from exspec.actors.engine.faults import first_line, warn_once
 from exspec.actors.engine.native import load_kernels
 
 _PACKED: WeakValueDictionary[tuple[int, ...], Tensor] = WeakValueDictionary()  # by address and shape
@@ -29,7 +29,10 @@ def pack(weight: Tensor) -> Tensor:
     """A weight [out, in] in the faster layout. Everything in this process that packs a weight shares the copy."""
     key = (weight.data_ptr(), *weight.shape, *weight.stride())
     if (packed := _PACKED.get(key)) is None:
-        own = weight.dtype == torch.float32 and trial() is None
+        own = weight.dtype == torch.float32
+        if own and (reason := trial()) is not None:
+            warn_once(f"packed weights are in oneDNN's layout: {reason}")
+            own = False
         layout = torch.ops.exspec.panels if own else torch.ops.mkldnn._reorder_linear_weight
         _PACKED[key] = packed = layout(weight.detach())
     return packed

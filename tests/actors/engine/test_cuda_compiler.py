@@ -55,6 +55,7 @@ def test_all_kernels_compile_for_sm_90(name: str, tmp_path: Path, capfd: pytest.
         made = Engine(model(target), model(draft) if draft else None, config, recorder=rehearsal.recorder())
         decode(made, tiny.requests(tiny.prompts(8, longest=12), 6))
     assert len(code.graphs) >= 8
+    assert code.kernels
     with triton.knobs.cache.scope(), triton.knobs.nvidia.scope():
         triton.knobs.cache.dir = str(tmp_path)
         triton.knobs.nvidia.dump_ptxas_log = True
