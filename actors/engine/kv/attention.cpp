@@ -1,6 +1,7 @@
 // Attention over pages of KV, on a CPU. native.py compiles this file, and attention.py describes the operator.
 //
-// A tile is a few query vectors of one row that share a KV head: its query heads times a run of query columns. KV is
+// A tile is a few query vectors of one row that share a KV head: its query heads times a run of query columns. A task is
+// the tiles of one or several KV heads, whose keys and values lie side by side, for the same columns. KV is
 // read in blocks of BLOCK columns, with an online softmax (Milakov, Gimelshein 2018; Dao et al. 2022). Blocks begin at
 // multiples of BLOCK, sums run in the order of columns, and a column outside a query vector's attention has the weight
 // zero. So a query vector's result depends only on its position and on the columns that it attends to.
@@ -38,7 +39,7 @@ constexpr int TILE = 128;        // query vectors of a tile, unless more heads s
 constexpr int SHARED = 64;       // query vectors that a task may have if it has several KV heads
 constexpr int TASKS = 4;         // tasks of a thread, if there are enough heads
 constexpr int ORDERED = 4;       // a task with at least this many KV heads reads memory in order
-constexpr int AHEAD = 16;        // columns of the next block that it fetches while it computes a block
+constexpr int AHEAD = 16;        // columns of the next block that such a task fetches while it computes a block
 constexpr int MANY = 4;          // with at least this many query vectors, transposing a block of keys pays
 constexpr int64_t ALONE = 1 << 15;  // with fewer multiplications than this, waking other threads costs more than it saves
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
@@ -443,7 +444,8 @@ std::vector<Task> plan(const Call& call, T* output, int64_t& products) {
   const int group = call.heads / call.kv_heads, run = std::max(1, TILE / group);
   const int64_t column = call.heads * call.size;
   const int64_t fair = call.rows * call.kv_heads / (TASKS * torch::stable::get_num_threads());
-  const int64_t together = std::max<int64_t>(1, std::min(fair, SHARED / (group * std::clamp<int64_t>(call.columns, 1, run))));
+  const int64_t vectors = group * std::clamp<int64_t>(call.columns, 1, run);  // of a tile
+  const int64_t together = std::max<int64_t>(1, std::min(fair, SHARED / vectors));
   for (int64_t r = 0; r < call.rows; r++) {
     const int64_t start = call.page_table[r * call.table_row], end = call.page_table[r * call.table_row + 1];
     STD_TORCH_CHECK(end <= call.kv_columns, "row ", r, " ends at ", end, ", past the pages of its table");

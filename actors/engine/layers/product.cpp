@@ -108,7 +108,7 @@ Tensor panels(const Tensor& weight) {
   Tensor packed = torch::stable::new_empty(weight, {count, depth, PANEL});
   const float* from = static_cast<const float*>(weight.const_data_ptr());
   float* to = static_cast<float*>(packed.mutable_data_ptr());
-  std::fill(to, to + count * depth * PANEL, 0.f);
+  if (width % PANEL) std::fill(to + (count - 1) * depth * PANEL, to + count * depth * PANEL, 0.f);
   for (int64_t n = 0; n < width; n++)
     for (int64_t k = 0; k < depth; k++)
       to[(n / PANEL * depth + k) * PANEL + n % PANEL] = from[n * weight.stride(0) + k * weight.stride(1)];

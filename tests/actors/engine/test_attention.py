@@ -144,13 +144,17 @@ def test_a_position_depends_only_on_its_sequence(
 @dtypes
 @pytest.mark.parametrize(("size", "heads", "width"), [(32, 8, 1), (32, 8, 6), (40, 16, 3), (128, 8, 1)])
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (33, 1.5)])
+@pytest.mark.parametrize("threads", [2, 16])
 def test_a_row_alone_equals_the_row_in_a_large_batch(
-    window: int, softcap: float, size: int, heads: int, width: int, dtype: torch.dtype
+    threads: int, window: int, softcap: float, size: int, heads: int, width: int, dtype: torch.dtype
 ) -> None:
-    """In a large batch, a CPU reads several KV heads of a row together."""
+    """In a large batch, a CPU reads several KV heads of a row together: all 8, or 3, 3 and 2 with 16 threads."""
     spans = [(17 * i, 17 * i + width) for i in range(24)]
     whole = Example(spans, width, dtype, size, heads=heads, kv_heads=8)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
     found = whole.attend(window=window, softcap=softcap)
+    torch.set_num_threads(before)
     assert torch.allclose(found.double(), whole.oracle(window, softcap), atol=WORST[dtype], rtol=0)
     for row, span in enumerate(spans):
         alone = Example([span], width, dtype, size, heads=heads, kv_heads=8)
