@@ -11,7 +11,8 @@ from exspec.actors.engine.drafters.registry import NONE
 from exspec.actors.engine.shape.plan import Models
 
 FREE = ("method", "drafter", "batch_size", "window", "draft_tokens", "bucket", "kernels", "prefill")
-ROWS = {"cuda": (8, 16, 32, 64, 128, 256, 4, 2, 1), "cpu": (8, 16, 4, 2, 1)}  # values of B to try, the likeliest first
+# Values of B to try, the likeliest first.
+ROWS = {"cuda": (8, 16, 32, 64, 128, 256, 4, 2, 1), "cpu": (16, 32, 8, 64, 4, 2, 1)}
 # Kernels to time first. On a CPU the faster ones also decide how the products of compiled kernels are computed.
 TRIED: dict[str, tuple[KernelsName, ...]] = {"cuda": ("eager",), "cpu": ("eager", "packed")}
 TO_COMPILED: dict[KernelsName, KernelsName] = {"eager": "compiled", "packed": "compiled_packed"}

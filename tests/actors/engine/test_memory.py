@@ -1,6 +1,10 @@
 """The memory plan equals what is allocated, and stays within the budget."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -80,3 +84,21 @@ def test_packed_weights_are_counted_twice() -> None:
         for kernels in ("eager", "packed")
     )
     assert twice - once == linear
+
+
+HUGE = """
+import exspec
+import torch
+
+tensor = torch.zeros(16 << 20)  # 64 MiB
+print(*(line.split()[1] for line in open("/proc/self/smaps_rollup") if line.startswith("AnonHugePages")))
+"""
+
+
+def test_large_tensors_lie_on_huge_pages() -> None:
+    offered = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not offered.exists() or "[never]" in offered.read_text():
+        pytest.skip("this system offers no huge pages")
+    inherited = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
+    ran = subprocess.run([sys.executable, "-c", HUGE], env=inherited, capture_output=True, text=True, timeout=120)
+    assert int(ran.stdout) > 0, ran.stderr[-2000:]
