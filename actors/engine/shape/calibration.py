@@ -225,7 +225,7 @@ class Calibrator:
                         c for c in predicted if c.config.batch_size == best.batch_size and label(c.config) in late
                     ]
                     again += [replace(c, config=replace(c.config, kernels=kernels)) for c in untimed]
-                if self.kernels or not late:
+                if self.kernels or not late or fastest(again) > fastest(predicted):
                     predicted, costs, shapes, self.config = predicted + again, faster, compiled, faster.config
             costs.deadline = until
             predicted += self._predicted([s for s in shapes if s not in coarse(shapes)], costs, sample)
@@ -277,6 +277,11 @@ class Calibrator:
                 candidate.turns.append(feed.run(left / ((TURNS - turn) * len(racing))))
 
 
+def fastest(found: list[Candidate]) -> float:
+    """Predicted tokens/s of the best candidate; 0 if there is none."""
+    return max((c.predicted for c in found), default=0.0)
+
+
 def in_reach(racing: Sequence[tuple[Candidate, Feed]]) -> list[tuple[Candidate, Feed]]:
     """Those that may still be the fastest, and the best with and without drafts."""
     order = sorted(racing, key=lambda pair: -(pair[0].measured or 0.0))
@@ -291,7 +296,7 @@ def decided(finalists: list[Candidate]) -> tuple[Candidate, str]:
     if len(ran) < 2:
         chosen = max(finalists, key=lambda c: c.predicted / (MARGIN if c.config.drafts else 1))
         late = "is predicted to be the fastest; there was no time to compare it"
-        return chosen, f"{chosen} {late if len(finalists) > 1 else 'alone fits'}"
+        return chosen, f"{chosen} {late if len(finalists) > 1 else 'alone fits memory and time'}"
     chosen = ran[0]
     for other in ran[1:]:
         if _for_sure(other.ratios(chosen)) > 1:

@@ -12,11 +12,12 @@ from exspec.actors.engine.drafters.suffix import CONTEXT, Suffix
 from exspec.actors.engine.layers import programs
 from exspec.actors.engine.scheduling import grouping
 from exspec.actors.engine.shape import calibration
-from exspec.actors.engine.shape.calibration import Candidate, calibrate, decided, in_reach
+from exspec.actors.engine.shape.calibration import Calibrator, Candidate, calibrate, decided, in_reach
 from exspec.actors.engine.shape.candidates import FREE
-from exspec.actors.engine.shape.plan import plan_memory
+from exspec.actors.engine.shape.plan import Models, plan_memory
 from exspec.actors.engine.shape.prediction import predict
 from exspec.actors.engine.shape.sample import Feed, Sample, probe
+from exspec.actors.engine.shape.trials import Trials
 from tests import tiny
 
 SHAPE = tiny.config(window=8, prefill_rows=4)
@@ -209,7 +210,7 @@ PLAIN = raced(0, 100, 50, 100, 100)
         ([raced(8, 150, 70, 150, 150), raced(3, 120, 60, 120, 120), PLAIN], 8, "model, K=8 is 1.50 times as fast as"),
         ([raced(8, 150, 150), raced(3, 120, 60, 120, 120), PLAIN], 8, "model, K=8 is 2.25 times as fast as plain (1.5"),
         ([raced(3), PLAIN], 0, "plain is predicted to be the fastest; there was no time to compare it"),
-        ([raced(3)], 3, "model, K=3 alone fits"),
+        ([raced(3)], 3, "model, K=3 alone fits memory and time"),
     ],
 )  # fmt: skip
 def test_the_plainer_shape_is_taken_within_the_spread(finalists: list[Candidate], chosen: int, reason: str) -> None:
@@ -244,3 +245,23 @@ def test_a_shape_that_is_not_compiled_in_time_does_not_run(monkeypatch: pytest.M
     assert found.config.kernels == "compiled"
     assert all(c.measured is None for c in found.candidates)
     assert found.reason.endswith("there was no time to compare it")
+
+
+@pytest.mark.parametrize(("compiled", "kernels"), [(150.0, "compiled"), (90.0, "eager")])
+def test_a_drafter_that_is_not_compiled_in_time_does_not_slow_the_others(
+    monkeypatch: pytest.MonkeyPatch, compiled: float, kernels: str
+) -> None:
+    tiny.need("in_place", "compiled")
+
+    def predicted(_: Calibrator, shapes: list[EngineConfig], *__: Any) -> list[Candidate]:
+        speeds = {"eager": {"none": 100.0, "model": 80.0}, "compiled": {"none": compiled}}
+        return [Candidate(s, by[s.drafter]) for s in shapes if s.drafter in (by := speeds[s.kernels])]
+
+    monkeypatch.setattr(Calibrator, "_predicted", predicted)
+    monkeypatch.setattr(Trials, "compiled", lambda _, best: replace(best, kernels="compiled"))
+    config = replace(SHAPE, attention="auto")
+    models = Models(tiny.model(), tiny.model(seed=1), None)
+    calibrator = Calibrator(models, config, ("method", "kernels"), 120.0, Engine, None)
+    monkeypatch.setattr(Trials, "choose", lambda _, shape, __: shape)
+    found, _ = calibrator.predict(Sample(REQUESTS), 50)
+    assert found[0].config.kernels == calibrator.config.kernels == kernels
