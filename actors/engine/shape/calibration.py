@@ -225,7 +225,8 @@ class Calibrator:
                         c for c in predicted if c.config.batch_size == best.batch_size and label(c.config) in late
                     ]
                     again += [replace(c, config=replace(c.config, kernels=kernels)) for c in untimed]
-                if self.kernels or not late or fastest(again) > fastest(predicted):
+                leads = max(predicted + again, key=lambda c: c.predicted).config.kernels == kernels
+                if self.kernels or not late or leads:
                     predicted, costs, shapes, self.config = predicted + again, faster, compiled, faster.config
             costs.deadline = until
             predicted += self._predicted([s for s in shapes if s not in coarse(shapes)], costs, sample)
@@ -275,11 +276,6 @@ class Calibrator:
                 break
             for candidate, feed in racing:
                 candidate.turns.append(feed.run(left / ((TURNS - turn) * len(racing))))
-
-
-def fastest(found: list[Candidate]) -> float:
-    """Predicted tokens/s of the best candidate; 0 if there is none."""
-    return max((c.predicted for c in found), default=0.0)
 
 
 def in_reach(racing: Sequence[tuple[Candidate, Feed]]) -> list[tuple[Candidate, Feed]]:

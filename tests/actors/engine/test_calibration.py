@@ -253,15 +253,15 @@ def test_a_drafter_that_is_not_compiled_in_time_does_not_slow_the_others(
 ) -> None:
     tiny.need("in_place", "compiled")
 
+    speeds = {("eager", "none"): 100.0, ("eager", "model"): 80.0, ("compiled", "none"): compiled}
+
     def predicted(_: Calibrator, shapes: list[EngineConfig], *__: Any) -> list[Candidate]:
-        speeds = {"eager": {"none": 100.0, "model": 80.0}, "compiled": {"none": compiled}}
-        return [Candidate(s, by[s.drafter]) for s in shapes if s.drafter in (by := speeds[s.kernels])]
+        return [Candidate(s, speeds[s.kernels, s.drafter]) for s in shapes if (s.kernels, s.drafter) in speeds]
 
     monkeypatch.setattr(Calibrator, "_predicted", predicted)
-    monkeypatch.setattr(Trials, "compiled", lambda _, best: replace(best, kernels="compiled"))
-    config = replace(SHAPE, attention="auto")
-    models = Models(tiny.model(), tiny.model(seed=1), None)
-    calibrator = Calibrator(models, config, ("method", "kernels"), 120.0, Engine, None)
     monkeypatch.setattr(Trials, "choose", lambda _, shape, __: shape)
+    monkeypatch.setattr(Trials, "compiled", lambda _, best: replace(best, kernels="compiled"))
+    models, config = Models(tiny.model(), tiny.model(seed=1), None), replace(SHAPE, attention="auto")
+    calibrator = Calibrator(models, config, ("method", "kernels"), 120.0, Engine, None)
     found, _ = calibrator.predict(Sample(REQUESTS), 50)
     assert found[0].config.kernels == calibrator.config.kernels == kernels
