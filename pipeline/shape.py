@@ -64,6 +64,7 @@ def shape_of(job: Job, models: Sequence[PretrainedConfig], rows: int, stored: di
     batch_size, window, draft_tokens     job, calibration, default      stored
     bucket                               job, calibration, default      stored
     exit_depth, check_depth, exit_tokens job, calibration, default      job, stored
+    draft_window                         job, calibration, default      job, stored
     threshold                            job, calibration, default      job, stored
     capacity, exact                      job                            stored (a retry may raise the capacity)
     draft_length                         job                            job
@@ -79,9 +80,9 @@ def shape_of(job: Job, models: Sequence[PretrainedConfig], rows: int, stored: di
     capacity = min(job.capacity or LONGEST, context_length(target))
     own = {name: value for name in DRAFTING if (value := getattr(job, name)) is not None}
     tried: Method = "eqspec" if job.method == "eqspec" else "exspec"
-    drafters = available(target, draft, EngineConfig(method=tried, capacity=capacity, **own))
     free = tuple(name for name in AUTO if getattr(job, name) == "auto")
     try:
+        drafters = available(target, draft, EngineConfig(method=tried, capacity=capacity, **own))
         if stored is None:
             config = _new_config(job, draft, drafters, capacity)
         else:

@@ -5,6 +5,7 @@ from typing import Any, Literal, get_args
 
 from exspec.actors.engine.drafters.early_exit_settings import EarlyExitSettings
 from exspec.actors.engine.drafters.registry import DRAFTERS, NONE, check_name
+from exspec.actors.engine.drafters.window_settings import WindowSettings
 from exspec.actors.engine.settings import setting, settings_of
 
 Method = Literal["plain", "eqspec", "exspec"]
@@ -15,13 +16,13 @@ KernelsName = Literal["eager", "packed", "compiled", "compiled_packed"]
 KERNELS: tuple[KernelsName, ...] = get_args(KernelsName)
 UNPACKED: dict[KernelsName, KernelsName] = {"packed": "eager", "compiled_packed": "compiled"}
 COMPILED: tuple[KernelsName, ...] = ("compiled", "compiled_packed")
-DRAFTING = tuple(field.name for field in fields(EarlyExitSettings))  # settings that belong to one drafter
+DRAFTING = tuple(f.name for own in (EarlyExitSettings, WindowSettings) for f in fields(own))  # settings of drafters
 DraftLengthName = Literal["fixed", "explicit", "implicit", "both"]
 DRAFT_LENGTHS: tuple[DraftLengthName, ...] = get_args(DraftLengthName)
 
 
 @dataclass(frozen=True)
-class EngineConfig(EarlyExitSettings):
+class EngineConfig(EarlyExitSettings, WindowSettings):
     """How an engine decodes. Fields with a `setting` are for users, and its help describes them. Others are internal.
 
     With `exact`, the shape of the forward that computes a token depends only on the token's position and on these
@@ -117,8 +118,18 @@ class EngineConfig(EarlyExitSettings):
                 f"pages: expected at least {self.fewest_pages}, enough for one sequence of {self.capacity} tokens, not "
                 f"{self.pages}"
             )
+        if self.draft_window is not None:
+            self._check_window(self.draft_window)
         if self.columns is not None and self.columns < self.drafted + 1:
             raise ValueError(f"columns: expected at least {self.drafted + 1} (drafts and one more), not {self.columns}")
+
+    def _check_window(self, window: int) -> None:
+        if self.method == "eqspec":
+            raise ValueError("draft_window: method eqspec moves the KV of whole rows; expected method exspec")
+        if window < self.page_size:
+            raise ValueError(f"draft_window: expected at least a page ({self.page_size} tokens), not {window}")
+        if window >= self.capacity:
+            raise ValueError(f"draft_window: expected fewer tokens than the capacity ({self.capacity}), not {window}")
 
     @property
     def drafts(self) -> bool:
@@ -133,6 +144,11 @@ class EngineConfig(EarlyExitSettings):
     def width(self) -> int:
         """Columns of a verify forward."""
         return self.columns or self.drafted + 1
+
+    @property
+    def widest(self) -> int:
+        """Columns of the widest forward; those of a verify may be fed to the drafter one position later."""
+        return max(self.width + 1, self.prefill_columns)
 
     @property
     def fixed_shapes(self) -> bool:

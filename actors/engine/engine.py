@@ -238,10 +238,14 @@ class Engine:
         for chunks in self.prefill.plan(admitted):
             batch = self._batch(chunks, self.config.prefill_rows)
             self.fill(batch)
-            self.drafter.prefill(batch)
+            if self.drafter.window is None:
+                self.drafter.prefill(batch)
             count = sum(chunk.end - chunk.start for chunk in chunks if not chunk.sequence.preempted)
             self.counters.add(prefill_tokens=count)
         self._recompute([s for s in admitted if s.length > s.prefilled])
+        if self.drafter.window is not None:
+            for chunks in self.prefill.windows(admitted, self.drafter.window, self.config.page_size):
+                self.drafter.prefill(self._batch(chunks, self.config.prefill_rows))
         self.counters.add(cached_tokens=sum(s.cached for s in admitted if not s.preempted))
         for s in admitted:
             self.samplers.admit(s.slot, s.request.sampling, s.request.prompt, s.committed)
@@ -265,7 +269,8 @@ class Engine:
                 batch = self._batch(chunks[i : i + rows], rows)
                 greedy = Sampler([Sampling()] * len(batch.slots), [[0]] * len(batch.slots), self.device)
                 self.choose(batch, greedy)
-                self.drafter.prefill(batch)
+                if self.drafter.window is None:
+                    self.drafter.prefill(batch)
 
     def _batch(self, chunks: list[PrefillChunk], rows: int) -> Batch:
         """Chunks of one shape as one forward. Tokens are padded on the right, with columns that later tokens overwrite;

@@ -1,6 +1,5 @@
 """The methods: each is a choice of KV store, drafter, grouping and prefill for the engine's loop."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -9,7 +8,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from exspec.actors.engine.config import UNPACKED, EngineConfig
 from exspec.actors.engine.drafters.draft_length import DraftLength, draft_length
-from exspec.actors.engine.drafters.drafter import Drafter, DrafterContext, MakeDrafter, NoDraft
+from exspec.actors.engine.drafters.drafter import Drafter, DrafterContext, MakeCached, MakeDrafter, NoDraft
 from exspec.actors.engine.drafters.lookup import kind
 from exspec.actors.engine.faults import warn_once
 from exspec.actors.engine.graphs import CudaGraphs, Eager, Recorder
@@ -24,6 +23,7 @@ from exspec.actors.engine.kv.cached_model import (
     kv_shape,
 )
 from exspec.actors.engine.kv.pages import Boundless, Pages, Store
+from exspec.actors.engine.kv.window import Rings
 from exspec.actors.engine.layers.packed import packs
 from exspec.actors.engine.layers.programs import Compiled, compiler_trial
 from exspec.actors.engine.scheduling.grouping import Grouping, grouping_of
@@ -121,25 +121,24 @@ def build(
     )
     if config.method == "eqspec":
         prefill = WholePrefill()
-    verifier = cached(target)
+    verifier = cached(target, None)
     step = config.bucket if few_shapes else config.page_size
     context = DrafterContext(target, verifier, draft, config, cached, recorder, step)
     proposer = drafter(context) if config.drafts else NoDraft()
     return Parts(verifier, proposer, context, draft_length(config), grouping_of(config), prefill, store)
 
 
-def _stores(target: PreTrainedModel, config: EngineConfig) -> tuple[Store, Callable[[PreTrainedModel], CachedModel]]:
-    """The store of the slots' KV, and a function that wraps a model with such KV. All models share one page table."""
+def _stores(target: PreTrainedModel, config: EngineConfig) -> tuple[Store, MakeCached]:
+    """The store of the slots' KV, and a function that wraps a model with KV for the slots. Models without a window share
+    one page table."""
     if config.method == "eqspec":
-        return Boundless(), lambda model: RealignedModel(model, config.batch_size, config.kernels == "packed")
-    widest = max(config.width, config.prefill_columns)  # dead columns may reach past the capacity
-    pages = Pages(
-        config.slots,
-        config.page_count,
-        config.page_size,
-        config.prefill_columns,
-        config.capacity + widest,
-        target.device,
-    )
+        return Boundless(), lambda model, _: RealignedModel(model, config.batch_size, config.kernels == "packed")
+    slots, size, longest = config.slots, config.page_size, config.capacity + config.widest  # dead columns reach past it
+    pages = Pages(slots, config.page_count, size, config.prefill_columns, longest, target.device)
     attention = IN_PLACE if config.attention == "in_place" else GATHERED
-    return pages, lambda model: PagedModel(model, pages, attention, config.kernels)
+
+    def cached(model: PreTrainedModel, window: int | None) -> PagedModel:
+        ring = Rings(slots, window, config.widest, size, longest, target.device) if window else None
+        return PagedModel(model, ring or pages, attention, config.kernels)
+
+    return pages, cached

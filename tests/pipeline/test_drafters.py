@@ -42,6 +42,7 @@ def test_the_drafter_may_change_between_the_runs_of_a_job(models: dict[str, str]
         (40, "speculators", {"drafter": "eagle3"}, "eagle3"),
         (45, "clover", {}, "clover"),
         (50, None, {"drafter": "early_exit", "exit_depth": 1, "check_depth": 3, "exit_tokens": 1}, "early_exit 1/3/1"),
+        (55, None, {"drafter": "sparse", "draft_window": 33}, "sparse 33"),
         (60, None, {"drafter": "none", "method": "plain"}, "none"),
     ]
     for limit, draft, settings, name in runs:
@@ -71,6 +72,9 @@ def test_the_drafter_may_change_between_the_runs_of_a_job(models: dict[str, str]
         ("draft", {"drafter": "eagle3"}, "drafter eagle3: it needs a head of EAGLE-3 as its draft"),
         (None, {"drafter": "early_exit", "exit_depth": 3, "check_depth": 2}, "drafter early_exit: it leaves at"),
         (None, {"drafter": "early_exit", "method": "eqspec"}, "drafter early_exit: method eqspec moves the KV"),
+        (None, {"drafter": "sparse", "method": "eqspec"}, "drafter sparse: method eqspec moves the KV"),
+        (None, {"drafter": "sparse"}, "drafter sparse: it reads 256 tokens, but the capacity is 64; set draft_window"),
+        ("draft", {"draft_window": 16}, r"draft_window: expected at least a page \(32 tokens\), not 16"),
     ],
 )
 def test_what_cannot_draft_is_refused_before_anything_is_loaded(

@@ -20,7 +20,7 @@ CHANGES: dict[str, tuple[Any, Any]] = {
     "method": ("exspec", "plain"), "drafter": ("suffix", "early_exit"), "threshold": (0.5, 0.9),
     "draft_length": ("fixed", "both"), "exit_depth": (1, 2), "check_depth": (2, 3), "exit_tokens": (1, 3),
     "batch_size": (4, 8), "window": (16, 32), "draft_tokens": (3, 4), "bucket": (32, 64), "capacity": (64, 96),
-    "exact": (True, False),
+    "exact": (True, False), "draft_window": (40, 50),
 }  # fmt: skip
 
 
@@ -39,7 +39,8 @@ def test_every_engine_setting_of_a_job_is_covered() -> None:
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_changed_setting_is_used_or_refused(name: str) -> None:
     before, now = CHANGES[name]
-    usual = {"drafter": "early_exit"} if name in ("exit_depth", "check_depth", "exit_tokens") else {"drafter": "suffix"}
+    early = name in ("exit_depth", "check_depth", "exit_tokens")
+    usual = {"drafter": "early_exit" if early else "sparse" if name == "draft_window" else "suffix"}
     one = Job(**BASE | usual | {name: before})
     other = Job(**BASE | usual | ({"drafter": "auto"} if name == "method" else {}) | {name: now})
     changes = differences(fingerprint(one, {}), fingerprint(other, {}))

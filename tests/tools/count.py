@@ -299,7 +299,7 @@ def columns_read(config: EngineConfig, lengths: list[int]) -> tuple[int, int]:
     model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=2)))
     recorder = Recordings(lambda run: run)
     context: Any = SimpleNamespace(draft=model, target=model, config=config, recorder=recorder)
-    DraftModel(context, draft)._draft(rows)
+    DraftModel(context, model, draft)._draft(rows)
     return verify.count, draft.count
 
 

@@ -77,20 +77,23 @@ class DraftRows(NamedTuple):
         return narrowed(logits, drafted, self.must, self.masks)
 
 
+MakeCached = Callable[[PreTrainedModel, int | None], CachedModel]
+
+
 @dataclass(frozen=True)
 class DrafterContext:
     """What a drafter is built from.
 
     target: the model that verifies. verifier: the target with its KV. draft: a draft model or head, if there is one.
-    config: resolved. cached: wraps a model with KV for the engine's slots. recorder: records functions of fixed shapes.
-    step: a draft's KV columns are rounded up to a multiple of it, so that shapes are few.
+    config: resolved. cached: wraps a model with KV for the engine's slots, all of it or that of a window of tokens.
+    recorder: records functions of fixed shapes. step: a draft's KV columns are rounded up to a multiple of it, so that shapes are few.
     """
 
     target: PreTrainedModel
     verifier: CachedModel
     draft: PreTrainedModel | None
     config: EngineConfig
-    cached: Callable[[PreTrainedModel], CachedModel]
+    cached: MakeCached
     recorder: Recorder
     step: int
 
@@ -111,7 +114,8 @@ class Drafter(ABC):
     needs_draft: whether it needs a draft model or head. follows: whether it is fed the target's choice at every
     column right after verification, rejected columns included. lengths: the values of K that are worth a trial.
     probed_with: the K that calibration measures first and extrapolates from. learns: whether it uses finished
-    completions. caches: its KV, which the engine checks.
+    completions. caches: its KV, which the engine checks. window: tokens that its KV is limited to, beside the first
+    page: `prefill` gets only these of a sequence that is admitted, once the target has all.
     """
 
     needs_draft: ClassVar[bool] = False
@@ -120,6 +124,7 @@ class Drafter(ABC):
     probed_with: ClassVar[int] = 5
     learns: ClassVar[bool] = False
     caches: Sequence[CachedModel] = ()
+    window: int | None = None
 
     @classmethod
     def reads(cls, values: dict[str, Any]) -> bool:
@@ -147,7 +152,8 @@ class Drafter(ABC):
     ) -> MemoryPlan:
         """The memory that it takes in addition to the target's."""
         # Two columns: no step of a draft computes logits of more, unless a drafter overrides this.
-        return sum((model_memory(m, config, dtype, columns=2) for m in cls.models(draft)), start=MemoryPlan())
+        plans = (model_memory(m, config, dtype, columns=2, window=config.draft_window) for m in cls.models(draft))
+        return sum(plans, start=MemoryPlan())
 
     @classmethod
     def lengths_with(cls, draft: PretrainedConfig | None) -> tuple[int, ...]:
@@ -155,8 +161,8 @@ class Drafter(ABC):
         return cls.lengths
 
     @classmethod
-    def variants(cls, target: PretrainedConfig, config: EngineConfig) -> list[dict[str, Any]]:
-        """Values of its own settings, by name, that are worth a trial."""
+    def variants(cls, target: PretrainedConfig, config: EngineConfig, longest: int) -> list[dict[str, Any]]:
+        """Values of its settings, by name, that are worth a trial. longest: tokens of the longest expected sequence."""
         return [{}]
 
     @classmethod

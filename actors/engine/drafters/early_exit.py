@@ -54,7 +54,7 @@ class EarlyExit(Drafter):
         return spans_trial(target, depths(target.config, config))
 
     @classmethod
-    def variants(cls, target: PretrainedConfig, config: EngineConfig) -> list[dict[str, Any]]:
+    def variants(cls, target: PretrainedConfig, config: EngineConfig, longest: int) -> list[dict[str, Any]]:
         variants: list[dict[str, Any]] = []
         for part, usual in ((1, EXIT_TOKENS), (1, EXIT_TOKENS + 1), (2, EXIT_TOKENS)):
             d, i = depths(target, config, part)

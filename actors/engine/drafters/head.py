@@ -81,19 +81,17 @@ class HeadDrafter(DraftModel):
         cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig, dtype: torch.dtype
     ) -> MemoryPlan:
         assert isinstance(draft, cls.configures)
-        width = (
-            len(set(cls.aux_layers_of(target, draft))) * draft.target_hidden_size
-            + len(cls.remembers) * draft.hidden_size
-        )
-        return super().memory(target, draft, config, dtype) + states_memory(config, width, dtype)
+        features = len(set(cls.aux_layers_of(target, draft))) * draft.target_hidden_size
+        plan = super().memory(target, draft, config, dtype) + states_memory(config, features, dtype)
+        return plan + states_memory(config, len(cls.remembers) * draft.hidden_size, dtype, config.draft_window)
 
     @classmethod
     def build(cls, context: DrafterContext) -> Self:
         assert context.draft is not None
-        head, target = context.cached(context.draft), context.verifier
+        head, target = context.cached(context.draft, context.config.draft_window), context.verifier
         assert isinstance(head, PagedModel)
         assert isinstance(target, PagedModel)
-        drafter = cls(context, head)
+        drafter = cls(context, context.draft, head)
         drafter.head, drafter.target = head, target
         drafter.aux_layers = cls.aux_layers_of(context.target.config, context.draft.config)
         head.last_position = target.last_position  # the head's own config has the limit of its training

@@ -4,16 +4,19 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.drafters.draft_length import confidence
 from exspec.actors.engine.drafters.drafter import Draft, Drafter, DrafterContext, DraftRows
 from exspec.actors.engine.kv.batch import Batch
-from exspec.actors.engine.kv.cached_model import CachedModel, context_length
+from exspec.actors.engine.kv.cached_model import CachedModel, PagedModel, context_length
+from exspec.actors.engine.kv.window import Rings
 from exspec.actors.engine.scheduling.group import Group
 from exspec.actors.engine.tokens.sampling import Uses
 
+WINDOW = 512  # tokens of a window that is worth a trial
+PAYS = 4  # times the window: the length of text from which it is
 Step = tuple[Tensor, Any]  # logits [R, 1, V] of the next token, and the state for the next step
 
 
@@ -48,19 +51,34 @@ class DraftModel(Drafter):
         return [] if draft is None else [draft]
 
     @classmethod
+    def variants(cls, target: PretrainedConfig, config: EngineConfig, longest: int) -> list[dict[str, Any]]:
+        if config.draft_window or config.method == "eqspec":
+            return [{"draft_window": config.draft_window}]
+        return [{}, {"draft_window": WINDOW}] if longest >= PAYS * WINDOW else [{}]
+
+    @classmethod
+    def label(cls, config: EngineConfig) -> str:
+        return f"{config.drafter} {config.draft_window}" if config.draft_window else config.drafter
+
+    @classmethod
     def build(cls, context: DrafterContext) -> Self:
         assert context.draft is not None, "`refusal` excludes this"
-        return cls(context, context.cached(context.draft))
+        return cls(context, context.draft, context.cached(context.draft, context.config.draft_window))
 
-    def __init__(self, context: DrafterContext, cached: CachedModel) -> None:
-        assert context.draft is not None
-        vocabulary, targets = (m.config.get_text_config().vocab_size for m in (context.draft, context.target))
+    def __init__(self, context: DrafterContext, model: PreTrainedModel, cached: CachedModel) -> None:
+        vocabulary, targets = (m.config.get_text_config().vocab_size for m in (model, context.target))
         self.context, self.cached, self.caches = context, cached, [cached]
+        self.rings = cached.pages if isinstance(cached, PagedModel) and isinstance(cached.pages, Rings) else None
+        self.window = self.rings.window if self.rings else None
         self.shared = min(vocabulary, targets)  # embeddings may differ by padding
         self.last_token = vocabulary - 1
         self.confidence = confidence(context.config)
         self.ends_early = not context.recorder.records  # asking whether any row continues waits for the device
         self._feed, self._loop = context.recorder.wrap(self._fill), context.recorder.wrap(self._draft)
+
+    def admit(self, slot: int, tokens: list[int]) -> None:
+        if self.rings:
+            self.rings.begin(slot, len(tokens) - 1)
 
     def prefill(self, batch: Batch) -> None:
         self._feed(batch)

@@ -7,6 +7,7 @@ DRAFTERS = {  # by name, in the order of preference
     "clover": "exspec.actors.engine.drafters.clover:Clover",
     "suffix": "exspec.actors.engine.drafters.suffix:Suffix",
     "early_exit": "exspec.actors.engine.drafters.early_exit:EarlyExit",
+    "sparse": "exspec.actors.engine.drafters.sparse:Sparse",
 }
 NONE = "none"
 

@@ -17,6 +17,7 @@ from exspec.actors.engine.config import COMPILED, KernelsName
 from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.kv.forward import Filled, Forward
 from exspec.actors.engine.kv.pages import BIN, Pages
+from exspec.actors.engine.kv.window import Reads, Rings, recent_pages
 from exspec.actors.engine.layers.cuts import cut, traced
 from exspec.actors.engine.layers.pieces import cut_layers
 from exspec.actors.engine.layers.products import join_layers
@@ -50,7 +51,9 @@ class PagedModel:
     to `kv_columns`; in place, it reads the KV that a row has. kernels: see `EngineConfig`.
     """
 
-    def __init__(self, model: PreTrainedModel, pages: Pages, attention: str, kernels: KernelsName = "eager") -> None:
+    def __init__(
+        self, model: PreTrainedModel, pages: Pages | Rings, attention: str, kernels: KernelsName = "eager"
+    ) -> None:
         layers, heads, size = kv_shape(model.config)
         shape = (pages.pages + 1, pages.size, heads, size)
         self.model, self.pages = runtime_copy(model, attention, kernels == "packed"), pages
@@ -83,12 +86,21 @@ class PagedModel:
         self.states.clear()
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, keep: int = 0, first: int = 0, last: int | None = None, **inputs: Tensor) -> Tensor:
+    def forward(
+        self,
+        batch: Batch,
+        keep: int = 0,
+        first: int = 0,
+        last: int | None = None,
+        recent: int | None = None,
+        **inputs: Tensor,
+    ) -> Tensor:
         """Feed the batch's tokens and return logits [R, Q, V], or those of the last `keep` columns.
 
-        first, last: layers first .. last - 1 run; None: to the end. inputs: other inputs of the model beside tokens.
+        first, last: layers first .. last - 1 run; None: to the end. recent: pages that a row reads beside its first one,
+        up to its last column; None: all, or as many as a window has. inputs: other inputs of the model beside tokens.
         """
-        logits: Tensor = self._run(batch, first, last, fills=False, logits_to_keep=keep, **inputs).logits
+        logits: Tensor = self._run(batch, first, last, recent, fills=False, logits_to_keep=keep, **inputs).logits
         cut(logits)
         return logits
 
@@ -97,19 +109,21 @@ class PagedModel:
         """Feed tokens only for their KV. Rows may be successive parts of a sequence. last, inputs: as in `forward`. A
         program drops what does not lead to KV by itself."""
         with suppress(Filled):
-            self._run(batch, 0, last, fills=not traced(), logits_to_keep=1, **inputs)
+            self._run(batch, 0, last, None, fills=not traced(), logits_to_keep=1, **inputs)
 
     @torch.inference_mode()
     def recall(self, layers: Iterable[int], batch: Batch) -> Tensor:
         """The remembered hidden states [R, Q, len(layers) * D] at the batch's positions."""
-        _, _, tokens = self._located(batch, 0)
+        _, _, tokens = self._located(batch, 0, None)
         states = [self.states[layer].flatten(0, 1)[tokens] for layer in layers]
         return torch.cat(states, dim=-1).view(*batch.tokens.shape, -1)
 
-    def _run(self, batch: Batch, first: int, last: int | None, *, fills: bool, **options: Any) -> Any:
+    def _run(
+        self, batch: Batch, first: int, last: int | None, recent: int | None, *, fills: bool, **options: Any
+    ) -> Any:
         pages = self.pages
         read = -(-batch.kv_columns // pages.size) if self.gathers else pages.table.shape[1]
-        positions, page_table, write = self._located(batch, read)
+        positions, page_table, write = self._located(batch, read, self._reads(batch, recent))
         forward = Forward(
             self.keys, self.values, self.states, write, batch.tokens.shape, first, last or len(self.keys), fills
         )
@@ -122,10 +136,18 @@ class PagedModel:
             **options,
         )
 
-    def _located(self, batch: Batch, read: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _reads(self, batch: Batch, recent: int | None) -> Reads | None:
+        slots, tokens, starts, _ = batch
+        if isinstance(self.pages, Rings):
+            return self.pages.reads(slots, starts, tokens.shape[1])
+        if recent is None:
+            return None
+        return recent_pages(self.pages.on_device[slots], starts + tokens.shape[1] - 1, recent, self.pages.size)
+
+    def _located(self, batch: Batch, read: int, reads: Reads | None) -> tuple[Tensor, Tensor, Tensor]:
         slots, tokens, starts, kv_columns = batch
         table, size = self.pages.on_device, self.pages.size
-        return locate(table, slots, starts, tokens.shape[1], kv_columns, size, read)
+        return locate(table, slots, starts, tokens.shape[1], kv_columns, size, read, reads)
 
     def check(self, lengths: dict[int, int]) -> None:
         self.pages.check(lengths)
@@ -134,13 +156,20 @@ class PagedModel:
 
 
 def locate(
-    table: Tensor, slots: Tensor, starts: Tensor, width: int, kv_columns: int, size: int, read: int
+    table: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    width: int,
+    kv_columns: int,
+    size: int,
+    read: int,
+    reads: Reads | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The positions of a forward's columns, the pages that its rows read, and where it writes its columns.
 
     table: [W + 1, n], the pages of every slot; the last row is for dead rows. slots, starts: [R]. width: Q. size: P.
-    read: pages of a row that are read. Returns positions [R, Q], a page table [R, 1, 1, 2 + read] as in `attention.py`,
-    and indices [R * Q] of tokens in the stores.
+    read: pages of a row that are read; `reads`, if not the first ones. Returns positions [R, Q], a page table
+    [R, 1, 1, 2 + read] as in `attention.py`, and indices [R * Q] of tokens in the stores.
     """
     rows = table[slots]  # [R, n]
     ends = torch.where(slots == len(table) - 1, 0, kv_columns)
@@ -148,7 +177,11 @@ def locate(
     inside = positions.clamp(0, kv_columns - 1)
     dead = (positions < 0) | (positions >= ends[:, None])
     page = torch.where(dead, BIN, rows.gather(1, inside // size))
-    page_table = torch.cat([starts[:, None], ends[:, None], rows[:, :read]], dim=1).int()
+    seen = rows[:, :read]
+    if reads is not None:  # in a shorter table, columns have smaller numbers
+        seen, skipped = reads.pages, reads.skipped * size
+        starts, ends = starts - skipped, (ends - skipped).clamp(max=seen.shape[1] * size)
+    page_table = torch.cat([starts[:, None], ends[:, None], seen], dim=1).int()
     return inside, page_table[:, None, None], (page * size + inside % size).flatten()
 
 

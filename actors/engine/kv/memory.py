@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.kv.cached_model import kv_shape
+from exspec.actors.engine.kv.window import ring_pages
 
 MEBIBYTE = 2**20
 LOGIT = 40  # bytes of a logit while a token is sampled: its copies in float32, and its noise
@@ -47,24 +48,30 @@ class MemoryPlan:
         return f"{self.total / MEBIBYTE:.1f} MiB ({parts})"
 
 
-def model_memory(model: PretrainedConfig, config: EngineConfig, dtype: torch.dtype, columns: int) -> MemoryPlan:
-    """The memory of a model with KV in the engine's slots. columns: per row, those whose logits a forward computes."""
+def model_memory(
+    model: PretrainedConfig, config: EngineConfig, dtype: torch.dtype, columns: int, window: int | None = None
+) -> MemoryPlan:
+    """The memory of a model with KV in the engine's slots. columns: per row, those whose logits a forward computes.
+    window: tokens that its KV is limited to."""
     return MemoryPlan(
         weights=_weights(model.to_json_string(), config.packs) * dtype.itemsize,
-        kv=_kv(model, config) * dtype.itemsize,
+        kv=_kv(model, config, window) * dtype.itemsize,
         logits=int(config.batch_size * columns * model.get_text_config().vocab_size * LOGIT),
         activations=_activations(model, config) * dtype.itemsize,
     )
 
 
-def states_memory(config: EngineConfig, width: int, dtype: torch.dtype) -> MemoryPlan:
-    """The memory of hidden states of `width` numbers per token, kept in the engine's pages."""
-    return MemoryPlan(kv=_columns(config) * width * dtype.itemsize)
+def states_memory(config: EngineConfig, width: int, dtype: torch.dtype, window: int | None = None) -> MemoryPlan:
+    """The memory of hidden states of `width` numbers per token, kept in pages as KV is."""
+    return MemoryPlan(kv=_columns(config, window) * width * dtype.itemsize)
 
 
-def _columns(config: EngineConfig) -> int:
+def _columns(config: EngineConfig, window: int | None) -> int:
     """Tokens that all pages hold, including the bin."""
-    return (config.page_count + 1) * config.page_size
+    pages = config.page_count
+    if window is not None:
+        pages = config.slots * ring_pages(window, config.widest, config.page_size)
+    return (pages + 1) * config.page_size
 
 
 @lru_cache(maxsize=8)
@@ -77,9 +84,9 @@ def _weights(config: str, packed: bool) -> int:
     return int(held + (linear if packed else 0))
 
 
-def _kv(model: PretrainedConfig, config: EngineConfig) -> int:
+def _kv(model: PretrainedConfig, config: EngineConfig, window: int | None) -> int:
     layers, heads, head_size = kv_shape(model)
-    columns = _columns(config)
+    columns = _columns(config, window)
     if config.method == "eqspec":  # rows reach up to a verify width past the capacity; a layer is copied to realign it
         columns = config.batch_size * (config.capacity + config.width) * (layers + 1) // layers
     return 2 * layers * heads * columns * head_size

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
+from exspec.actors.engine.kv.window import first_page
 from exspec.actors.engine.scheduling.pool import Sequence
 
 
@@ -41,8 +42,26 @@ class ChunkedPrefill:
         They skip a prompt's cached tokens and its last token: that is the pending token, which the first round feeds.
         """
         chunks = [self._chunk(s, start) for s in sequences for start in range(s.cached, s.prefilled, self.columns)]
-        chunks.sort(key=_kv_columns)  # which also orders the chunks of each prompt
-        for _, group in groupby(chunks, key=_kv_columns):
+        yield from self._alike(chunks)
+
+    def windows(self, sequences: list[Sequence], window: int, page: int) -> Iterator[list[PrefillChunk]]:
+        """The forwards that give a drafter the first page of the sequences' tokens and the last `window` ones, as far as
+        they are not pending. page: tokens of a page.
+
+        Columns past the first page are dead in its forwards. One token more is fed: some heads need it.
+        """
+        chunks = []
+        for s in sequences:
+            first = first_page(s.length, window, page) * page
+            for begin, stop, kv_columns in ((0, page + 1, page), (first, s.length, self.capacity)):
+                for start in range(begin, min(stop, s.length), self.columns):
+                    end = min(start + self.columns, s.length)
+                    chunks.append(PrefillChunk(s, start, end, self.columns, kv_columns))
+        yield from self._alike(chunks)
+
+    def _alike(self, chunks: list[PrefillChunk]) -> Iterator[list[PrefillChunk]]:
+        """The chunks in forwards, those with fewer KV columns first: so each prompt's chunks are in order."""
+        for _, group in groupby(sorted(chunks, key=_kv_columns), key=_kv_columns):
             alike = list(group)
             for i in range(0, len(alike), self.rows):
                 yield alike[i : i + self.rows]
@@ -60,6 +79,9 @@ class WholePrefill:
         width = max((s.prefilled for s in sequences), default=0)
         if width:
             yield [PrefillChunk(s, 0, s.prefilled, width, width) for s in sequences]
+
+    def windows(self, sequences: list[Sequence], window: int, page: int) -> Iterator[list[PrefillChunk]]:
+        raise AssertionError("a fixed batch has no windows")
 
 
 Prefill = ChunkedPrefill | WholePrefill

@@ -116,14 +116,15 @@ def calibrate(
 
     Raises ValueError if no request of the sample can be decoded, or no candidate fits the budget.
     """
-    return Calibrator(Models(target, draft, budget), config, free, seconds, engine, kept).run(requests)
+    longest = max((len(request.prompt) + request.max_new_tokens for request in requests), default=0)
+    return Calibrator(Models(target, draft, budget), config, free, seconds, engine, kept, longest).run(requests)
 
 
 class Calibrator:
     """One calibration, with the parameters of `calibrate`.
 
     config: with kernels and prefill shape, once chosen; until then its kernels need no compiler. kernels: None if they
-    are free.
+    are free. longest: tokens of the longest request.
     """
 
     def __init__(
@@ -134,10 +135,11 @@ class Calibrator:
         seconds: float,
         make: MakeEngine,
         kept: Kept | None,
+        longest: int,
     ) -> None:
         self.models, self.free, self.seconds, self.make, self.kept = models, free, seconds, make, kept
         self.start, self.compiling = time.monotonic(), CODE.seconds
-        self.choices = drafter_choices(models, config, free)
+        self.choices = drafter_choices(models, config, free, longest)
         if self.choices:
             config = config.drafting(self.choices[0])
         elif config.drafts:

@@ -29,9 +29,11 @@ def device_kind(models: Models) -> str:
     return "cuda" if models.target.device.type == "cuda" else "cpu"
 
 
-def drafter_choices(models: Models, config: EngineConfig, free: Sequence[str]) -> list[DrafterChoice]:
+def drafter_choices(
+    models: Models, config: EngineConfig, free: Sequence[str], longest: int
+) -> list[DrafterChoice]:
     """The drafters to compare, with their settings: the config's drafter, or all available ones with the config's
-    first. Empty if the config asks for plain decoding.
+    first. Empty if the config asks for plain decoding. longest: tokens of the longest request.
 
     Raises ValueError if the config asks for drafts and no drafter is available.
     """
@@ -42,7 +44,10 @@ def drafter_choices(models: Models, config: EngineConfig, free: Sequence[str]) -
     if "drafter" not in free:
         names = [name for name in names if name == config.drafter]
     names.sort(key=lambda name: name != config.drafter)
-    choices = [{"drafter": n, **own} for n in names for own in drafter_class(n).variants(target.config, config)]
+    variants = {name: drafter_class(name).variants(target.config, config, longest) for name in names}
+    if "drafter" not in free:
+        variants = {name: own or [{}] for name, own in variants.items()}  # it is tried in any case
+    choices = [{"drafter": name, **own} for name, several in variants.items() for own in several]
     reasons = [drafter_class(c["drafter"]).trial(target, config.drafting(c)) for c in choices]
     working = [choice for choice, reason in zip(choices, reasons, strict=True) if reason is None]
     if not working and "method" not in free:

@@ -80,8 +80,12 @@ class Costs:
 
     def prefill(self, config: EngineConfig, *lengths: int) -> float:
         """Seconds to prefill prompts of these lengths together."""
-        chunks = sum(-(-length // config.prefill_columns) for length in lengths)
-        return -(-chunks // config.prefill_rows) * self.chunk(config)
+        if config.draft_window is None:
+            return _forwards(config, lengths) * self.chunk(config)
+        alone = self.chunk(config.plain())  # a drafter with a window is fed less than the target
+        fed = [min(length, config.draft_window + config.page_size) for length in lengths]
+        own = max(self.chunk(config) - alone, 0.0)
+        return _forwards(config, lengths) * alone + _forwards(config, fed) * own
 
     def _verify(self, rows: int, width: int, kv_columns: int) -> float:
         if not self.config.compiles or width > WIDTHS[-1]:
@@ -215,6 +219,12 @@ class Costs:
             if self.kept:
                 self.kept.keep_seconds(self.form, {name: self.known[name]})
         return self.known[name]
+
+
+def _forwards(config: EngineConfig, lengths: Sequence[int]) -> int:
+    """Prefill forwards of prompts of these lengths."""
+    chunks = sum(-(-length // config.prefill_columns) for length in lengths)
+    return -(-chunks // config.prefill_rows)
 
 
 def _between(points: Sequence[int], value: int, timed: Callable[[int], float]) -> float:

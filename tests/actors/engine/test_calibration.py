@@ -262,6 +262,6 @@ def test_a_drafter_that_is_not_compiled_in_time_does_not_slow_the_others(
     monkeypatch.setattr(Trials, "choose", lambda _, shape, __: shape)
     monkeypatch.setattr(Trials, "compiled", lambda _, best: replace(best, kernels="compiled"))
     models, config = Models(tiny.model(), tiny.model(seed=1), None), replace(SHAPE, attention="auto")
-    calibrator = Calibrator(models, config, ("method", "kernels"), 120.0, Engine, None)
+    calibrator = Calibrator(models, config, ("method", "kernels"), 120.0, Engine, None, 96)
     found, _ = calibrator.predict(Sample(REQUESTS), 50)
     assert found[0].config.kernels == calibrator.config.kernels == kernels

@@ -37,7 +37,10 @@ def shape(rng: random.Random) -> dict[str, Any]:
         "drafter": rng.choice([name for name in DRAFTERS if name != NONE]),
         "exit_depth": rng.choice([None, 1]),
         "exit_tokens": rng.randint(1, 4),
+        "draft_window": rng.randint(16, 80),
     }
+    if made["drafter"] != "sparse" and rng.random() < 0.5:
+        del made["draft_window"]
     if rng.random() < 0.5:  # so few that sequences are preempted
         made["pages"] = -(-tiny.CONTEXT // page) + rng.randint(0, 12)
     return made

@@ -266,5 +266,5 @@ def test_requests_decode_to_the_tokens_of_the_cpu(
     monkeypatch.setattr(made.pool, "_preempt", lambda sequence: (preempted.append(sequence), preempt(sequence))[1])
     assert tiny.decode(made, rows) == expected
     assert calls
-    assert preempted or drafter == "none", "plain decoding may end in time"
+    assert preempted or drafter in ("none", "sparse"), "these may end in time"
     assert made.statistics.cached_tokens > 0

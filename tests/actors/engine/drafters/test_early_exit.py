@@ -229,12 +229,12 @@ def test_the_depths_that_calibration_tries_have_labels() -> None:
     """By default eighths and quarters of the layers; otherwise the depths of the config."""
     config = EngineConfig(drafter="early_exit")
     deep = tiny.model(num_hidden_layers=16).config
-    tried = drafter_class("early_exit").variants(deep, config)
+    tried = drafter_class("early_exit").variants(deep, config, 96)
     assert [tuple(depths.values()) for depths in tried] == [(2, 4, 2), (2, 4, 3), (4, 8, 2)]
     labels = [EarlyExit.label(replace(config, **depths)) for depths in tried]
     assert labels == ["early_exit 2/4/2", "early_exit 2/4/3", "early_exit 4/8/2"]
     asked = replace(config, exit_depth=3, check_depth=5, exit_tokens=4)
-    assert [tuple(depths.values()) for depths in EarlyExit.variants(deep, asked)] == [(3, 5, 4)]
+    assert [tuple(depths.values()) for depths in EarlyExit.variants(deep, asked, 96)] == [(3, 5, 4)]
     assert EarlyExit.label(config) == "early_exit"
 
 

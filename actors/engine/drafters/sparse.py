@@ -1,0 +1,67 @@
+"""The target as its own drafter: its forward over a few pages of its KV drafts, and over all of them verifies."""
+
+from typing import Any, ClassVar, Self
+
+from transformers import PretrainedConfig
+
+from exspec.actors.engine.config import EngineConfig
+from exspec.actors.engine.drafters.drafter import DrafterContext, DraftRows
+from exspec.actors.engine.drafters.model import PAYS, DraftModel, Step
+from exspec.actors.engine.kv.batch import Batch
+from exspec.actors.engine.kv.cached_model import PagedModel
+from exspec.actors.engine.kv.window import window_pages
+
+LEAST, SHARE = 256, 20  # the default window: at least so many tokens, and one in so many of the capacity
+
+
+class Sparse(DraftModel):
+    """Drafts over the first page and the last tokens (StreamingLLM as in MagicDec, arXiv:2408.11049). It has no weights
+    and no KV of its own: it writes the target's at the positions that the verify writes again.
+
+    So a draft costs less than a verify only by the KV that it does not read: long texts and large batches gain.
+    """
+
+    needs_draft: ClassVar[bool] = False
+    lengths: ClassVar[tuple[int, ...]] = (2, 3, 4, 5, 6, 8)
+    probed_with: ClassVar[int] = 4
+
+    @classmethod
+    def refusal(cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig) -> str | None:
+        if config.method == "eqspec":
+            return "method eqspec moves the KV that it would share with the target"
+        if (window := window_of(config)) < config.capacity:
+            return None
+        return f"it reads {window} tokens, but the capacity is {config.capacity}; set draft_window or a larger capacity"
+
+    @classmethod
+    def models(cls, draft: PretrainedConfig | None) -> list[PretrainedConfig]:
+        return []
+
+    @classmethod
+    def variants(cls, target: PretrainedConfig, config: EngineConfig, longest: int) -> list[dict[str, Any]]:
+        window = window_of(config)
+        return [{"draft_window": window}] if config.draft_window or longest >= PAYS * window else []
+
+    @classmethod
+    def build(cls, context: DrafterContext) -> Self:
+        return cls(context, context.target, context.verifier)
+
+    def __init__(self, context: DrafterContext, *target: Any) -> None:
+        super().__init__(context, *target)
+        self.caches = []  # the target's, which the engine checks
+        self.recent = window_pages(window_of(context.config), 1, context.config.page_size)
+
+    def prefill(self, batch: Batch) -> None:
+        """Nothing: the target's KV is there."""
+
+    def _first(self, rows: DraftRows) -> Step:
+        return self._next(rows.batch(rows.pending[:, None]), None)
+
+    def _next(self, batch: Batch, state: None) -> Step:
+        assert isinstance(self.cached, PagedModel)
+        return self.cached.forward(batch, keep=1, recent=self.recent), None
+
+
+def window_of(config: EngineConfig) -> int:
+    """The tokens that sparse reads beside the first page."""
+    return config.draft_window or max(LEAST, config.capacity // SHARE)

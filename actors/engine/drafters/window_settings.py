@@ -1,0 +1,18 @@
+"""The setting of drafters that read KV."""
+
+from dataclasses import dataclass
+
+from exspec.actors.engine.settings import setting
+
+
+@dataclass(frozen=True)
+class WindowSettings:
+    """How much KV a drafter reads."""
+
+    draft_window: int | None = setting(
+        None,
+        "Last tokens whose KV a drafter reads, beside the first page. Default: what is measured; else sparse reads a "
+        "twentieth of the capacity, at least 256, and others read all.",
+        "any if exact",
+        ge=1,
+    )
