@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from exspec.actors.engine.config import UNPACKED, EngineConfig
 from exspec.actors.engine.drafters.draft_length import DraftLength, draft_length
@@ -12,7 +12,6 @@ from exspec.actors.engine.drafters.drafter import Drafter, DrafterContext, MakeC
 from exspec.actors.engine.drafters.lookup import kind
 from exspec.actors.engine.faults import warn_once
 from exspec.actors.engine.graphs import CudaGraphs, Eager, Recorder
-from exspec.actors.engine.kv.attention import trial
 from exspec.actors.engine.kv.cached_model import (
     GATHERED,
     IN_PLACE,
@@ -20,9 +19,9 @@ from exspec.actors.engine.kv.cached_model import (
     PagedModel,
     RealignedModel,
     context_length,
-    kv_shape,
 )
 from exspec.actors.engine.kv.pages import Boundless, Pages, Store
+from exspec.actors.engine.kv.trial import attention_trial
 from exspec.actors.engine.kv.window import Rings
 from exspec.actors.engine.layers.packed import packs
 from exspec.actors.engine.layers.programs import Compiled, compiler_trial
@@ -78,7 +77,7 @@ def _with_attention(target: PreTrainedModel, draft: PreTrainedModel | None, conf
     if config.method == "eqspec":
         return config
     models = [target.config, *kind(config).models(None if draft is None else draft.config)]
-    trials = (_trial(model, target.device, target.dtype, config.page_size) for model in models)
+    trials = (attention_trial(model, target.device, target.dtype, config.page_size) for model in models)
     if config.attention == "gathered":
         return config
     reason = next((reason for reason in trials if reason is not None), None)
@@ -88,11 +87,6 @@ def _with_attention(target: PreTrainedModel, draft: PreTrainedModel | None, conf
         raise ValueError(f"attention: in_place does not work here: {reason}; expected auto or gathered")
     warn_once(f"attention copies the KV that it reads: {reason}")
     return replace(config, attention="gathered")
-
-
-def _trial(model: PretrainedConfig, device: torch.device, dtype: torch.dtype, page: int) -> str | None:
-    _, kv_heads, size = kv_shape(model)
-    return trial(device, dtype, model.get_text_config().num_attention_heads, kv_heads, size, page)
 
 
 def drafter_of(context: DrafterContext) -> Drafter:

@@ -533,7 +533,7 @@ def test_a_setting_that_changes_only_rows_that_failed_may_change_with_a_retry(
     """Rows that were done are as they were, and all rows are as a new job with the new settings makes them."""
     with pytest.MonkeyPatch.context() as patch:
         if "copies" in request.node.name:
-            patch.setattr(methods, "_trial", lambda *_: "it is off in this test")
+            patch.setattr(methods, "attention_trial", lambda *_: "it is off in this test")
         with_, without = tmp_path / "retried", tmp_path / "fresh"
         for place in (with_, without):
             write(place, sized({1: 5, 2: 20, 3: 30, 4: 70, 5: 24, 6: 58}))

@@ -78,12 +78,12 @@ def test_a_value_out_of_range_is_refused_by_name(known: Setting, value: Any, mes
 
 
 def test_a_drafters_own_settings_are_declared_in_its_folder() -> None:
-    assert DRAFTING == ("exit_depth", "check_depth", "exit_tokens", "draft_window")
+    assert DRAFTING == ("exit_depth", "check_depth", "exit_tokens", "draft_window", "draft_chosen")
     folder = Path(__file__).parents[2] / "actors" / "engine"
     for name in DRAFTING:
         declaration = f"    {name}: int | None = setting("
         files = [path.name for path in folder.rglob("*.py") if declaration in path.read_text()]
-        assert files == ["window_settings.py" if name == "draft_window" else "early_exit_settings.py"]
+        assert files == ["window_settings.py" if name.startswith("draft_") else "early_exit_settings.py"]
 
 
 def test_the_bench_takes_the_engines_settings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ CHANGES: dict[str, tuple[Any, Any]] = {
     "draft_length": ("fixed", "both"), "exit_depth": (1, 2), "check_depth": (2, 3), "exit_tokens": (1, 3),
     "batch_size": (4, 8), "window": (16, 32), "draft_tokens": (3, 4), "bucket": (32, 64), "capacity": (64, 96),
     "exact": (True, False), "draft_window": (40, 50),
+    "draft_chosen": (40, 50),
 }  # fmt: skip
 
 
@@ -40,7 +41,9 @@ def test_every_engine_setting_of_a_job_is_covered() -> None:
 def test_a_changed_setting_is_used_or_refused(name: str) -> None:
     before, now = CHANGES[name]
     early = name in ("exit_depth", "check_depth", "exit_tokens")
-    usual = {"drafter": "early_exit" if early else "sparse" if name == "draft_window" else "suffix"}
+    usual: dict[str, Any] = {"drafter": "early_exit" if early else "suffix"}
+    if name in ("draft_window", "draft_chosen"):
+        usual = {"drafter": "sparse", "draft_window": 33}
     one = Job(**BASE | usual | {name: before})
     other = Job(**BASE | usual | ({"drafter": "auto"} if name == "method" else {}) | {name: now})
     changes = differences(fingerprint(one, {}), fingerprint(other, {}))

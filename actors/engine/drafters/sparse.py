@@ -2,21 +2,23 @@
 
 from typing import Any, ClassVar, Self
 
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.drafters.drafter import DrafterContext, DraftRows
 from exspec.actors.engine.drafters.model import PAYS, DraftModel, Step
 from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.kv.cached_model import PagedModel
-from exspec.actors.engine.kv.window import window_pages
+from exspec.actors.engine.kv.trial import attention_trial
+from exspec.actors.engine.kv.window import Reads, window_pages
 
 LEAST, SHARE = 256, 20  # the default window: at least so many tokens, and one in so many of the capacity
 
 
 class Sparse(DraftModel):
-    """Drafts over the first page and the last tokens (StreamingLLM as in MagicDec, arXiv:2408.11049). It has no weights
-    and no KV of its own: it writes the target's at the positions that the verify writes again.
+    """Drafts over the first page and the last tokens (StreamingLLM as in MagicDec, arXiv:2408.11049), and over those
+    pages that the last verify attended to most (as Vegas chooses tokens, arXiv:2602.07223). It has no weights and no KV
+    of its own: it writes the target's at the positions that the verify writes again.
 
     So a draft costs less than a verify only by the KV that it does not read: long texts and large batches gain.
     """
@@ -34,13 +36,22 @@ class Sparse(DraftModel):
         return f"it reads {window} tokens, but the capacity is {config.capacity}; set draft_window or a larger capacity"
 
     @classmethod
+    def trial(cls, target: PreTrainedModel, config: EngineConfig) -> str | None:
+        if not config.draft_chosen or config.attention == "gathered":
+            return None
+        return attention_trial(target.config, target.device, target.dtype, config.page_size, weighs=True)
+
+    @classmethod
     def models(cls, draft: PretrainedConfig | None) -> list[PretrainedConfig]:
         return []
 
     @classmethod
     def variants(cls, target: PretrainedConfig, config: EngineConfig, longest: int) -> list[dict[str, Any]]:
         window = window_of(config)
-        return [{"draft_window": window}] if config.draft_window or longest >= PAYS * window else []
+        if not (config.draft_window or config.draft_chosen or longest >= PAYS * window):
+            return []
+        chosen = [config.draft_chosen] if config.draft_chosen else [None, window]
+        return [{"draft_window": window, "draft_chosen": c} for c in chosen]
 
     @classmethod
     def build(cls, context: DrafterContext) -> Self:
@@ -49,17 +60,32 @@ class Sparse(DraftModel):
     def __init__(self, context: DrafterContext, *target: Any) -> None:
         super().__init__(context, *target)
         self.caches = []  # the target's, which the engine checks
-        self.recent = window_pages(window_of(context.config), 1, context.config.page_size)
+        config = context.config
+        self.reads, self.size = window_of(config), config.page_size
+        self.chosen = -(-(config.draft_chosen or 0) // self.size)  # pages
+        if self.chosen:
+            self._target.weigh()
+
+    @property
+    def _target(self) -> PagedModel:
+        assert isinstance(self.cached, PagedModel), "`refusal` excludes others"
+        return self.cached
+
+    def admit(self, slot: int, tokens: list[int]) -> None:
+        if self._target.weights is not None:
+            self._target.weights[:, slot] = 0.0  # they are those of another sequence
 
     def prefill(self, batch: Batch) -> None:
         """Nothing: the target's KV is there."""
 
     def _first(self, rows: DraftRows) -> Step:
-        return self._next(rows.batch(rows.pending[:, None]), None)
+        most = max(rows.most, 1)
+        recent = window_pages(self.reads, most, self.size)
+        reads = self._target.few_pages(rows.slots, rows.starts + most - 1, recent, self.chosen)
+        return self._next(rows.batch(rows.pending[:, None]), reads)
 
-    def _next(self, batch: Batch, state: None) -> Step:
-        assert isinstance(self.cached, PagedModel)
-        return self.cached.forward(batch, keep=1, recent=self.recent), None
+    def _next(self, batch: Batch, state: Reads) -> Step:
+        return self._target.forward(batch, keep=1, reads=state), state
 
 
 def window_of(config: EngineConfig) -> int:

@@ -1,4 +1,4 @@
-"""The setting of drafters that read KV."""
+"""The settings of drafters that read KV."""
 
 from dataclasses import dataclass
 
@@ -13,6 +13,13 @@ class WindowSettings:
         None,
         "Last tokens whose KV a drafter reads, beside the first page. Default: what is measured; else sparse reads a "
         "twentieth of the capacity, at least 256, and others read all.",
+        "any if exact",
+        ge=1,
+    )
+    draft_chosen: int | None = setting(
+        None,
+        "Tokens whose KV sparse reads in addition, in the pages that weighed most in the last verify. Default: what is "
+        "measured, or none.",
         "any if exact",
         ge=1,
     )

@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -40,6 +41,7 @@ constexpr int SHARED = 64;       // query vectors that a task may have if it has
 constexpr int TASKS = 4;         // tasks of a thread, if there are enough heads
 constexpr int ORDERED = 4;       // a task with at least this many KV heads reads memory in order
 constexpr int AHEAD = 16;        // columns of the next block that such a task fetches while it computes a block
+constexpr int ENDS = 2;          // columns whose weights are added up by page: the first and the last live one
 constexpr int MANY = 4;          // with at least this many query vectors, transposing a block of keys pays
 constexpr int64_t ALONE = 1 << 15;  // with fewer multiplications than this, waking other threads costs more than it saves
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
@@ -150,12 +152,24 @@ inline Floats capped(Floats x, float cap) {
 }
 
 struct Call {
-  int64_t rows, heads, kv_heads, columns, size, page, kv_columns;
+  int64_t rows, heads, kv_heads, columns, size, page, pages, kv_columns;
   int64_t query_row, query_head, query_column, table_row;  // strides
   const int32_t* page_table;
   float scale, cap;
   int window;
+  float* weights;  // [R, ENDS, Hkv, n], see `tally`; null if they are not asked for
 };
+
+// A row's columns that are not dead.
+struct Live {
+  int64_t first, last;  // first .. last - 1
+};
+
+inline Live live_columns(const Call& call, int64_t row) {
+  const int64_t start = call.page_table[row * call.table_row], end = call.page_table[row * call.table_row + 1];
+  const int64_t first = std::clamp<int64_t>(-start, 0, call.columns);
+  return {first, std::clamp<int64_t>(end - start, first, call.columns)};
+}
 
 // Columns first .. last - 1 of one row's queries, for the KV heads head .. head + heads - 1. limit: the KV columns that
 // column last - 1 attends to.
@@ -295,11 +309,28 @@ struct Attention {
     return decay;
   }
 
+  // Adds weights [BLOCK] of a query vector to its sums by page [n]. Each sum is relative to the highest score, `bases`
+  // [n], when it was last added to.
+  void tally(const float* weights, int begin, int first, int last, float highest, float* sums_by_page,
+             float* bases) const {
+    if (highest == NOTHING) return;
+    for (int c = first; c < last;) {
+      const int64_t page = (begin + c) / call.page;
+      const int stop = std::min<int64_t>(last, (page + 1) * call.page - begin);
+      Floats lanes{};
+      for (; c + LANES <= stop; c += LANES) lanes += load(weights + c);
+      float found = sum(lanes);
+      for (; c < stop; c++) found += weights[c];
+      sums_by_page[page] = sums_by_page[page] * std::exp(bases[page] - highest) + found;
+      bases[page] = highest;
+    }
+  }
+
   template <typename K>
   void block(const K* const* keys, const K* const* values, const float* queries, float* scores,
              float* transposed, float* decay,
              float* mixed, float* highest, Floats* total, int count, int begin, int first, int last, int position,
-             int width) const {
+             int width, const int* ends, float* sums_by_page) const {
     if (count >= MANY) {
       const int step = LANES * WIDE, from = first / step * step, to = (last + step - 1) / step * step;
       transpose_all(keys, from, to, transposed);
@@ -314,6 +345,10 @@ struct Attention {
       const int at = position + m % width;
       const int from = call.window > 0 ? std::max(0, at - call.window + 1) : 0;
       decay[m] = weigh(scores + m * BLOCK, begin, from, at, highest[m], total[m]);
+      for (int e = 0; sums_by_page && e < ENDS; e++) {
+        float* own = sums_by_page + (m / width * ENDS + e) * 2 * call.pages;
+        if (m % width == ends[e]) tally(scores + m * BLOCK, begin, first, last, highest[m], own, own + call.pages);
+      }
     }
     int i = 0;
     for (; i + MIXED <= vectors; i += MIXED)
@@ -364,6 +399,15 @@ struct Attention {
       }
     }
 
+    const Live live = live_columns(call, task.row);
+    const int ends[ENDS] = {int(live.first) - task.first, int(live.last) - 1 - task.first};
+    const bool tallies = call.weights && ((ends[0] >= 0 && ends[0] < width) || (ends[1] >= 0 && ends[1] < width));
+    const int64_t tallied = tallies ? group * ENDS * 2 * call.pages : 0;  // of a KV head: sums and bases
+    static thread_local std::vector<float> sums_by_page;
+    sums_by_page.assign(task.heads * tallied, 0.f);
+    for (int64_t i = call.pages; i < task.heads * tallied; i += 2 * call.pages)
+      std::fill_n(sums_by_page.begin() + i, call.pages, NOTHING);
+
     // A block is copied as floats if it is used often or its columns are not whole vectors. The numbers stay the same.
     const bool whole = call.size == padded, stage = !whole || (!std::is_same_v<T, float> && count > 2);
     const bool ordered = task.heads >= ORDERED;
@@ -392,7 +436,7 @@ struct Attention {
         const auto run_block = [&](const auto* const* ks, const auto* const* vs) {
           const int m = h * held;
           block(ks, vs, queries + m * padded, scores, transposed, decay, mixed + m * padded, highest + m, total + m,
-                count, b, first, last, position, width);
+                count, b, first, last, position, width, ends, tallies ? sums_by_page.data() + h * tallied : nullptr);
         };
         if (stage) {
           const float *staged_k[BLOCK], *staged_v[BLOCK];
@@ -404,6 +448,17 @@ struct Attention {
       }
     }
 
+    for (int h = 0; tallies && h < task.heads; h++) {
+      for (int m = 0; m < count; m++)
+        for (int e = 0; e < ENDS; e++) {
+          if (m % width != ends[e]) continue;
+          const float* own = sums_by_page.data() + h * tallied + (m / width * ENDS + e) * 2 * call.pages;
+          float* to = call.weights + ((task.row * ENDS + e) * call.kv_heads + task.head + h) * call.pages;
+          const float share = 1.f / sum(total[h * held + m]);
+          for (int64_t page = 0; page < call.pages; page++)
+            if (own[page] > 0) to[page] += own[page] * std::exp(own[call.pages + page] - highest[h * held + m]) * share;
+        }
+    }
     for (int h = 0; h < task.heads; h++) {
       for (int m = 0; m < count; m++) {
         const int64_t column = task.row * call.columns + task.first + m % width;
@@ -449,8 +504,7 @@ std::vector<Task> plan(const Call& call, T* output, int64_t& products) {
   for (int64_t r = 0; r < call.rows; r++) {
     const int64_t start = call.page_table[r * call.table_row], end = call.page_table[r * call.table_row + 1];
     STD_TORCH_CHECK(end <= call.kv_columns, "row ", r, " ends at ", end, ", past the pages of its table");
-    const int64_t first = std::clamp<int64_t>(-start, 0, call.columns);
-    const int64_t last = std::clamp<int64_t>(end - start, first, call.columns);
+    const auto [first, last] = live_columns(call, r);
     T* row = output + r * call.columns * column;
     std::fill(row, row + first * column, T(0));
     std::fill(row + last * column, row + call.columns * column, T(0));
@@ -510,12 +564,14 @@ void check(const Tensor& query, const Tensor& keys, const Tensor& values, const 
                   "the query's heads do not fit those of the keys");
 }
 
-Tensor attend_in_place(const Tensor& query, const Tensor& keys, const Tensor& values, const Tensor& page_table,
-                       double scale, int64_t window, double softcap) {
+Tensor run(const Tensor& query, const Tensor& keys, const Tensor& values, const Tensor& page_table, double scale,
+           int64_t window, double softcap, float* weights) {
   check(query, keys, values, page_table);
   Call call{};
+  call.weights = weights;
   call.rows = query.size(0), call.heads = query.size(1), call.columns = query.size(2), call.size = query.size(3);
-  call.page = keys.size(1), call.kv_heads = keys.size(2), call.kv_columns = (page_table.size(3) - 2) * call.page;
+  call.page = keys.size(1), call.kv_heads = keys.size(2);
+  call.pages = page_table.size(3) - 2, call.kv_columns = call.pages * call.page;
   call.query_row = query.stride(0), call.query_head = query.stride(1), call.query_column = query.stride(2);
   call.page_table = static_cast<const int32_t*>(page_table.const_data_ptr()), call.table_row = page_table.stride(0);
   call.scale = float(scale), call.cap = float(softcap);
@@ -529,6 +585,27 @@ Tensor attend_in_place(const Tensor& query, const Tensor& keys, const Tensor& va
   return output;
 }
 
+Tensor attend_in_place(const Tensor& query, const Tensor& keys, const Tensor& values, const Tensor& page_table,
+                       double scale, int64_t window, double softcap) {
+  return run(query, keys, values, page_table, scale, window, softcap, nullptr);
+}
+
+std::tuple<Tensor, Tensor> weigh_in_place(const Tensor& query, const Tensor& keys, const Tensor& values,
+                                          const Tensor& page_table, double scale, int64_t window, double softcap) {
+  const int64_t rows = query.size(0), heads = keys.size(2), pages = page_table.size(3) - 2;
+  std::vector<float> by_head(rows * ENDS * heads * pages, 0.f);
+  Tensor output = run(query, keys, values, page_table, scale, window, softcap, by_head.data());
+  Tensor weights = torch::stable::new_empty(query, {rows, pages}, ScalarType::Float);
+  float* to = static_cast<float*>(weights.mutable_data_ptr());
+  std::fill_n(to, rows * pages, 0.f);
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t i = 0; i < ENDS * heads * pages; i++) to[r * pages + i % pages] += by_head[r * ENDS * heads * pages + i];
+  return {output, weights};
+}
+
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(exspec, CPU, library) { library.impl("attend_in_place", TORCH_BOX(&attend_in_place)); }
+STABLE_TORCH_LIBRARY_IMPL(exspec, CPU, library) {
+  library.impl("attend_in_place", TORCH_BOX(&attend_in_place));
+  library.impl("weigh_in_place", TORCH_BOX(&weigh_in_place));
+}

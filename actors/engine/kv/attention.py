@@ -8,9 +8,11 @@ window is 0. Columns with p < 0 or p >= end are dead: their output is finite and
 
     exspec::attend_in_place(query, keys, values, page_table, scale, window, softcap) -> [R, Q, Hq, D]
     exspec::attend_gathered(query, keys, values, page_table, scale, window, softcap) -> [R, Q, Hq, D]
+    exspec::weigh_in_place, exspec::weigh_gathered: the same, and the weights [R, n] of the pages
 
 query: [R, Hq, Q, D]; query head h uses KV head h // (Hq // H). softcap: scores = softcap * tanh(scores / softcap), or
-none if 0. Scores and sums are float32.
+none if 0. Scores and sums are float32. The weight of a page is the attention that it gets from the row's first and last
+column that are not dead, added over the query heads: a row's weights add up to 2 * Hq. Dead rows have zeros.
 
 In place, no bit of a row's result depends on the other rows, on R, on n or on the numbers of its pages. Nor does it
 depend on Q or on the column q of a position: tests show this on a CPU; on a GPU, `paged_kernel.py` says what it rests
@@ -29,10 +31,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from exspec.actors.engine.faults import first_line
+from exspec.actors.engine.kv.forward import running_forward
 from exspec.actors.engine.native import load_kernels
 
 T = TypeVar("T")
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, float, int, float], Tensor]
+Weigh = Callable[[Tensor, Tensor, Tensor, Tensor, float, int, float], tuple[Tensor, Tensor]]
 
 UNSUPPORTED = ("s_aux", "position_bias")  # options of transformers that would change the scores
 
@@ -54,6 +58,28 @@ def attend_gathered(
     else:
         mixed = scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale)
     return mixed.reshape(rows, heads, width, size).transpose(1, 2).contiguous()
+
+
+def weigh_gathered(
+    query: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, scale: float, window: int, softcap: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """`attend_gathered` and the pages' weights."""
+    mixed = attend_gathered(query, keys, values, page_table, scale, window, softcap)
+    rows, heads, width, _ = query.shape
+    start, end = page_table[:, 0, 0, :1], page_table[:, 0, 0, 1:2]
+    first, last = (-start).clamp(0, width - 1), (end - start - 1).clamp(0, width - 1)
+    columns = torch.cat([first, last], dim=1).long()  # [R, 2]
+    positions = start + columns
+    asked = query.gather(2, columns[:, None, :, None].expand(-1, heads, -1, query.shape[3]))  # [R, Hq, 2, D]
+    key = _side_by_side(keys, page_table).repeat_interleave(heads // keys.shape[2], dim=1)  # [R, Hq, S, D]
+    scores = asked.float() @ key.float().mT * scale
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    numbers = torch.arange(key.shape[2], device=query.device)
+    seen = (numbers <= positions[..., None]) & ((positions >= 0) & (positions < end))[..., None]
+    if window > 0:
+        seen &= numbers > positions[..., None] - window
+    weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(dim=-1).nan_to_num(0.0)
+    return mixed, weights.view(rows, heads, 2, -1, keys.shape[1]).sum((1, 2, 4))
 
 
 class PerForward(threading.local):
@@ -110,6 +136,15 @@ def attend_on_gpu(
     return attend(query, keys, values, page_table, scale, window, softcap)
 
 
+def weigh_on_gpu(
+    query: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, scale: float, window: int, softcap: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """The operator in place on CUDA, and the pages' weights."""
+    from exspec.actors.engine.kv.paged_kernel import weigh
+
+    return weigh(query, keys, values, page_table, scale, window, softcap)
+
+
 def _shaped(
     query: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, scale: float, window: int, softcap: float = 0.0
 ) -> Tensor:
@@ -119,17 +154,26 @@ def _shaped(
     return query.new_empty(rows, width, heads, size)
 
 
+def _shaped_too(query: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, *options: Any) -> Any:
+    weights = query.new_empty(len(query), page_table.shape[-1] - 2, dtype=torch.float32)
+    return _shaped(query, keys, values, page_table, *options), weights
+
+
 def _operators() -> torch.library.Library:
     library = torch.library.Library("exspec", "DEF")
     arguments = (
         "Tensor query, Tensor keys, Tensor values, Tensor page_table, float scale, int window, float softcap=0.0"
     )
-    for name in ("attend_in_place", "attend_gathered"):
-        library.define(f"{name}({arguments}) -> Tensor")
-        library.impl(name, _shaped, "Meta")
+    for place in ("in_place", "gathered"):
+        library.define(f"attend_{place}({arguments}) -> Tensor")
+        library.impl(f"attend_{place}", _shaped, "Meta")
+        library.define(f"weigh_{place}({arguments}) -> (Tensor, Tensor)")
+        library.impl(f"weigh_{place}", _shaped_too, "Meta")
     library.impl("attend_in_place", attend_on_gpu, "CUDA")
+    library.impl("weigh_in_place", weigh_on_gpu, "CUDA")
     for device in ("CPU", "CUDA"):
         library.impl("attend_gathered", attend_gathered, device)
+        library.impl("weigh_gathered", weigh_gathered, device)
     return library
 
 
@@ -138,9 +182,16 @@ _LIBRARY = _operators()  # the operators exist as long as this object
 
 @lru_cache
 def trial(
-    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_size: int, page_size: int
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+    page_size: int,
+    weighs: bool = False,
 ) -> str | None:
-    """The reason why attention in place cannot be used here, in one line; None if it can.
+    """The reason why attention in place cannot be used here, in one line; None if it can. weighs: try the weights of
+    pages instead.
 
     On a CPU, the first trial on a machine compiles the kernels, which needs a C++ compiler and some seconds.
     """
@@ -149,8 +200,16 @@ def trial(
         for width, window, softcap, longest in _cases(page_size):
             example = _example(device, dtype, heads, kv_heads, head_size, page_size, width, longest)
             options = head_size**-0.5, window, softcap
-            expected = torch.ops.exspec.attend_gathered.default(*example, *options)
             result = torch.ops.exspec.attend_in_place.default(*example, *options)
+            if weighs:
+                expected, _ = there = torch.ops.exspec.weigh_gathered.default(*example, *options)
+                mixed, _ = here = torch.ops.exspec.weigh_in_place.default(*example, *options)
+                if not mixed.equal(result):
+                    return "attention in place gives other bits if it weighs pages"
+                if (distance := (here[1] - there[1]).abs().max().item()) > heads / 32:
+                    return f"weights of pages are {distance:.1e} away from those over copies"
+            else:
+                expected = torch.ops.exspec.attend_gathered.default(*example, *options)
             if reason := _difference(result, expected, example[-1]):
                 return reason
     except torch.OutOfMemoryError:
@@ -216,9 +275,10 @@ def _difference(result: Tensor, expected: Tensor, page_table: Tensor) -> str | N
     return None if distance <= bound else f"attention in place is {distance:.1e} away from attention over copies"
 
 
-def paged_attention(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
-    """Wrap an operator as transformers calls attention: key and value are the stores [pages, P, H, D] that the cache's
-    `update` returned, and the mask is `page_table`. The result is [R, Q, Hq, D]."""
+def paged_attention(attend: Attend, weigh: Weigh | None = None) -> Callable[..., tuple[Tensor, None]]:
+    """Wrap operators as transformers calls attention: key and value are the stores [pages, P, H, D] that the cache's
+    `update` returned, and the mask is `page_table`. The result is [R, Q, Hq, D]. weigh: runs if the forward asks for
+    the pages' weights."""
 
     def forward(
         _: nn.Module,
@@ -236,10 +296,18 @@ def paged_attention(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
         if unknown := [name for name in UNSUPPORTED if options.get(name) is not None]:
             raise TypeError(f"attention with {unknown[0]} is not supported")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return attend(query, key, value, attention_mask, scale, sliding_window or 0, softcap or 0.0), None
+        here = running_forward()
+        table = here.tables[here.layer] if here and here.tables else attention_mask
+        arguments = query, key, value, table, scale, sliding_window or 0, softcap or 0.0
+        if weigh is None or here is None or here.weights is None:
+            return attend(*arguments), None
+        mixed, weights = weigh(*arguments)
+        here.weights.append(weights)
+        return mixed, None
 
     return forward
 
 
-AttentionInterface.register("exspec_in_place", paged_attention(torch.ops.exspec.attend_in_place.default))
-AttentionInterface.register("exspec_gathered", paged_attention(torch.ops.exspec.attend_gathered.default))
+for _place in ("in_place", "gathered"):
+    _operators_there = (getattr(torch.ops.exspec, f"{_name}_{_place}").default for _name in ("attend", "weigh"))
+    AttentionInterface.register(f"exspec_{_place}", paged_attention(*_operators_there))

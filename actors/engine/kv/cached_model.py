@@ -15,9 +15,9 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from exspec.actors.engine.config import COMPILED, KernelsName
 from exspec.actors.engine.kv.batch import Batch
-from exspec.actors.engine.kv.forward import Filled, Forward
+from exspec.actors.engine.kv.forward import Filled, Forward, running
 from exspec.actors.engine.kv.pages import BIN, Pages
-from exspec.actors.engine.kv.window import Reads, Rings, recent_pages
+from exspec.actors.engine.kv.window import Reads, Rings, chosen_pages, recent_pages
 from exspec.actors.engine.layers.cuts import cut, traced
 from exspec.actors.engine.layers.pieces import cut_layers
 from exspec.actors.engine.layers.products import join_layers
@@ -64,6 +64,7 @@ class PagedModel:
         self.keys = [torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(layers)]
         self.values = [torch.zeros_like(k) for k in self.keys]
         self.states: dict[int, Tensor] = {}  # hidden states by number of layers passed: [pages + 1, P, D]
+        self.weights: Tensor | None = None  # of the pages that the slots' last whole forward read: [L, W + 1, n]
         self.last_position = context_length(model.config) - 1
         self.gated = False  # whether forwards can skip layers
         if kernels in COMPILED:
@@ -81,9 +82,17 @@ class PagedModel:
             if layer not in self.states:
                 self.states[layer] = torch.zeros(size, dtype=self.keys[0].dtype, device=self.keys[0].device)
 
+    def weigh(self) -> None:
+        """From now on keep the weights of the pages that a forward reads, by layer and slot, as `attention.py` defines
+        them."""
+        if self.weights is None:
+            size = (len(self.keys), *self.pages.table.shape)
+            self.weights = torch.zeros(size, dtype=torch.float32, device=self.keys[0].device)
+
     def forget(self) -> None:
-        """Stop keeping hidden states."""
+        """Stop keeping hidden states and weights."""
         self.states.clear()
+        self.weights = None
 
     @torch.inference_mode()
     def forward(
@@ -92,15 +101,15 @@ class PagedModel:
         keep: int = 0,
         first: int = 0,
         last: int | None = None,
-        recent: int | None = None,
+        reads: Reads | None = None,
         **inputs: Tensor,
     ) -> Tensor:
         """Feed the batch's tokens and return logits [R, Q, V], or those of the last `keep` columns.
 
-        first, last: layers first .. last - 1 run; None: to the end. recent: pages that a row reads beside its first one,
-        up to its last column; None: all, or as many as a window has. inputs: other inputs of the model beside tokens.
+        first, last: layers first .. last - 1 run; None: to the end. reads: the pages that rows read; None: all, or those
+        of the window. inputs: other inputs of the model beside tokens.
         """
-        logits: Tensor = self._run(batch, first, last, recent, fills=False, logits_to_keep=keep, **inputs).logits
+        logits: Tensor = self._run(batch, first, last, reads, fills=False, logits_to_keep=keep, **inputs).logits
         cut(logits)
         return logits
 
@@ -112,6 +121,15 @@ class PagedModel:
             self._run(batch, 0, last, None, fills=not traced(), logits_to_keep=1, **inputs)
 
     @torch.inference_mode()
+    def few_pages(self, slots: Tensor, latest: Tensor, recent: int, chosen: int) -> Reads:
+        """What a forward of columns up to the positions `latest` reads if it reads few pages: the first one, `recent`
+        ones, and the `chosen` ones that weighed most in the last whole forward. slots, latest: [R]."""
+        table, size = self.pages.on_device, self.pages.size
+        if self.weights is None or not chosen:
+            return recent_pages(table[slots], latest, recent, size)
+        return chosen_pages(table[slots], self.weights[:, slots], latest, recent, chosen, size)
+
+    @torch.inference_mode()
     def recall(self, layers: Iterable[int], batch: Batch) -> Tensor:
         """The remembered hidden states [R, Q, len(layers) * D] at the batch's positions."""
         _, _, tokens = self._located(batch, 0, None)
@@ -119,30 +137,31 @@ class PagedModel:
         return torch.cat(states, dim=-1).view(*batch.tokens.shape, -1)
 
     def _run(
-        self, batch: Batch, first: int, last: int | None, recent: int | None, *, fills: bool, **options: Any
+        self, batch: Batch, first: int, last: int | None, reads: Reads | None, *, fills: bool, **options: Any
     ) -> Any:
         pages = self.pages
         read = -(-batch.kv_columns // pages.size) if self.gathers else pages.table.shape[1]
-        positions, page_table, write = self._located(batch, read, self._reads(batch, recent))
+        if isinstance(pages, Rings):
+            reads = pages.reads(batch.slots, batch.starts, batch.tokens.shape[1])
+        positions, page_table, write = self._located(batch, read, reads)
+        tables = list(page_table) if page_table.dim() > 4 else []
+        weights: list[Tensor] | None = None if self.weights is None or reads or fills else []
+        shape = batch.tokens.shape
         forward = Forward(
-            self.keys, self.values, self.states, write, batch.tokens.shape, first, last or len(self.keys), fills
+            self.keys, self.values, self.states, write, shape, first, last or len(self.keys), fills, tables, weights
         )
-        return self.model(
-            input_ids=batch.tokens,
-            attention_mask=page_table,
-            position_ids=positions.clamp(max=self.last_position),
-            past_key_values=forward,
-            use_cache=True,
-            **options,
-        )
-
-    def _reads(self, batch: Batch, recent: int | None) -> Reads | None:
-        slots, tokens, starts, _ = batch
-        if isinstance(self.pages, Rings):
-            return self.pages.reads(slots, starts, tokens.shape[1])
-        if recent is None:
-            return None
-        return recent_pages(self.pages.on_device[slots], starts + tokens.shape[1] - 1, recent, self.pages.size)
+        with running(forward):
+            output = self.model(
+                input_ids=batch.tokens,
+                attention_mask=tables[0] if tables else page_table,
+                position_ids=positions.clamp(max=self.last_position),
+                past_key_values=forward,
+                use_cache=True,
+                **options,
+            )
+        if self.weights is not None and weights:
+            self.weights[:, batch.slots, : weights[0].shape[1]] = torch.stack(weights)
+        return output
 
     def _located(self, batch: Batch, read: int, reads: Reads | None) -> tuple[Tensor, Tensor, Tensor]:
         slots, tokens, starts, kv_columns = batch
@@ -169,7 +188,7 @@ def locate(
 
     table: [W + 1, n], the pages of every slot; the last row is for dead rows. slots, starts: [R]. width: Q. size: P.
     read: pages of a row that are read; `reads`, if not the first ones. Returns positions [R, Q], a page table
-    [R, 1, 1, 2 + read] as in `attention.py`, and indices [R * Q] of tokens in the stores.
+    [R, 1, 1, 2 + read] as in `attention.py`, or one for each layer, and indices [R * Q] of tokens in the stores.
     """
     rows = table[slots]  # [R, n]
     ends = torch.where(slots == len(table) - 1, 0, kv_columns)
@@ -180,9 +199,10 @@ def locate(
     seen = rows[:, :read]
     if reads is not None:  # in a shorter table, columns have smaller numbers
         seen, skipped = reads.pages, reads.skipped * size
-        starts, ends = starts - skipped, (ends - skipped).clamp(max=seen.shape[1] * size)
-    page_table = torch.cat([starts[:, None], ends[:, None], seen], dim=1).int()
-    return inside, page_table[:, None, None], (page * size + inside % size).flatten()
+        starts, ends = starts - skipped, (ends - skipped).clamp(max=seen.shape[-1] * size)
+    span = torch.stack([starts, ends], dim=1).expand(*seen.shape[:-1], -1)
+    page_table = torch.cat([span, seen], dim=-1).int()
+    return inside, page_table[..., None, None, :], (page * size + inside % size).flatten()
 
 
 def _contiguous(_: Any, inputs: tuple[Tensor]) -> tuple[Tensor]:

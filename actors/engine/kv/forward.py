@@ -1,6 +1,8 @@
 """One forward over pages of KV, as the model's layers see it: it replaces transformers' cache."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +21,8 @@ class Forward:
     keys, values: by layer, [N, P, H, D]. states: remembered hidden states, [N, P, D], by the number of layers that they
     have passed. write: [R * Q], indices of the tokens in the stores that the forward writes. shape: (R, Q). first,
     last: layers first .. last - 1 run. fills: the forward only computes keys and values, and ends once it has
-    written them.
+    written them. tables: the page table of each layer, if they differ. weights: collects those of the pages [R, n] by
+    layer, if they are asked for.
     """
 
     is_initialized = False  # some families read it
@@ -34,10 +37,14 @@ class Forward:
         first: int,
         last: int,
         fills: bool,
+        tables: Sequence[Tensor] = (),
+        weights: list[Tensor] | None = None,
     ) -> None:
         self.keys, self.values, self.states = keys, values, states
         self.write, self.shape = write, shape
         self.first, self.last, self.fills = first, last, fills
+        self.tables, self.weights = tables, weights
+        self.layer = first  # whose attention comes next
 
     def stores(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer: [N, P, H, D] each."""
@@ -45,6 +52,7 @@ class Forward:
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Called by the attention of every layer: store key and value [R, H, Q, D], return all pages [N, P, H, D]."""
+        self.layer = layer_idx
         for store, new in zip(self.stores(layer_idx), (key, value), strict=True):
             put(store, new, self.write)
         cut(key)
@@ -66,6 +74,28 @@ class Forward:
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
         """0: some families ask, but the positions are passed to them."""
         return 0
+
+
+class _Running(threading.local):
+    forward: Forward | None = None
+
+
+_RUNNING = _Running()  # of this thread
+
+
+@contextmanager
+def running(forward: Forward) -> Iterator[None]:
+    """The forward that the attention of a model inside belongs to: transformers does not pass it on."""
+    _RUNNING.forward = forward
+    try:
+        yield
+    finally:
+        _RUNNING.forward = None
+
+
+def running_forward() -> Forward | None:
+    """The forward that the caller is part of."""
+    return _RUNNING.forward
 
 
 def forward_of(arguments: Iterable[Any]) -> Forward | None:

@@ -10,6 +10,7 @@ window. Tokens that a query does not see add exact zeros. Only a GPU can show th
 does not depend on its place in the tile.
 """
 
+from math import gcd, inf
 from typing import Any
 
 import torch
@@ -28,6 +29,32 @@ def attend(
     query: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, scale: float, window: int, softcap: float = 0.0
 ) -> Tensor:
     """The operator in place, see `attention.py`. The grid depends on shapes, so nothing waits for the device."""
+    return _run(query, keys, values, page_table, scale, window, softcap, weighs=False)[0]
+
+
+def weigh(
+    query: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, scale: float, window: int, softcap: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """The operator in place and the pages' weights [R, n]."""
+    result, parts = _run(query, keys, values, page_table, scale, window, softcap, weighs=True)
+    rows, _, heads, _ = parts.shape
+    weights = (parts / LOG2E).softmax(dim=-1).nan_to_num(0.0)  # dead rows have no part
+    return result, weights.view(rows, 2, heads, page_table.shape[-1] - 2, -1).sum((1, 2, 4))
+
+
+def _run(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    page_table: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    *,
+    weighs: bool,
+) -> tuple[Tensor, Tensor]:
+    """The result, and the log2-sum-exp2 [R, 2, Hq, parts] of the scores of the first and last live column. A part of a
+    row has as many tokens as divide a page and a step. Without `weighs`, they mean nothing."""
     rows, heads, width, size = query.shape
     _, page, kv_heads, _ = keys.shape
     assert keys.is_contiguous()
@@ -39,6 +66,8 @@ def attend(
     mixed = query.new_empty(rows, width, heads, splits, size, dtype=torch.float32)
     sums = query.new_empty(rows, width, heads, splits, 2, dtype=torch.float32)  # the highest score, the sum of weights
     result = query.new_empty(rows, width, heads, size)
+    part = gcd(page, tile.tokens) if weighs else 0
+    parts = query.new_full((rows, 2, heads, pages * page // part), -inf, dtype=torch.float32) if weighs else sums
     varying = window if window > 0 else EVERYTHING, width, pages
     strides = [stride // size for stride in query.stride()[:3]]
     decay = -2 / softcap if softcap else 0.0
@@ -46,14 +75,14 @@ def attend(
     shape["enable_fp_fusion"] = True  # the default differs between versions
     with torch.cuda.device_of(query):
         attend_split[rows * kv_heads * tiles, splits](
-            query, keys, values, page_table, mixed, sums, scale * LOG2E, softcap * LOG2E, decay, *varying, *strides,
-            GROUP=group, HEADS=kv_heads, CAPPED=softcap > 0, ROWS=tile.rows, TOKENS=tile.tokens, num_warps=tile.warps,
-            num_stages=tile.stages, **shape,
+            query, keys, values, page_table, mixed, sums, parts, scale * LOG2E, softcap * LOG2E, decay, *varying, *strides,
+            GROUP=group, HEADS=kv_heads, CAPPED=softcap > 0, ROWS=tile.rows, TOKENS=tile.tokens, PART=part,
+            num_warps=tile.warps, num_stages=tile.stages, **shape,
         )  # fmt: skip
         merge_splits[rows * width * heads,](
             mixed, sums, page_table, result, *varying, splits, HEADS=heads, num_warps=1, **shape
         )
-    return result
+    return result, parts
 
 
 def _in_steps(query: Tensor) -> Tensor:
@@ -64,10 +93,10 @@ def _in_steps(query: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=VARYING)  # type: ignore[untyped-decorator]
 def attend_split(  # type: ignore[no-untyped-def]
-    query, keys, values, page_table, mixed, sums, scale, softcap, decay, window, width, pages,
+    query, keys, values, page_table, mixed, sums, parts, scale, softcap, decay, window, width, pages,
     row_stride, head_stride, column_stride,
     GROUP: tl.constexpr, HEADS: tl.constexpr, CAPPED: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    PAGE: tl.constexpr, SIZE: tl.constexpr, LANES: tl.constexpr, SPLIT: tl.constexpr,
+    PART: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr, LANES: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """One split of the KV of a tile of queries: the mixed values, not yet divided, and the weights' sum and maximum.
 
@@ -111,6 +140,18 @@ def attend_split(  # type: ignore[no-untyped-def]
             score = tl.where(score < 0, -softcap, softcap) * ((1 - shrunk) / (1 + shrunk))
         seen = (token[None, :] <= position[:, None]) & (token[None, :] > position[:, None] - window) & live[:, None]
         score = tl.where(seen, score, float("-inf"))
+        if PART > 0:
+            by_part = tl.reshape(score, [ROWS, TOKENS // PART, PART])
+            top = tl.max(by_part, 2)
+            level = tl.where(top == float("-inf"), 0.0, top)
+            summed = top + tl.log2(tl.maximum(tl.sum(tl.exp2(by_part - level[:, :, None]), 2), 1.0))
+            number = at // PART + tl.arange(0, TOKENS // PART)
+            count = pages * PAGE // PART
+            inside = (number < count)[None, :]
+            first, last = tl.maximum(-start, 0), tl.minimum(width, end - start) - 1
+            to = parts + ((row.to(tl.int64) * 2) * (HEADS * GROUP) + query_head)[:, None] * count + number[None, :]
+            tl.store(to, summed, mask=(live & (column == first))[:, None] & inside)
+            tl.store(to + HEADS * GROUP * count, summed, mask=(live & (column == last))[:, None] & inside)
         highest = tl.maximum(highest_score, tl.max(score, 1))
         base = tl.where(highest == float("-inf"), 0.0, highest)  # nothing seen yet
         weight = tl.exp2(score - base[:, None])

@@ -1,17 +1,27 @@
-"""Tests whether a model can run a part of its layers: in some families layers pass on more than hidden states."""
+"""Tests on the device: whether attention in place works there for a model, and whether a model can run a part of its
+layers. In some families layers pass on more than hidden states."""
 
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from exspec.actors.engine.faults import first_line
+from exspec.actors.engine.kv.attention import trial
 from exspec.actors.engine.kv.batch import Batch
-from exspec.actors.engine.kv.cached_model import GATHERED, PagedModel
+from exspec.actors.engine.kv.cached_model import GATHERED, PagedModel, kv_shape
 from exspec.actors.engine.kv.pages import Pages
 
 TOKENS = 6
 RESULTS: WeakKeyDictionary[PreTrainedModel, dict[tuple[int, ...], str | None]] = WeakKeyDictionary()
+
+
+def attention_trial(
+    model: PretrainedConfig, device: torch.device, dtype: torch.dtype, page: int, *, weighs: bool = False
+) -> str | None:
+    """The reason why attention in place does not work on the device for a model, see `trial`; None if it does."""
+    _, kv_heads, size = kv_shape(model)
+    return trial(device, dtype, model.get_text_config().num_attention_heads, kv_heads, size, page, weighs)
 
 
 def spans_trial(model: PreTrainedModel, depths: tuple[int, ...] = (1,)) -> str | None:

@@ -16,8 +16,8 @@ from exspec.actors.engine.kv.pages import BIN
 class Reads(NamedTuple):
     """The pages that the rows of a forward read, if not all.
 
-    pages: [R, n], in their order; those past a row's end are not seen. skipped: [R], how many pages lie between a row's
-    first page and the others.
+    pages: [R, n], or [L, R, n] by layer, in their order; those past a row's end are not seen. The last ones are the
+    row's last ones. skipped: [R], how many pages of a row are not among them.
     """
 
     pages: Tensor
@@ -40,6 +40,18 @@ def recent_pages(rows: Tensor, latest: Tensor, count: int, size: int, begins: Te
     return Reads(rows.gather(1, numbers.clamp(max=rows.shape[1] - 1)), first - 1)
 
 
+def chosen_pages(rows: Tensor, weights: Tensor, latest: Tensor, recent: int, chosen: int, size: int) -> Reads:
+    """Each row's first page, its `recent` pages up to position `latest`, and the `chosen` other ones of most weight, by
+    layer. rows: [R, n], all pages of the rows. weights: [L, R, n]. latest: [R]."""
+    last, numbers = latest // size, torch.arange(rows.shape[1], device=rows.device)
+    always = (numbers == 0) | (numbers > (last - recent)[:, None])  # [R, n]
+    worth = weights.masked_fill(always, torch.inf).masked_fill(numbers > last[:, None], -1.0)
+    count = min(1 + chosen + recent, rows.shape[1])
+    found = worth.topk(count, dim=-1).indices.sort(dim=-1).values  # [L, R, count]
+    pages = rows.expand(len(weights), -1, -1).gather(2, found)
+    return Reads(pages, (last + 1 - count).clamp(min=0))
+
+
 def first_page(length: int, window: int, size: int) -> int:
     """The first page after page 0 that a window reads at position `length`."""
     return max(length // size - window_pages(window, 1, size) + 1, 1)
@@ -53,9 +65,7 @@ class Rings:
     for. Attributes that `Pages` has mean the same here.
     """
 
-    def __init__(
-        self, slots: int, window: int, columns: int, size: int, longest: int, device: torch.device
-    ) -> None:
+    def __init__(self, slots: int, window: int, columns: int, size: int, longest: int, device: torch.device) -> None:
         self.window, self.size = window, size
         each = ring_pages(window, columns, size)
         self.pages = slots * each

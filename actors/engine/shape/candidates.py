@@ -29,9 +29,7 @@ def device_kind(models: Models) -> str:
     return "cuda" if models.target.device.type == "cuda" else "cpu"
 
 
-def drafter_choices(
-    models: Models, config: EngineConfig, free: Sequence[str], longest: int
-) -> list[DrafterChoice]:
+def drafter_choices(models: Models, config: EngineConfig, free: Sequence[str], longest: int) -> list[DrafterChoice]:
     """The drafters to compare, with their settings: the config's drafter, or all available ones with the config's
     first. Empty if the config asks for plain decoding. longest: tokens of the longest request.
 

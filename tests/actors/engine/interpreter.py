@@ -50,6 +50,12 @@ def _interpreter() -> Iterator[None]:
         yield
 
 
+def weigh(*given: Any) -> tuple[Tensor, Tensor]:
+    """The operator in place, and the pages' weights."""
+    with _interpreter():
+        return kernel().weigh(*given)  # type: ignore[no-any-return]
+
+
 def attend(*given: Any) -> Tensor:
     """The operator in place."""
     with _interpreter():

@@ -5,6 +5,7 @@ The operator in place is C++ on a CPU and Triton on a GPU. Here, Triton's interp
 
 import subprocess
 from collections.abc import Callable
+from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -61,10 +62,25 @@ class Example:
         tensors = (self.query, self.keys, self.values, self.page_table)
         return operator(*tensors, self.scale, window, softcap)  # type: ignore[no-any-return]
 
+    def page_weights(self, window: int, softcap: float) -> Tensor:
+        """[R, n] in float64, zeros where rows are dead."""
+        count = self.table.shape[1]
+        marked = copy(self)  # values that tell the page: their mean is the share of each page
+        marked.values = torch.zeros(*self.values.shape[:3], count)
+        for row in self.table:
+            marked.values[row] = torch.eye(count)[:, None, None]
+        expected = marked.oracle(window, softcap).sum(2)  # [R, Q, n]
+        found = torch.zeros(len(self.table), count, dtype=torch.float64)
+        for r, live in enumerate(self.live()):
+            if live.any():
+                columns = live.nonzero()[:, 0]
+                found[r] = expected[r, columns[0]] + expected[r, columns[-1]]
+        return found
+
     def oracle(self, window: int = 0, softcap: float = 0.0) -> Tensor:
         """[R, Q, Hq, D] in float64, zeros where columns are dead."""
         rows, heads, width, size = self.query.shape
-        expected = torch.zeros(rows, width, heads, size, dtype=torch.float64)
+        expected = torch.zeros(rows, width, heads, self.values.shape[-1], dtype=torch.float64)
         for r, q in self.live().nonzero().tolist():
             position = self.spans[r][0] + q
             columns = range(max(0, position - window + 1) if window else 0, position + 1)
@@ -291,3 +307,17 @@ def test_a_row_that_ends_past_its_pages_is_refused() -> None:
 def test_the_kernel_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", None)
     attention.load_kernels.__wrapped__()
+
+
+@pytest.mark.parametrize("name", ["weigh_in_place", "weigh_gathered", "triton"])
+@pytest.mark.parametrize("dtype", WORST, ids=str)
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (20, 0.0), (0, 1.5)], ids=["", "window", "softcap"])
+@pytest.mark.parametrize("page", [1, 3, 16, 100])
+def test_page_weights_equal_the_oracle(name: str, dtype: torch.dtype, window: int, softcap: float, page: int) -> None:
+    """Those of the first and the last live column, added over heads. The result has the bits that it has without."""
+    example = Example([(-2, 3), (0, 5), (90, 96), (9, 0), (17, 18)], 6, dtype, size=16, page=page)
+    tensors = (example.query, example.keys, example.values, example.page_table, example.scale, window, softcap)
+    weigh = interpreter.weigh if name == "triton" else getattr(torch.ops.exspec, name)
+    result, weights = weigh(*tensors)
+    assert torch.equal(result, example.attend(name.replace("weigh", "attend"), window, softcap))
+    assert (weights.double() - example.page_weights(window, softcap)).abs().max() < 8 * WORST[dtype]

@@ -38,6 +38,7 @@ def shape(rng: random.Random) -> dict[str, Any]:
         "exit_depth": rng.choice([None, 1]),
         "exit_tokens": rng.randint(1, 4),
         "draft_window": rng.randint(16, 80),
+        "draft_chosen": rng.choice([None, rng.randint(1, 40)]),
     }
     if made["drafter"] != "sparse" and rng.random() < 0.5:
         del made["draft_window"]

