@@ -123,8 +123,8 @@ def build(
 
 
 def _stores(target: PreTrainedModel, config: EngineConfig) -> tuple[Store, MakeCached]:
-    """The store of the slots' KV, and a function that wraps a model with KV for the slots. Models without a window share
-    one page table."""
+    """The store of the slots' KV, and a function that wraps a model with KV for the slots. Models without a window
+    share one page table."""
     if config.method == "eqspec":
         return Boundless(), lambda model, _: RealignedModel(model, config.batch_size, config.kernels == "packed")
     slots, size, longest = config.slots, config.page_size, config.capacity + config.widest  # dead columns reach past it

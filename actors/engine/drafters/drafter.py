@@ -86,7 +86,8 @@ class DrafterContext:
 
     target: the model that verifies. verifier: the target with its KV. draft: a draft model or head, if there is one.
     config: resolved. cached: wraps a model with KV for the engine's slots, all of it or that of a window of tokens.
-    recorder: records functions of fixed shapes. step: a draft's KV columns are rounded up to a multiple of it, so that shapes are few.
+    recorder: records functions of fixed shapes. step: a draft's KV columns are rounded up to a multiple of it, so that
+    shapes are few.
     """
 
     target: PreTrainedModel

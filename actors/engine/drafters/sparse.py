@@ -61,7 +61,7 @@ class Sparse(DraftModel):
         super().__init__(context, *target)
         self.caches = []  # the target's, which the engine checks
         config = context.config
-        self.reads, self.size = window_of(config), config.page_size
+        self.budget, self.size = window_of(config), config.page_size
         self.chosen = -(-(config.draft_chosen or 0) // self.size)  # pages
         if self.chosen:
             self._target.weigh()
@@ -80,7 +80,7 @@ class Sparse(DraftModel):
 
     def _first(self, rows: DraftRows) -> Step:
         most = max(rows.most, 1)
-        recent = window_pages(self.reads, most, self.size)
+        recent = window_pages(self.budget, most, self.size)
         reads = self._target.few_pages(rows.slots, rows.starts + most - 1, recent, self.chosen)
         return self._next(rows.batch(rows.pending[:, None]), reads)
 

@@ -106,8 +106,8 @@ class PagedModel:
     ) -> Tensor:
         """Feed the batch's tokens and return logits [R, Q, V], or those of the last `keep` columns.
 
-        first, last: layers first .. last - 1 run; None: to the end. reads: the pages that rows read; None: all, or those
-        of the window. inputs: other inputs of the model beside tokens.
+        first, last: layers first .. last - 1 run; None: to the end. reads: the pages that rows read; None: all, or the
+        window's. inputs: other inputs of the model beside tokens.
         """
         logits: Tensor = self._run(batch, first, last, reads, fills=False, logits_to_keep=keep, **inputs).logits
         cut(logits)

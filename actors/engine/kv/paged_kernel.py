@@ -75,8 +75,8 @@ def _run(
     shape["enable_fp_fusion"] = True  # the default differs between versions
     with torch.cuda.device_of(query):
         attend_split[rows * kv_heads * tiles, splits](
-            query, keys, values, page_table, mixed, sums, parts, scale * LOG2E, softcap * LOG2E, decay, *varying, *strides,
-            GROUP=group, HEADS=kv_heads, CAPPED=softcap > 0, ROWS=tile.rows, TOKENS=tile.tokens, PART=part,
+            query, keys, values, page_table, mixed, sums, parts, scale * LOG2E, softcap * LOG2E, decay, *varying,
+            *strides, GROUP=group, HEADS=kv_heads, CAPPED=softcap > 0, ROWS=tile.rows, TOKENS=tile.tokens, PART=part,
             num_warps=tile.warps, num_stages=tile.stages, **shape,
         )  # fmt: skip
         merge_splits[rows * width * heads,](

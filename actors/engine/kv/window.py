@@ -34,7 +34,7 @@ def recent_pages(rows: Tensor, latest: Tensor, count: int, size: int, begins: Te
 
     rows: [R, n], all pages of the rows. latest, begins: [R].
     """
-    first = (latest // size - count + 1).clamp(min=begins)  # type: ignore[arg-type]
+    first = (latest // size - count + 1).clamp(min=begins)
     others = first[:, None] + torch.arange(count, device=rows.device)
     numbers = torch.cat([torch.zeros_like(first)[:, None], others], dim=1)
     return Reads(rows.gather(1, numbers.clamp(max=rows.shape[1] - 1)), first - 1)
@@ -58,8 +58,8 @@ def first_page(length: int, window: int, size: int) -> int:
 
 
 class Rings:
-    """Pages of a drafter's KV, by slot: page 0 of the sequence, and a ring for the last `window` tokens, in which a page
-    takes the place of an older one. So KV does not grow with the text, and nothing is allocated.
+    """Pages of a drafter's KV, by slot: page 0 of the sequence, and a ring for the last `window` tokens. In a ring, a
+    page takes the place of an older one. So KV does not grow with the text, and nothing is allocated.
 
     columns: of a forward, at most: the ring has room for them, too. longest: tokens that a row of the table has entries
     for. Attributes that `Pages` has mean the same here.

@@ -45,10 +45,11 @@ class ChunkedPrefill:
         yield from self._alike(chunks)
 
     def windows(self, sequences: list[Sequence], window: int, page: int) -> Iterator[list[PrefillChunk]]:
-        """The forwards that give a drafter the first page of the sequences' tokens and the last `window` ones, as far as
-        they are not pending. page: tokens of a page.
+        """The forwards that give a drafter the first page of the sequences' tokens and the last `window` ones, without
+        the pending token. page: tokens of a page.
 
-        Columns past the first page are dead in its forwards. One token more is fed: some heads need it.
+        In the forwards of the first page, columns past it are dead. They feed one token more, because some heads have
+        its KV one position earlier.
         """
         chunks = []
         for s in sequences:
@@ -80,8 +81,8 @@ class WholePrefill:
         if width:
             yield [PrefillChunk(s, 0, s.prefilled, width, width) for s in sequences]
 
-    def windows(self, sequences: list[Sequence], window: int, page: int) -> Iterator[list[PrefillChunk]]:
-        raise AssertionError("a fixed batch has no windows")
+    def windows(self, *_: object) -> Iterator[list[PrefillChunk]]:
+        raise AssertionError("method eqspec refuses windows")
 
 
 Prefill = ChunkedPrefill | WholePrefill

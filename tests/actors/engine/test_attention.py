@@ -79,7 +79,7 @@ class Example:
 
     def oracle(self, window: int = 0, softcap: float = 0.0) -> Tensor:
         """[R, Q, Hq, D] in float64, zeros where columns are dead."""
-        rows, heads, width, size = self.query.shape
+        rows, heads, width, _ = self.query.shape
         expected = torch.zeros(rows, width, heads, self.values.shape[-1], dtype=torch.float64)
         for r, q in self.live().nonzero().tolist():
             position = self.spans[r][0] + q

@@ -67,7 +67,7 @@ class SlowSparse(Sparse):
         for row, (s, limit) in enumerate(zip(group.sequences, limits, strict=True)):
             if s and limit:
                 most = max(limits)
-                first = (s.length + most - 1) // PAGE - window_pages(self.reads, most, PAGE) + 1
+                first = (s.length + most - 1) // PAGE - window_pages(self.budget, most, PAGE) + 1
                 firsts = [max(first, 1)] * limit
                 slow = slow_draft(self.whole, s.tokens, limit, firsts, s.length, tiny.VOCABULARY, sliding)
                 assert draft.tokens[row, : draft.lengths[row]].tolist() == slow
@@ -160,7 +160,7 @@ def test_wrong_pages_and_poisoned_kv_change_no_token(dtype: torch.dtype, monkeyp
     random = torch.Generator().manual_seed(0)
     target = tiny.model(dtype=dtype)
 
-    def anything(rows: Tensor, latest: Tensor, count: int, size: int, begins: Any = 1) -> Reads:
+    def anything(rows: Tensor, latest: Tensor, count: int, size: int) -> Reads:
         numbers = torch.randint(0, 40, (len(rows), 1 + count), generator=random)
         return Reads(numbers, torch.minimum(latest // size, torch.full_like(latest, 3)))
 
