@@ -1,4 +1,4 @@
-"""The most rows per hour that one GPU can decode with Qwen3-8B and Qwen3-0.6B in bfloat16: computed, not measured.
+"""The speed that one GPU can have with Qwen3-8B and Qwen3-0.6B in bfloat16, at most: computed, not measured.
 
 A forward takes at least the time to read its bytes, and at least the time to compute its tokens.
 """
@@ -8,6 +8,9 @@ from math import ceil
 TARGET, DRAFT = 15.1e9, 1.19e9  # bytes of weights that a forward reads: all but the target's embedding table
 KV_TARGET, KV_DRAFT = 147_456, 114_688  # bytes per token
 PARAMETERS = 8.19e9  # of the target
+WEIGHTS = 17.6e9  # bytes of both models
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+MARGIN = 64  # tokens that a window has beside it: the first page, and a page that is not full
 
 
 def rows_per_hour(
@@ -34,3 +37,39 @@ def rows_per_hour(
     draft = drafted * (DRAFT + batch * columns * KV_DRAFT) / bandwidth
     prefill = ceil(prompt / 128) * seconds(TARGET + (DRAFT if drafted else 0), 128)
     return 3600 / (prefill + completion / tokens * (verify + draft) / batch)
+
+
+def times_plain(
+    bandwidth: float,
+    flops: float,
+    memory: float,
+    columns: int,
+    acceptance: float,
+    window: int | None = None,
+    sparse: bool = False,
+) -> float:
+    """Tokens/s of speculation over those of plain decoding, each with its best B, and with its best K up to 16.
+
+    memory: bytes for weights and KV. columns: tokens whose KV a row reads on average. window: tokens of KV that the
+    drafter reads; None: all. sparse: the target drafts, not the draft model.
+    """
+
+    def forward(size: float, tokens: int) -> float:
+        return max(size / bandwidth, 2 * PARAMETERS * tokens / flops)
+
+    read = columns if window is None else min(window + MARGIN, columns)
+
+    def speed(batch: int, drafted: int) -> float:
+        verify = forward(TARGET + batch * columns * KV_TARGET, batch * (drafted + 1))
+        tokens = sum(acceptance**i for i in range(drafted + 1))
+        if sparse:
+            return batch * tokens / (verify + drafted * forward(TARGET + batch * read * KV_TARGET, batch))
+        return batch * tokens / (verify + drafted * (DRAFT + batch * read * KV_DRAFT) / bandwidth)
+
+    def best(held: float, lengths: range) -> float:
+        batches = [b for b in BATCHES if WEIGHTS + b * held <= memory] or [1]
+        return max(speed(b, k) for b in batches for k in lengths)
+
+    held = columns * KV_TARGET
+    drafting = held if sparse else held + read * KV_DRAFT
+    return best(drafting, range(1, 17)) / best(held, range(1))

@@ -16,6 +16,7 @@ import yaml
 from transformers import AutoConfig
 
 from exspec.actors.engine import EngineConfig
+from exspec.actors.engine.drafters.sparse import window_of
 from exspec.actors.engine.shape.candidates import PREFILLS, ROWS
 from exspec.actors.engine.shape.plan import fit, plan_memory
 from exspec.jobs.benchmarks.shapes import SHAPES
@@ -254,3 +255,25 @@ def test_the_rows_per_hour_follow_from_the_formula() -> None:
         shape = SHAPES[name]
         sizes[f"KV_{role}"] = 4 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
     assert sizes == {name: made[name] for name in sizes}
+
+
+FREE = {"L4": 22, "L40S": 44, "A100 80 GB": 79, "H100": 79, "H200": 139}  # GiB, as in the first table
+LENGTHS = (500, 1000, 2000, 4000, 8000, 16000)
+
+
+def test_the_table_of_long_texts_follows_from_the_formula() -> None:
+    formula = runpy.run_path(str(K8S / "docs" / "rows_per_hour.py"))["times_plain"]
+    cards = {name: (float(bandwidth), float(flops)) for name, bandwidth, flops, *_ in table("GPU | bytes/s")}
+    found = table("GPU | drafter")
+    assert [cells[0] for cells in found[::3]] == list(cards)
+    for name, drafter, *cells, pays in found:
+
+        def times(columns: int, name: str = name, drafter: str = drafter) -> float:
+            sparse = drafter == "sparse"
+            window = window_of(EngineConfig(capacity=columns)) if sparse else 512 if "512" in drafter else None
+            return float(formula(*cards[name], FREE[name] * 2**30 * SHARE, columns, 0.8, window, sparse))
+
+        assert cells == [f"{times(columns):.2f}" for columns in LENGTHS]
+        longer = {a: [a, *(n for n in LENGTHS if n > a)] for a in range(100, 16001, 100)}
+        first = next((a for a, lengths in longer.items() if min(map(times, lengths)) >= 1), None)
+        assert pays == ("never" if first is None else str(first))

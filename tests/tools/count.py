@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from exspec.actors.engine import Engine, EngineConfig, Request, Sampling
+from exspec.actors.engine.drafters import sparse
 from exspec.actors.engine.drafters.drafter import DraftRows
 from exspec.actors.engine.drafters.model import DraftModel
 from exspec.actors.engine.graphs import HostCopy, Recordings
@@ -39,6 +40,7 @@ from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.kv.cached_model import CachedModel, kv_shape, locate
 from exspec.actors.engine.kv.pages import Pages
 from exspec.actors.engine.kv.tiling import tiling
+from exspec.actors.engine.kv.window import recent_pages, window_pages
 from exspec.actors.engine.layers import programs
 from exspec.actors.engine.layers.programs import Code, Run
 from exspec.actors.engine.methods import build as build_parts
@@ -52,10 +54,11 @@ from tests.tools.host import host_milliseconds
 
 WINDOWS = 1, 3  # W in multiples of B
 ROUNDS = 4  # whose waits are counted
-ATTENTION = torch.ops.exspec.attend_in_place.default
+ATTENTION, WEIGHING = torch.ops.exspec.attend_in_place.default, torch.ops.exspec.weigh_in_place.default
 # Operations that launch no kernel, beside views.
 FREE = ("aten.empty", "aten.new_empty", "aten._unsafe_view", "aten.lift_fresh", "aten.sym_")
-SEVERAL = {"aten.constant_pad_nd.default": 2, str(ATTENTION): 2}  # a fill and a copy; splits and their merging
+# A fill and a copy; splits and their merging; these, a fill, a softmax in two kernels, a clean-up and a sum.
+SEVERAL = {"aten.constant_pad_nd.default": 2, str(ATTENTION): 2, str(WEIGHING): 7}
 PICKED = ("aten.embedding", "aten.index.", "aten.index_select", "aten.gather")  # read as much as they return
 
 
@@ -91,7 +94,7 @@ class Tally(TorchDispatchMode):
     def add(self, kernel: Kernel) -> None:
         self.kernels[kernel.name] += SEVERAL.get(kernel.name, 1)
         self.bytes += kernel.bytes
-        self.calls += kernel.name == str(ATTENTION)
+        self.calls += kernel.name in (str(ATTENTION), str(WEIGHING))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -105,7 +108,7 @@ class Tally(TorchDispatchMode):
 def _operation_bytes(function: Any, args: Any, kwargs: Any, result: Any) -> int:
     given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
-    if function is ATTENTION:
+    if function in (ATTENTION, WEIGHING):
         given = [given[0], given[3]]
     elif str(function).startswith(PICKED):
         given = [*given[1:], *made]
@@ -148,7 +151,7 @@ def _name(node: Any) -> str:
 def _node_bytes(node: Any) -> int:
     """Bytes that a node of the compiler's schedule reads and writes. Of a tensor that another tensor indexes, only the
     indexed elements count."""
-    if _name(node) == str(ATTENTION):
+    if _name(node) in (str(ATTENTION), str(WEIGHING)):
         query, *_, page_table = node.node.inputs[:4]
         return sum(prod(int(n) for n in t.get_size()) * t.get_dtype().itemsize for t in (query, query, page_table))
     total = 0
@@ -228,7 +231,9 @@ class Pair:
     def forwards(self, config: EngineConfig) -> tuple[Cost, Cost]:
         """The costs of a verify and of a whole draft."""
         costs = [self._of_layers(config, layers) for layers in (1, 2)]
-        depths = [kv_shape(model.config)[0] for model in self.models]
+        target, draft = self.models
+        drafting = target if config.drafter == "sparse" else draft
+        depths = [kv_shape(model.config)[0] for model in (target, drafting)]
         verify, draft = (one.extrapolated(two, depth - 2) for one, two, depth in zip(*costs, depths, strict=True))
         return verify, draft
 
@@ -301,6 +306,28 @@ def columns_read(config: EngineConfig, lengths: list[int]) -> tuple[int, int]:
     context: Any = SimpleNamespace(draft=model, target=model, config=config, recorder=recorder)
     DraftModel(context, model, draft)._draft(rows)
     return verify.count, draft.count
+
+
+def draft_step(pair: Pair, config: EngineConfig) -> Cost:
+    """The cost of one more drafted token, in a program of the drafter alone."""
+    with patch.object(sparse, "attention_trial", lambda *_, **__: None):  # there is no device to try
+        costs = [pair.forwards(replace(config, draft_tokens=k, columns=9))[1] for k in (2, 3)]
+    return Cost(*(after - before for before, after in zip(*costs, strict=True)))
+
+
+def budget_ratio(model: PreTrainedModel, config: EngineConfig, step: Cost, length: int) -> float:
+    """The bytes that a draft step of rows of `length` tokens moves over those of the weights and the KV that it may
+    read: the first page, the window and chosen tokens. model: the one that drafts."""
+    size, table = config.page_size, torch.arange(config.capacity // config.page_size)[None]
+    assert config.draft_window
+    latest, tokens = torch.tensor([length]), config.draft_window + (config.draft_chosen or 0)
+    recent = window_pages(config.draft_window, config.drafted, size)
+    reads = recent_pages(table, latest, recent + (config.draft_chosen or 0) // size, size)
+    slots, starts = torch.zeros(1, dtype=torch.long), latest
+    _, page_table, _ = locate(table.repeat(2, 1), slots, starts, 1, config.capacity, size, 0, reads)
+    columns, rows = int(page_table[0, 0, 0, 0]) + 1, config.batch_size
+    moved = step.bytes + rows * columns * kv_bytes(model) + split_bytes(model.config, [columns] * rows, [1])
+    return moved / (model_bytes(model) + rows * (tokens + size) * kv_bytes(model))
 
 
 def _inputs(config: EngineConfig, starts: Tensor) -> tuple[Batch, DraftRows]:

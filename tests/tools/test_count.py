@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -179,3 +180,27 @@ def test_it_prints_one_line_of_json(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert set(found) >= {"verify_kernels", "draft_kernels", "before", "bytes_ratio", "waits", "host_ms"}
     assert set(found["bytes_ratio"]["4"]) == {"4", "12"}
     assert found["waits"] == {"greedy": 1, "constrained": 2}
+
+
+WINDOWS: dict[str, dict[str, Any]] = {
+    "model": {"draft_window": 512},
+    "sparse": {"drafter": "sparse", "draft_window": 512},
+    "chosen": {"drafter": "sparse", "draft_window": 512, "draft_chosen": 512},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [8, 32, 128])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_draft_step_reads_its_budget_and_has_no_kernel_more(large: count.Pair, rows: int, name: str) -> None:
+    """At any length of the text. The logits of 128 rows are a part of what a small draft model moves."""
+    config = LARGE(rows, rows, 16384, drafted=3)
+    windowed = replace(config, **WINDOWS[name])
+    model = large.models[name == "model"]
+    step = count.draft_step(large, windowed)
+    whole = count.draft_step(large, config)
+    per_layer = model.config.num_hidden_layers / large.models[1].config.num_hidden_layers
+    assert step.kernels <= whole.kernels * per_layer
+    most = 1.12 if (name, rows) == ("model", 128) else 1.1
+    for length in (4000, 16000):
+        assert 0.9 < count.budget_ratio(model, windowed, step, length) < most
