@@ -249,8 +249,8 @@ def config(**changes: Any) -> EngineConfig:
     """Small shapes, in which prompts take several chunks and sequences several pages and buckets."""
     shape = {"batch_size": 4, "window": 10, "draft_tokens": 3, "bucket": 32, "capacity": CONTEXT, "prefill_columns": 8,
              "prefill_rows": 1, "attention": "gathered"}  # fmt: skip
-    if changes.get("drafter") == "sparse":
-        shape["draft_window"] = 16  # its default is more than the context
+    if changes.get("drafter") == "sparse" and "draft_window" not in changes:
+        shape |= {"draft_window": 8, "draft_chosen": 16}  # by default it reads more than the context
     return EngineConfig(**shape | changes)
 
 

@@ -173,8 +173,8 @@ def rehearsing() -> Iterator[tuple[Rehearsal, Uncompiled]]:
             (programs, "warn_once", no_fallback),
         ):
             stack.enter_context(patch.object(place, name, value, create=True))
-        for name in ("trial", "compiler_trial"):
-            stack.enter_context(patch(f"exspec.actors.engine.methods.{name}", works))
+        for name in ("kv.trial.trial", "methods.compiler_trial"):
+            stack.enter_context(patch(f"exspec.actors.engine.{name}", works))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(rehearsal)
         yield rehearsal, code

@@ -49,7 +49,9 @@ def fake() -> Iterator[tuple[Rehearsal, Uncompiled]]:
 
 
 def engine(drafter: str, rehearsal: Rehearsal, family: str = "llama", **settings: Any) -> Engine:
-    """An engine on the GPU in bfloat16."""
+    """An engine on the GPU in bfloat16. drafter: its name, and a window if it has one."""
+    drafter, _, window = drafter.partition(" ")
+    settings |= {"draft_window": int(window)} if window else {}
     depth = {"num_hidden_layers": 4} if family != "gpt2" else {}
     target = placed(lambda: tiny.model(family, dtype=torch.bfloat16, **depth))
     needed = drafter != "none" and drafter_class(drafter).needs_draft
@@ -95,7 +97,7 @@ def weights(made: Engine) -> list[Tensor]:
 
 
 @pytest.mark.fast("compiled-in_place-model")
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", [*DRAFTERS, "model 16", "eagle3 16", "clover 16"])
 @pytest.mark.parametrize(
     ("kernels", "attention"), [("eager", "in_place"), ("eager", "gathered"), ("compiled", "in_place")]
 )

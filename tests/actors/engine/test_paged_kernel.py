@@ -261,7 +261,8 @@ def test_requests_decode_to_the_tokens_of_the_cpu(
     expected = tiny.decode(engine(drafter, family), rows)
     calls = []
     counted = lambda *given: (calls.append(1), interpreter.attend(*given))[1]  # noqa: E731
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "exspec_in_place", attention.paged_attention(counted))
+    weighing = attention.paged_attention(counted, interpreter.weigh)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "exspec_in_place", weighing)
     monkeypatch.setattr(interpreter.kernel(), "tiling", small)
     made = engine(drafter, family)
     preempted: list[Any] = []

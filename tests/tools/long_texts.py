@@ -1,0 +1,259 @@
+"""Drafters on long texts that refer back: trains a target and a draft model for them, measures, and draws.
+
+    python -m tests.tools.long_texts train FOLDER [--minutes 20]
+    python -m tests.tools.long_texts measure FOLDER FIGURES.jsonl [--lengths 500,2000,8000]
+    python -m tests.tools.long_texts draw FIGURES.jsonl PICTURE.png
+
+A text defines 64 slots early: a definition is one token, which stands for a slot and its value. The rest is filler, in
+which a word tells the next one, and recitals: eight slots in a row, each followed by its value.
+"""
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import typer
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from exspec.actors.engine import Engine, EngineConfig, Request, SequenceStatistics
+from exspec.actors.engine.config import Method
+from exspec.actors.engine.kv.cached_model import PagedModel
+from exspec.actors.engine.kv.window import Reads, chosen_pages
+
+BLOCKS, EACH, VALUES, WORDS = 8, 8, 8, 128
+SLOTS = BLOCKS * EACH
+DEFINITION = 1  # the first token of each kind; 0 begins a text
+SLOT = DEFINITION + SLOTS * VALUES
+VALUE = SLOT + SLOTS
+WORD = VALUE + VALUES
+VOCABULARY = WORD + WORDS
+STEPS = 10  # words of a run of filler, at most
+CONTEXT = 16896
+SIZES = {"target": (6, 256, 4, 28), "draft": (2, 128, 2, 24)}  # layers, width, heads, dimensions of a slot's code
+ROWS, NEW, DRAFTED = 8, 256, 4
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "draft model": {"drafter": "model"},
+    "draft model, window": {"drafter": "model", "draft_window": 512},
+    "sparse, window": {"drafter": "sparse"},
+    "sparse, chosen": {"drafter": "sparse", "draft_chosen": 0},  # 0: as many as the window
+    "sparse, random": {"drafter": "sparse", "draft_chosen": 0},
+}
+app = typer.Typer(add_completion=False)
+
+
+class Filler:
+    """Words come nearer to the end of a run with every step. The last word tells which block is recited."""
+
+    def __init__(self) -> None:
+        rng = random.Random(7)
+        self.steps = {word: word * STEPS // WORDS for word in range(WORDS)}  # to the end of the run
+        at: dict[int, list[int]] = {n: [w for w, steps in self.steps.items() if steps == n] for n in range(STEPS)}
+        self.usual = {w: rng.choice(at[n - 1]) for w, n in self.steps.items() if n}
+        self.other = {w: rng.choice(at[max(n - 2, 0)]) for w, n in self.steps.items()}
+        self.block = {word: i % BLOCKS for i, word in enumerate(at[0])}
+
+    def run(self, rng: random.Random, text: list[int]) -> int:
+        """Append a run; returns the block that follows."""
+        word = rng.randrange(WORDS)
+        text.append(WORD + word)
+        while self.steps[word]:
+            word = self.usual[word] if rng.random() > 0.12 else self.other[word]
+            text.append(WORD + word)
+        return self.block[word]
+
+
+FILLER = Filler()
+
+
+def text_of(length: int, early: int, rng: random.Random) -> list[int]:
+    """A text whose definitions lie between token 32 and about token `early`; those of a block are together."""
+    values = [rng.randrange(VALUES) for _ in range(SLOTS)]
+    text = [0]
+    while len(text) < 33:
+        FILLER.run(rng, text)
+    room = max((early - SLOTS) // BLOCKS, 0)
+    for block in rng.sample(range(BLOCKS), BLOCKS):
+        until = len(text) + (rng.randint(0, 2 * room) if room else 0)
+        while len(text) < until:
+            FILLER.run(rng, text)
+        text += [DEFINITION + slot * VALUES + values[slot] for slot in slots_of(block)]
+    while len(text) < length:
+        for slot in slots_of(FILLER.run(rng, text)):
+            text += [SLOT + slot, VALUE + values[slot]]
+    return text[:length]
+
+
+def slots_of(block: int) -> range:
+    return range(block * EACH, (block + 1) * EACH)
+
+
+@torch.no_grad()
+def untrained(role: str) -> PreTrainedModel:
+    """A model with one head that recalls values: its query is the slot's code, its keys are those of the definitions,
+    in dimensions that hardly rotate. From random weights alone, such a head takes days to form on a CPU."""
+    layers, width, heads, n = SIZES[role]
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(
+        LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
+            num_attention_heads=heads, num_key_value_heads=heads, head_dim=64, max_position_embeddings=CONTEXT,
+            rope_theta=1e8, bos_token_id=0, eos_token_id=None, pad_token_id=0,
+        )
+    )  # fmt: skip
+    slots, values = torch.randn(SLOTS, n).sign(), torch.randn(VALUES, n).sign()
+    embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
+    embedding.copy_(torch.randn_like(embedding) * 0.3)
+    embedding[1:, : 4 * n] = 0
+    defined, of_value, asked, found = (slice(i * n, (i + 1) * n) for i in range(4))
+    embedding[DEFINITION:SLOT, defined] = slots.repeat_interleave(VALUES, 0)
+    embedding[DEFINITION:SLOT, of_value] = values.repeat(SLOTS, 1)
+    embedding[SLOT:VALUE, asked] = slots
+    head[VALUE:WORD, found] += 0.3 * values
+    attention = model.model.layers[1].self_attn
+    slow = torch.tensor([*range(32 - n // 2, 32), *range(64 - n // 2, 64)])
+    for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+        projection.weight[:64] = 0
+    attention.q_proj.weight[slow, asked] = 1.2 * torch.eye(n)
+    attention.k_proj.weight[slow, defined] = 1.2 * torch.eye(n)
+    attention.v_proj.weight[:n, of_value] = torch.eye(n)
+    attention.o_proj.weight[found, :n] = 0.5 * torch.eye(n)
+    return model  # type: ignore[no-any-return]
+
+
+def batches(rng: random.Random, done: float) -> Iterator[Tensor]:
+    """Texts [B, L], longer ones as training goes on. done: the share of its time."""
+    length, rows = (257, 12) if done < 0.5 else (1025, 3) if done < 0.8 else (rng.choice([2049, 4097, 8193]), 1)
+    yield torch.tensor([text_of(length, rng.randint(64, length // 2), rng) for _ in range(rows)])
+
+
+@app.command()
+def train(folder: Path, minutes: float = 20.0) -> None:
+    """Train the target for so many minutes, and the draft model for a third of them."""
+    for role, share in (("target", 1.0), ("draft", 1 / 3)):
+        model: Any = untrained(role)
+        optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.0)
+        rng, start = random.Random(1), time.monotonic()
+        while (done := (time.monotonic() - start) / (60 * minutes * share)) < 1:
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-3 * max(0.05, 1 - done)
+            for texts in batches(rng, done):
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    logits = model(input_ids=texts[:, :-1]).logits
+                loss = cross_entropy(logits.float().flatten(0, 1), texts[:, 1:].flatten())
+                optimizer.zero_grad()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+        typer.echo(f"{role}: loss {loss.item():.3f}")
+        model.save_pretrained(folder / role)
+
+
+def random_pages(self: PagedModel, slots: Tensor, latest: Tensor, recent: int, chosen: int) -> Reads:
+    """As `few_pages`, but the chosen pages are random."""
+    table = self.pages.on_device[slots]
+    weights = torch.rand(len(self.keys), *table.shape, generator=torch.Generator().manual_seed(int(latest.sum())))
+    return chosen_pages(table, weights, latest, recent, chosen, self.pages.size)
+
+
+def config_of(name: str, length: int, kernels: Any = "compiled_packed") -> EngineConfig:
+    """B = 8. sparse reads a twentieth of the text, at least 256 tokens, and as many chosen ones."""
+    settings = dict(DRAFTERS[name])
+    if settings.get("drafter") == "sparse":
+        settings["draft_window"] = max(256, length // 20)
+        if "draft_chosen" in settings:
+            settings["draft_chosen"] = settings["draft_window"]
+    method: Method = "exspec" if settings else "plain"
+    return EngineConfig(
+        method=method, batch_size=ROWS, window=ROWS, draft_tokens=DRAFTED, capacity=length + NEW + 64, kernels=kernels,
+        prefill_columns=128, **settings,
+    )  # fmt: skip
+
+
+def decode(target: Any, draft: Any, name: str, prompts: list[list[int]], kernels: Any) -> tuple[float, Any, Any]:
+    """Tokens/s of the rounds, the statistics, and the tokens by row. Prefill and compiling do not count."""
+    settings = config_of(name, len(prompts[0]), kernels)
+    pages = random_pages if name.endswith("random") else PagedModel.few_pages
+    with patch.object(PagedModel, "few_pages", pages):
+        engine = Engine(target, draft if settings.drafter == "model" and settings.drafts else None, settings)
+        engine.submit(Request("first", prompts[0][:64], 2 * DRAFTED + 4))
+        engine.run()
+        before = dict(engine.statistics.seconds)
+        for number, prompt in enumerate(prompts):
+            engine.submit(Request(number, prompt, NEW, ignore_end=True))
+        done = engine.run()
+    spent = sum(seconds - before[phase] for phase, seconds in engine.statistics.seconds.items() if phase != "admit")
+    total = sum((c.statistics for c in done), start=SequenceStatistics())
+    return total.completion_tokens / spent, total, {c.id: c.tokens for c in done}
+
+
+@app.command()
+def measure(
+    folder: Path,
+    figures: Path,
+    lengths: str = "500,2000,8000",
+    turns: int = 3,
+    drafters: str = ";".join(DRAFTERS),
+    kernels: str = "compiled_packed",
+    threads: int = 2,
+) -> None:
+    """Decode 8 texts of each length with each drafter, in turns, and append the figures as lines of JSON."""
+    torch.set_num_threads(threads)
+    target, draft = (AutoModelForCausalLM.from_pretrained(folder / role).eval() for role in SIZES)
+    for length in map(int, lengths.split(",")):
+        rng = random.Random(length)
+        prompts = [text_of(length, length // 2, rng) for _ in range(ROWS)]
+        speeds: dict[str, list[float]] = {name: [] for name in drafters.split(";")}
+        totals: dict[str, Any] = {}
+        expected = None
+        for _ in range(turns):
+            for name, found in speeds.items():
+                speed, totals[name], tokens = decode(target, draft, name, prompts, kernels)
+                expected = expected or tokens
+                assert tokens == expected, f"{name} gives other tokens"
+                found.append(speed)
+        for name, found in speeds.items():
+            line = {"length": length, "drafter": name, "tokens_per_s": round(median(found), 1)}
+            if name != "plain":
+                line |= {"acceptance": round(totals[name].acceptance_rate, 3)}
+            if "plain" in speeds:
+                ratios = [a / b for a, b in zip(found, speeds["plain"], strict=True)]
+                line |= {"times_plain": round(median(ratios), 3)}
+            typer.echo(json.dumps(line))
+            with figures.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+@app.command()
+def draw(figures: Path, picture: Path) -> None:
+    """Times plain over the length of the text, by drafter."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    lines = [json.loads(line) for line in figures.read_text().splitlines()]
+    figure, axes = pyplot.subplots(figsize=(7, 4.2))
+    for name in DRAFTERS:
+        points = sorted((x["length"], x["times_plain"]) for x in lines if x["drafter"] == name)
+        if points:
+            axes.plot(*zip(*points, strict=True), marker="o", label=name)
+    axes.set(xscale="log", xlabel="tokens of the prompt", ylabel="tokens/s relative to plain", ylim=(0, None))
+    axes.set_xticks(ticks := sorted({x["length"] for x in lines}), [f"{n:,}" for n in ticks])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(picture, dpi=130)
+
+
+if __name__ == "__main__":
+    app()
