@@ -64,7 +64,7 @@ def shape_of(job: Job, models: Sequence[PretrainedConfig], rows: int, stored: di
     batch_size, window, draft_tokens     job, calibration, default      stored
     bucket                               job, calibration, default      stored
     exit_depth, check_depth, exit_tokens job, calibration, default      job, stored
-    draft_window                         job, calibration, default      job, stored
+    draft_window, draft_chosen           job, calibration, default      job, stored
     threshold                            job, calibration, default      job, stored
     capacity, exact                      job                            stored (a retry may raise the capacity)
     draft_length                         job                            job
@@ -96,7 +96,7 @@ def shape_of(job: Job, models: Sequence[PretrainedConfig], rows: int, stored: di
     if rows < job.tune_from:
         if {"method", "drafter"} <= set(free) and job.draft is None:
             config = replace(config, method="plain", drafter=NONE)  # without a draft, drafting may not pay
-        return Shape(config, (), small=set(AUTO) <= set(free))
+        return Shape(config, (), small=set(AUTO) <= set(free) and not own)
     if not config.drafts:
         free = tuple(name for name in free if name not in ("method", "drafter", "draft_tokens"))
     return Shape(config, free + ALWAYS if free else ())
@@ -136,8 +136,6 @@ def _resumed_config(job: Job, stored: dict[str, Any], own: dict[str, Any], draft
         if value not in (None, "auto") and name not in BY_DRAFTER and may_change(name, job.exact)
     }
     config = EngineConfig(**stored | changed)
-    if any(getattr(config, name) != value for name, value in own.items()):
-        config = config.drafting(own)
     drafter = config.drafter if job.drafter == "auto" else job.drafter
     if job.drafter == "auto" and config.drafts and drafter not in drafters:  # the job has another kind of draft now
         drafter = next((name for name in drafters if drafter_class(name).needs_draft), drafter)
@@ -146,8 +144,10 @@ def _resumed_config(job: Job, stored: dict[str, Any], own: dict[str, Any], draft
     if job.method == "plain" or drafter == NONE or (job.draft is None and drafter_class(drafter).needs_draft):
         return config.plain()
     if not config.drafts:
-        return replace(config, method="exspec", drafter=drafter, draft_tokens=config.width - 1)
-    return replace(config, drafter=drafter)
+        config = replace(config, method="exspec", drafter=drafter, draft_tokens=config.width - 1)
+    if drafter == config.drafter:
+        return replace(config, **own)
+    return config.drafting({"drafter": drafter, **own})
 
 
 def wants_draft(job: Job) -> bool:

@@ -244,7 +244,8 @@ class Engine:
             self.counters.add(prefill_tokens=count)
         self._recompute([s for s in admitted if s.length > s.prefilled])
         if self.drafter.window is not None:
-            for chunks in self.prefill.windows(admitted, self.drafter.window, self.config.page_size):
+            shape = self.drafter.window, self.config.page_size, int(self.drafter.follows)
+            for chunks in self.prefill.windows(admitted, *shape):
                 self.drafter.prefill(self._batch(chunks, self.config.prefill_rows))
         self.counters.add(cached_tokens=sum(s.cached for s in admitted if not s.preempted))
         for s in admitted:

@@ -8,9 +8,9 @@ from math import ceil
 TARGET, DRAFT = 15.1e9, 1.19e9  # bytes of weights that a forward reads: all but the target's embedding table
 KV_TARGET, KV_DRAFT = 147_456, 114_688  # bytes per token
 PARAMETERS = 8.19e9  # of the target
-WEIGHTS = 17.6e9  # bytes of both models
+HELD_TARGET, HELD_DRAFT = 16.4e9, 1.19e9  # bytes of weights in memory
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-MARGIN = 64  # tokens that a window has beside it: the first page, and a page that is not full
+MARGIN = 64  # tokens read in addition to the window: the first page, and a page that is not full
 
 
 def rows_per_hour(
@@ -48,7 +48,8 @@ def times_plain(
     window: int | None = None,
     sparse: bool = False,
 ) -> float:
-    """Tokens/s of speculation over those of plain decoding, each with its best B, and with its best K up to 16.
+    """Tokens/s of speculation over those of plain decoding, each with its best B, and with its best K up to 16. 0 if
+    not even one row fits.
 
     memory: bytes for weights and KV. columns: tokens whose KV a row reads on average. window: tokens of KV that the
     drafter reads; None: all. sparse: the target drafts, not the draft model.
@@ -66,10 +67,9 @@ def times_plain(
             return batch * tokens / (verify + drafted * forward(TARGET + batch * read * KV_TARGET, batch))
         return batch * tokens / (verify + drafted * (DRAFT + batch * read * KV_DRAFT) / bandwidth)
 
-    def best(held: float, lengths: range) -> float:
-        batches = [b for b in BATCHES if WEIGHTS + b * held <= memory] or [1]
-        return max(speed(b, k) for b in batches for k in lengths)
+    def best(weights: float, row: float, lengths: range) -> float:
+        return max((speed(b, k) for b in BATCHES if weights + b * row <= memory for k in lengths), default=0.0)
 
-    held = columns * KV_TARGET
-    drafting = held if sparse else held + read * KV_DRAFT
-    return best(drafting, range(1, 17)) / best(held, range(1))
+    row = columns * KV_TARGET
+    own = (0.0, 0.0) if sparse else (HELD_DRAFT, read * KV_DRAFT)
+    return best(HELD_TARGET + own[0], row + own[1], range(1, 17)) / best(HELD_TARGET, row, range(1))

@@ -115,8 +115,8 @@ class Drafter(ABC):
     needs_draft: whether it needs a draft model or head. follows: whether it is fed the target's choice at every
     column right after verification, rejected columns included. lengths: the values of K that are worth a trial.
     probed_with: the K that calibration measures first and extrapolates from. learns: whether it uses finished
-    completions. caches: its KV, which the engine checks. window: tokens that its KV is limited to, beside the first
-    page: `prefill` gets only these of a sequence that is admitted, once the target has all.
+    completions. caches: its KV, which the engine checks. window: tokens that its KV is limited to, in addition to the
+    first page: `prefill` gets only these of a sequence that is admitted, once the target has all.
     """
 
     needs_draft: ClassVar[bool] = False

@@ -58,8 +58,7 @@ class DraftModel(Drafter):
 
     @classmethod
     def label(cls, config: EngineConfig) -> str:
-        sizes = [str(tokens) for tokens in (config.draft_window, config.draft_chosen) if tokens]
-        return " ".join([config.drafter, *["+".join(sizes)] * bool(sizes)])
+        return f"{config.drafter} {config.draft_window}" if config.draft_window else config.drafter
 
     @classmethod
     def build(cls, context: DrafterContext) -> Self:

@@ -5,12 +5,13 @@ from typing import Any, ClassVar, Self
 from transformers import PretrainedConfig, PreTrainedModel
 
 from exspec.actors.engine.config import EngineConfig
-from exspec.actors.engine.drafters.drafter import DrafterContext, DraftRows
+from exspec.actors.engine.drafters.drafter import Draft, DrafterContext, DraftRows, NoDraft
 from exspec.actors.engine.drafters.model import PAYS, DraftModel, Step
 from exspec.actors.engine.kv.batch import Batch
-from exspec.actors.engine.kv.cached_model import PagedModel
+from exspec.actors.engine.kv.cached_model import CachedModel, PagedModel
 from exspec.actors.engine.kv.trial import attention_trial
 from exspec.actors.engine.kv.window import Reads, window_pages
+from exspec.actors.engine.scheduling.group import Group
 
 LEAST, SHARE = 256, 20  # the default window: at least so many tokens, and one in so many of the capacity
 
@@ -37,9 +38,10 @@ class Sparse(DraftModel):
 
     @classmethod
     def trial(cls, target: PreTrainedModel, config: EngineConfig) -> str | None:
-        if not config.draft_chosen or config.attention == "gathered":
-            return None
-        return attention_trial(target.config, target.device, target.dtype, config.page_size, weighs=True)
+        about = target.config, target.device, target.dtype, config.page_size
+        if not config.draft_chosen or config.attention == "gathered" or attention_trial(*about):
+            return None  # pages are gathered
+        return attention_trial(*about, weighs=True)
 
     @classmethod
     def models(cls, draft: PretrainedConfig | None) -> list[PretrainedConfig]:
@@ -54,15 +56,18 @@ class Sparse(DraftModel):
         return [{"draft_window": window, "draft_chosen": c} for c in chosen]
 
     @classmethod
+    def label(cls, config: EngineConfig) -> str:
+        return f"{super().label(config)}+{config.draft_chosen}" if config.draft_chosen else super().label(config)
+
+    @classmethod
     def build(cls, context: DrafterContext) -> Self:
         return cls(context, context.target, context.verifier)
 
-    def __init__(self, context: DrafterContext, *target: Any) -> None:
-        super().__init__(context, *target)
+    def __init__(self, context: DrafterContext, model: PreTrainedModel, cached: CachedModel) -> None:
+        super().__init__(context, model, cached)
         self.caches = []  # the target's, which the engine checks
-        config = context.config
-        self.budget, self.size = window_of(config), config.page_size
-        self.chosen = -(-(config.draft_chosen or 0) // self.size)  # pages
+        self.budget = window_of(context.config)
+        self.chosen = -(-(context.config.draft_chosen or 0) // context.config.page_size)  # pages
         if self.chosen:
             self._target.weigh()
 
@@ -78,10 +83,12 @@ class Sparse(DraftModel):
     def prefill(self, batch: Batch) -> None:
         """Nothing: the target's KV is there."""
 
+    def propose(self, group: Group, limits: list[int]) -> Draft:
+        return super().propose(group, limits) if max(limits) else NoDraft().propose(group, limits)
+
     def _first(self, rows: DraftRows) -> Step:
-        most = max(rows.most, 1)
-        recent = window_pages(self.budget, most, self.size)
-        reads = self._target.few_pages(rows.slots, rows.starts + most - 1, recent, self.chosen)
+        recent = window_pages(self.budget, rows.most, self._target.pages.size)
+        reads = self._target.few_pages(rows.slots, rows.starts + rows.most - 1, recent, self.chosen)
         return self._next(rows.batch(rows.pending[:, None]), reads)
 
     def _next(self, batch: Batch, state: Reads) -> Step:
@@ -89,5 +96,5 @@ class Sparse(DraftModel):
 
 
 def window_of(config: EngineConfig) -> int:
-    """The tokens that sparse reads beside the first page."""
+    """The tokens that sparse reads in addition to the first page and to chosen ones."""
     return config.draft_window or max(LEAST, config.capacity // SHARE)

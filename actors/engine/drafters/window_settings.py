@@ -11,8 +11,8 @@ class WindowSettings:
 
     draft_window: int | None = setting(
         None,
-        "Last tokens whose KV a drafter reads, beside the first page. Default: what is measured; else sparse reads a "
-        "twentieth of the capacity, at least 256, and others read all.",
+        "Last tokens whose KV a drafter reads, in addition to the first page. Default: what is measured; else sparse "
+        "reads a twentieth of the capacity, at least 256, and others read all.",
         "any if exact",
         ge=1,
     )

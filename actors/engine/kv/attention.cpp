@@ -598,8 +598,16 @@ std::tuple<Tensor, Tensor> weigh_in_place(const Tensor& query, const Tensor& key
   Tensor weights = torch::stable::new_empty(query, {rows, pages}, ScalarType::Float);
   float* to = static_cast<float*>(weights.mutable_data_ptr());
   std::fill_n(to, rows * pages, 0.f);
-  for (int64_t r = 0; r < rows; r++)
-    for (int64_t i = 0; i < ENDS * heads * pages; i++) to[r * pages + i % pages] += by_head[r * ENDS * heads * pages + i];
+  const int64_t size = keys.size(1), columns = query.size(2);
+  const int32_t* table = static_cast<const int32_t*>(page_table.const_data_ptr());
+  for (int64_t r = 0; r < rows; r++) {
+    const int64_t reach = table[r * page_table.stride(0)] + columns;  // no column sees more
+    const int64_t seen = std::clamp<int64_t>((reach + size - 1) / size, 0, pages);
+    for (int64_t i = 0; i < ENDS * heads; i++) {
+      const float* from = by_head.data() + (r * ENDS * heads + i) * pages;
+      for (int64_t page = 0; page < seen; page++) to[r * pages + page] += from[page];
+    }
+  }
   return {output, weights};
 }
 

@@ -109,7 +109,12 @@ class PagedModel:
         first, last: layers first .. last - 1 run; None: to the end. reads: the pages that rows read; None: all, or the
         window's. inputs: other inputs of the model beside tokens.
         """
-        logits: Tensor = self._run(batch, first, last, reads, fills=False, logits_to_keep=keep, **inputs).logits
+        whole = reads is None and first == 0 and last is None
+        weights: list[Tensor] | None = [] if whole and self.weights is not None else None
+        output = self._run(batch, first, last, reads, weights, fills=False, logits_to_keep=keep, **inputs)
+        if self.weights is not None and weights:
+            self.weights[:, batch.slots, : weights[0].shape[1]] = torch.stack(weights)
+        logits: Tensor = output.logits
         cut(logits)
         return logits
 
@@ -118,7 +123,7 @@ class PagedModel:
         """Feed tokens only for their KV. Rows may be successive parts of a sequence. last, inputs: as in `forward`. A
         program drops what does not lead to KV by itself."""
         with suppress(Filled):
-            self._run(batch, 0, last, None, fills=not traced(), logits_to_keep=1, **inputs)
+            self._run(batch, 0, last, None, None, fills=not traced(), logits_to_keep=1, **inputs)
 
     @torch.inference_mode()
     def few_pages(self, slots: Tensor, latest: Tensor, recent: int, chosen: int) -> Reads:
@@ -137,7 +142,15 @@ class PagedModel:
         return torch.cat(states, dim=-1).view(*batch.tokens.shape, -1)
 
     def _run(
-        self, batch: Batch, first: int, last: int | None, reads: Reads | None, *, fills: bool, **options: Any
+        self,
+        batch: Batch,
+        first: int,
+        last: int | None,
+        reads: Reads | None,
+        weights: list[Tensor] | None,
+        *,
+        fills: bool,
+        **options: Any,
     ) -> Any:
         pages = self.pages
         read = -(-batch.kv_columns // pages.size) if self.gathers else pages.table.shape[1]
@@ -145,13 +158,12 @@ class PagedModel:
             reads = pages.reads(batch.slots, batch.starts, batch.tokens.shape[1])
         positions, page_table, write = self._located(batch, read, reads)
         tables = list(page_table) if page_table.dim() > 4 else []
-        weights: list[Tensor] | None = None if self.weights is None or reads or fills else []
         shape = batch.tokens.shape
         forward = Forward(
             self.keys, self.values, self.states, write, shape, first, last or len(self.keys), fills, tables, weights
         )
         with running(forward):
-            output = self.model(
+            return self.model(
                 input_ids=batch.tokens,
                 attention_mask=tables[0] if tables else page_table,
                 position_ids=positions.clamp(max=self.last_position),
@@ -159,9 +171,6 @@ class PagedModel:
                 use_cache=True,
                 **options,
             )
-        if self.weights is not None and weights:
-            self.weights[:, batch.slots, : weights[0].shape[1]] = torch.stack(weights)
-        return output
 
     def _located(self, batch: Batch, read: int, reads: Reads | None) -> tuple[Tensor, Tensor, Tensor]:
         slots, tokens, starts, kv_columns = batch

@@ -53,8 +53,8 @@ def _run(
     *,
     weighs: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The result, and the log2-sum-exp2 [R, 2, Hq, parts] of the scores of the first and last live column. A part of a
-    row has as many tokens as divide a page and a step. Without `weighs`, they mean nothing."""
+    """The result, and the log2-sum-exp2 [R, 2, Hq, parts] of the scores of the first and last live column. A part has
+    gcd(page, step) tokens. Without `weighs`, they mean nothing."""
     rows, heads, width, size = query.shape
     _, page, kv_heads, _ = keys.shape
     assert keys.is_contiguous()

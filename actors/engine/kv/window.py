@@ -1,7 +1,8 @@
 """Short page tables: a forward that reads the first page of each row and its last ones.
 
 The first page stays because attention puts its surplus weight on the first tokens (StreamingLLM, arXiv:2309.17453).
-Keys are stored rotated by their true positions, so pages can be left out without changing others.
+Keys are stored rotated by their true positions, so pages can be left out without changing others. A sliding layer
+counts columns of the short table, so it may see the first page and chosen ones where a whole forward would not.
 """
 
 from collections.abc import Mapping

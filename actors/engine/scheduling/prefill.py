@@ -44,17 +44,16 @@ class ChunkedPrefill:
         chunks = [self._chunk(s, start) for s in sequences for start in range(s.cached, s.prefilled, self.columns)]
         yield from self._alike(chunks)
 
-    def windows(self, sequences: list[Sequence], window: int, page: int) -> Iterator[list[PrefillChunk]]:
+    def windows(self, sequences: list[Sequence], window: int, page: int, ahead: int) -> Iterator[list[PrefillChunk]]:
         """The forwards that give a drafter the first page of the sequences' tokens and the last `window` ones, without
-        the pending token. page: tokens of a page.
+        the pending token. page: tokens of a page. ahead: how many positions before its own a token's KV lies.
 
-        In the forwards of the first page, columns past it are dead. They feed one token more, because some heads have
-        its KV one position earlier.
+        In the forwards of the first page, columns past it are dead.
         """
         chunks = []
         for s in sequences:
             first = first_page(s.length, window, page) * page
-            for begin, stop, kv_columns in ((0, page + 1, page), (first, s.length, self.capacity)):
+            for begin, stop, kv_columns in ((0, page + ahead, page), (first, s.length, self.capacity)):
                 for start in range(begin, min(stop, s.length), self.columns):
                     end = min(start + self.columns, s.length)
                     chunks.append(PrefillChunk(s, start, end, self.columns, kv_columns))

@@ -116,7 +116,7 @@ def calibrate(
 
     Raises ValueError if no request of the sample can be decoded, or no candidate fits the budget.
     """
-    longest = max((len(request.prompt) + request.max_new_tokens for request in requests), default=0)
+    longest = max((min(len(r.prompt) + r.max_new_tokens, config.capacity) for r in requests), default=0)
     return Calibrator(Models(target, draft, budget), config, free, seconds, engine, kept, longest).run(requests)
 
 

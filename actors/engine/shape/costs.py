@@ -80,7 +80,7 @@ class Costs:
 
     def prefill(self, config: EngineConfig, *lengths: int) -> float:
         """Seconds to prefill prompts of these lengths together."""
-        if config.draft_window is None:
+        if config.draft_window is None or not kind(config).models(self.models.draft_config):
             return _forwards(config, lengths) * self.chunk(config)
         alone = self.chunk(config.plain())  # a drafter with a window is fed less than the target
         fed = [min(length, config.draft_window + config.page_size) for length in lengths]

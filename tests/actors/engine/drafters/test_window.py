@@ -14,6 +14,7 @@ from exspec.actors.engine.drafters.drafter import Draft
 from exspec.actors.engine.drafters.model import DraftModel
 from exspec.actors.engine.drafters.sparse import Sparse
 from exspec.actors.engine.kv import cached_model
+from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.kv.pages import BIN
 from exspec.actors.engine.kv.window import Reads, Rings, chosen_pages, first_page, ring_pages, window_pages
 from exspec.actors.engine.scheduling.group import Group
@@ -360,3 +361,18 @@ def test_a_slots_weights_do_not_outlive_its_sequence() -> None:
     made.forget()
     both = tiny.run(made, tiny.requests([PROMPTS[1], PROMPTS[2]], 30, ignore_end=True))
     assert both[1].statistics.accepted_by_position == alone.statistics.accepted_by_position
+
+
+def test_a_part_of_the_layers_leaves_the_weights_alone() -> None:
+    """Calibration times early exit on the target that sparse has used."""
+    made = tiny.engine(tiny.deep(4), "sparse", draft_window=8, draft_chosen=8)
+    tiny.decode(made, tiny.requests(PROMPTS[:3], 9))
+    cached: Any = made.target
+    kept = cached.weights.clone()
+    cached.remember([1])
+    zeros = torch.zeros(1, 2, dtype=torch.long)
+    batch = Batch(torch.zeros(1, dtype=torch.long), zeros, torch.tensor([3]), 32)
+    cached.forward(batch, last=1)
+    cached.forward(batch, first=1)
+    assert torch.equal(cached.weights, kept)
+    assert kept.any()
