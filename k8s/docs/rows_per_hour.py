@@ -3,6 +3,7 @@
 A forward takes at least the time to read its bytes, and at least the time to compute its tokens.
 """
 
+from functools import partial
 from math import ceil
 
 TARGET, DRAFT = 15.1e9, 1.19e9  # bytes of weights that a forward reads: all but the target's embedding table
@@ -11,6 +12,11 @@ PARAMETERS = 8.19e9  # of the target
 HELD_TARGET, HELD_DRAFT = 16.4e9, 1.19e9  # bytes of weights in memory
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MARGIN = 64  # tokens read in addition to the window: the first page, and a page that is not full
+
+
+def forward_seconds(bandwidth: float, flops: float, size: float, tokens: int) -> float:
+    """Seconds of a forward of the target that reads `size` bytes and computes so many tokens."""
+    return max(size / bandwidth, 2 * PARAMETERS * tokens / flops)
 
 
 def rows_per_hour(
@@ -27,9 +33,7 @@ def rows_per_hour(
     decoding. prompt, completion: tokens. columns: tokens whose KV a row reads on average: the prompt and half of the
     completion."""
 
-    def seconds(size: float, tokens: int) -> float:
-        return max(size / bandwidth, 2 * PARAMETERS * tokens / flops)
-
+    seconds = partial(forward_seconds, bandwidth, flops)
     if acceptance is None:
         acceptance, drafted = 0.0, 0
     tokens = sum(acceptance**i for i in range(drafted + 1))  # per row and round, bonus token included
@@ -55,16 +59,14 @@ def times_plain(
     drafter reads; None: all. sparse: the target drafts, not the draft model.
     """
 
-    def forward(size: float, tokens: int) -> float:
-        return max(size / bandwidth, 2 * PARAMETERS * tokens / flops)
-
+    seconds = partial(forward_seconds, bandwidth, flops)
     read = columns if window is None else min(window + MARGIN, columns)
 
     def speed(batch: int, drafted: int) -> float:
-        verify = forward(TARGET + batch * columns * KV_TARGET, batch * (drafted + 1))
+        verify = seconds(TARGET + batch * columns * KV_TARGET, batch * (drafted + 1))
         tokens = sum(acceptance**i for i in range(drafted + 1))
         if sparse:
-            return batch * tokens / (verify + drafted * forward(TARGET + batch * read * KV_TARGET, batch))
+            return batch * tokens / (verify + drafted * seconds(TARGET + batch * read * KV_TARGET, batch))
         return batch * tokens / (verify + drafted * (DRAFT + batch * read * KV_DRAFT) / bandwidth)
 
     def best(weights: float, row: float, lengths: range) -> float:

@@ -202,11 +202,11 @@ def trial(
             options = head_size**-0.5, window, softcap
             result = torch.ops.exspec.attend_in_place.default(*example, *options)
             if weighs:
-                expected, _ = there = torch.ops.exspec.weigh_gathered.default(*example, *options)
-                mixed, _ = here = torch.ops.exspec.weigh_in_place.default(*example, *options)
-                if not mixed.equal(result):
+                expected, over_copies = torch.ops.exspec.weigh_gathered.default(*example, *options)
+                weighed, weights = torch.ops.exspec.weigh_in_place.default(*example, *options)
+                if not weighed.equal(result):
                     return "attention in place gives other bits if it weighs pages"
-                if (distance := (here[1] - there[1]).abs().max().item()) > heads / 32:
+                if (distance := (weights - over_copies).abs().max().item()) > heads / 32:
                     return f"weights of pages are {distance:.1e} away from those over copies"
             else:
                 expected = torch.ops.exspec.attend_gathered.default(*example, *options)
@@ -308,6 +308,10 @@ def paged_attention(attend: Attend, weigh: Weigh | None = None) -> Callable[...,
     return forward
 
 
-for _place in ("in_place", "gathered"):
-    _operators_there = (getattr(torch.ops.exspec, f"{_name}_{_place}").default for _name in ("attend", "weigh"))
-    AttentionInterface.register(f"exspec_{_place}", paged_attention(*_operators_there))
+_OPS = torch.ops.exspec
+AttentionInterface.register(
+    "exspec_in_place", paged_attention(_OPS.attend_in_place.default, _OPS.weigh_in_place.default)
+)
+AttentionInterface.register(
+    "exspec_gathered", paged_attention(_OPS.attend_gathered.default, _OPS.weigh_gathered.default)
+)
