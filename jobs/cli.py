@@ -126,19 +126,23 @@ def _run(job: Job, restart: bool, retry_errors: bool, repair: Path | None, quiet
         raise typer.Exit(jobs.run(job, restart, retry_errors, repair, progress))
 
 
-def _plan(job: Job, estimate: bool = False, price: float | None = None) -> NoReturn:
+def _plan(job: Job, gpus: bool = False, estimate: bool = False, price: float | None = None) -> NoReturn:
     from exspec.jobs.commands.plan import plan as show
 
-    raise typer.Exit(show(job, estimate, price))
+    raise typer.Exit(show(job, gpus, estimate, price))
 
 
 @command(
     "exspec plan --input messages/ --output out/",
+    "exspec plan --job job.yaml --gpus",
     "exspec plan --job job.yaml --estimate --price-per-gpu-hour 3",
 )
 @with_settings(Job)
 def plan(
     job: Job,
+    gpus: Annotated[
+        bool, typer.Option("--gpus", help="Compute where drafting pays, by GPU and length of text.")
+    ] = False,
     estimate: Annotated[bool, typer.Option("--estimate", help="Decode some rows here to estimate the time.")] = False,
     price_per_gpu_hour: Price = None,
 ) -> None:
@@ -146,7 +150,7 @@ def plan(
 
     Exit codes: 0 the job can start; 2 the job would be refused, or no row that was checked can be decoded.
     """
-    _plan(job, estimate, price_per_gpu_hour)
+    _plan(job, gpus, estimate, price_per_gpu_hour)
 
 
 @command(

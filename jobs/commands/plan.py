@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from exspec.actors.engine.shape.roofline import ACCEPTANCE, CARDS, LENGTHS, Roofline, Sizes, draftings
 from exspec.jobs.commands.convert import behind
 from exspec.jobs.commands.estimate import estimate
 from exspec.jobs.commands.shared_prompts import Shared
@@ -63,10 +64,11 @@ class Preview:
             yield "none of these rows can be decoded"
 
 
-def plan(job: Job, estimated: bool, price: float | None) -> int:
+def plan(job: Job, cards: bool, estimated: bool, price: float | None) -> int:
     """Print what a job would do. Returns 2 if none of the first rows can be decoded, else 0.
 
-    estimated: decode some rows, and estimate the whole job. price: of one GPU for an hour, to estimate the cost.
+    cards: compute what drafting is worth on known GPUs. estimated: decode some rows, and estimate the whole job. price:
+    of one GPU for an hour, to estimate the cost.
     """
     stop_on_signals()  # so that nothing is left in the output
     progress = Progress(quiet=False)
@@ -81,6 +83,8 @@ def plan(job: Job, estimated: bool, price: float | None) -> int:
     console.print(table, markup=False)
     for line in (*(f"note: {note}" for note in _notes(prepared)), *preview.lines()):
         console.print(line, markup=False, highlight=False)
+    if cards:
+        console.print(_on_cards(prepared), markup=False)
     if preview.refused_rows == preview.rows:
         return 2
     if estimated:
@@ -126,6 +130,24 @@ def _facts(prepared: Prepared) -> list[tuple[str, str]]:
     if free:
         facts.append(("to be measured", f"{', '.join(free)}; the values above are where measuring starts"))
     return facts
+
+
+def _on_cards(prepared: Prepared) -> Table:
+    """Times plain decoding on known GPUs, by drafter and tokens whose KV a row reads."""
+    target, *drafts = prepared.models.configs
+    drafts = [draft for draft in drafts if not getattr(draft, "head_for", None)]
+    sizes = [Sizes.of(model, torch.bfloat16) for model in (target, *drafts)]
+    title = f"tokens/s of bfloat16 relative to plain decoding by tokens of text, computed for acceptance {ACCEPTANCE}"
+    table = Table(
+        "GPU", "drafter", *map(str, LENGTHS), "never slower from", title=title, box=None, title_justify="left"
+    )
+    for name, card in CARDS.items():
+        for drafting in draftings(*sizes):
+            bounds = Roofline(card, sizes[0])
+            ratios = [bounds.times_plain(length, drafting) for length in LENGTHS]
+            cells = [f"{ratio:.2f}" if ratio else "too large" for ratio in ratios]
+            table.add_row(name, drafting.name, *cells, str(bounds.pays_from(drafting) or "never"))
+    return table
 
 
 def _notes(prepared: Prepared) -> list[str]:

@@ -49,6 +49,15 @@ def test_plan_reports_refused_rows_and_ids(tmp_path: Path) -> None:
     assert "ids: 1 null and 1 repeated; shard and row still identify each row" in printed
 
 
+def test_plan_computes_where_drafting_pays_on_gpus(messages: Path, tmp_path: Path) -> None:
+    printed = succeed("plan", "--input", messages, "--output", tmp_path / "out", "--gpus")
+    ways = re.findall(r"^ H100 +(.+?)((?: +\d+\.\d\d){6}) +(\d+) *$", printed, re.MULTILINE)
+    assert [way for way, _, _ in ways] == ["model", "model 512", "sparse"]
+    for _, ratios, _ in ways:
+        found = [float(ratio) for ratio in ratios.split()]
+        assert found == sorted(found)
+
+
 def test_an_estimate_decodes_some_rows(messages: Path, tmp_path: Path) -> None:
     options = ["--input", messages, "--output", tmp_path / "out", "--actors", 1]
     printed = succeed("plan", *options, "--estimate", "--price-per-gpu-hour", 3)

@@ -3,7 +3,6 @@
 import itertools
 import os
 import re
-import runpy
 import shlex
 import textwrap
 from math import floor, log10
@@ -16,9 +15,9 @@ import yaml
 from transformers import AutoConfig
 
 from exspec.actors.engine import EngineConfig
-from exspec.actors.engine.drafters.sparse import window_of
 from exspec.actors.engine.shape.candidates import PREFILLS, ROWS
 from exspec.actors.engine.shape.plan import fit, plan_memory
+from exspec.actors.engine.shape.roofline import CARDS, LENGTHS, Roofline, Sizes, draftings
 from exspec.jobs.benchmarks.shapes import SHAPES
 from exspec.jobs.cli import app
 from exspec.pipeline.shape import LONGEST, SHARE
@@ -238,43 +237,36 @@ def test_the_memory_on_the_page_is_what_the_engine_plans() -> None:
         fitted(19, smallest)
 
 
-def test_the_rows_per_hour_follow_from_the_formula() -> None:
-    made = runpy.run_path(str(K8S / "docs" / "rows_per_hour.py"))
+@pytest.fixture(scope="module")
+def sizes() -> list[Sizes]:
+    return [Sizes.of(config(name), torch.bfloat16) for name in ("Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B")]
+
+
+def test_the_rows_per_hour_follow_from_the_formula(sizes: list[Sizes]) -> None:
     batches = set()
-    for cells in table("GPU | free GiB"):
+    for name, free, *cells in table("GPU | free GiB"):
         batch, thousands = (int(number) for number in cells[-1].split(","))
         batches.add(min(batch, 1000 * thousands // (400 + 250)))
-    for _, bandwidth, flops, rows, *cells in table("GPU | bytes/s"):
+        known = [card.free for gpu, card in CARDS.items() if gpu.split()[0] in re.split(r"[ ,]+", name)]
+        assert known, name
+        assert set(known) == {int(free)}
+    draft = draftings(*sizes)[0]
+    for name, bandwidth, flops, rows, *cells in table("GPU | bytes/s"):
         assert int(rows) in batches
+        assert CARDS[name][:2] == (float(bandwidth), float(flops))
+        bounds = Roofline(CARDS[name], sizes[0])
         for acceptance, cell in zip((None, 0.6, 0.8, 0.9), cells, strict=True):
-            found = made["rows_per_hour"](float(bandwidth), float(flops), int(rows), acceptance)
+            found = bounds.rows_per_hour(int(rows), 400, 250, *((draft, acceptance) if acceptance else ()))
             unit = 10 ** (floor(log10(found)) - 1)
             assert cell == f"{round(found / unit) * unit:,}"
-    sizes = {}
-    for role, name in (("TARGET", "Qwen/Qwen3-8B"), ("DRAFT", "Qwen/Qwen3-0.6B")):
-        shape = SHAPES[name]
-        sizes[f"KV_{role}"] = 4 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
-    assert sizes == {name: made[name] for name in sizes}
 
 
-FREE = {"L4": 22, "L40S": 44, "A100 80 GB": 79, "H100": 79, "H200": 139}  # GiB, as in the first table
-LENGTHS = (500, 1000, 2000, 4000, 8000, 16000)
-
-
-def test_the_table_of_long_texts_follows_from_the_formula() -> None:
-    formula = runpy.run_path(str(K8S / "docs" / "rows_per_hour.py"))["times_plain"]
-    cards = {name: (float(bandwidth), float(flops)) for name, bandwidth, flops, *_ in table("GPU | bytes/s")}
-    found = table("GPU | drafter")
-    assert [cells[0] for cells in found[::3]] == list(cards)
-    for name, drafter, *cells, pays in found:
-
-        def times(columns: int, name: str = name, drafter: str = drafter) -> float:
-            sparse = drafter == "sparse"
-            window = window_of(EngineConfig(capacity=columns)) if sparse else 512 if "512" in drafter else None
-            return float(formula(*cards[name], FREE[name] * 2**30 * SHARE, columns, 0.8, window, sparse))
-
-        expected = [times(columns) for columns in LENGTHS]
-        assert cells == [f"{ratio:.2f}" if ratio else "does not fit" for ratio in expected]
-        longer = {a: [a, *(n for n in LENGTHS if n > a)] for a in range(100, 16001, 100)}
-        first = next((a for a, lengths in longer.items() if min(map(times, lengths)) >= 1), None)
-        assert pays == ("never" if first is None else str(first))
+def test_the_table_of_long_texts_follows_from_the_formula(sizes: list[Sizes]) -> None:
+    found = iter(table("GPU | drafter"))
+    for name, card in CARDS.items():
+        bounds = Roofline(card, sizes[0])
+        for drafting in draftings(*sizes):
+            ratios = [bounds.times_plain(length, drafting) for length in LENGTHS]
+            cells = [f"{ratio:.2f}" if ratio else "too large" for ratio in ratios]
+            assert next(found) == [name, drafting.name, *cells, str(bounds.pays_from(drafting) or "never")]
+    assert not list(found)
