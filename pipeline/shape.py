@@ -62,7 +62,7 @@ def shape_of(job: Job, models: Sequence[PretrainedConfig], rows: int, stored: di
     setting                              new job                        resumed job
     method, drafter                      job, calibration, default      job, stored (with a drafter that is available)
     batch_size, window, draft_tokens     job, calibration, default      stored
-    bucket                               job, calibration, default      stored
+    draft_from, bucket                   job, calibration, default      stored
     exit_depth, check_depth, exit_tokens job, calibration, default      job, stored
     draft_window, draft_chosen           job, calibration, default      job, stored
     threshold                            job, calibration, default      job, stored
@@ -98,7 +98,7 @@ def shape_of(job: Job, models: Sequence[PretrainedConfig], rows: int, stored: di
             config = replace(config, method="plain", drafter=NONE)  # without a draft, drafting may not pay
         return Shape(config, (), small=set(AUTO) <= set(free) and not own)
     if not config.drafts:
-        free = tuple(name for name in free if name not in ("method", "drafter", "draft_tokens"))
+        free = tuple(name for name in free if name not in ("method", "drafter", "draft_tokens", "draft_from"))
     return Shape(config, free + ALWAYS if free else ())
 
 
@@ -204,7 +204,8 @@ class Settled:
     def __str__(self) -> str:
         c = self.config
         method = f"{c.method} ({label(c)})" if c.drafts else c.method
-        shape = f"{method}, B={c.batch_size}, slots={c.slots}, K={c.drafted}, bucket={c.bucket}, {c.kernels}"
+        drafts = f"K={c.drafted} from {c.draft_from:,} tokens" if c.drafts and c.draft_from else f"K={c.drafted}"
+        shape = f"{method}, B={c.batch_size}, slots={c.slots}, {drafts}, bucket={c.bucket}, {c.kernels}"
         if c.method != "eqspec":
             shape += f", KV of {c.page_count * c.page_size} tokens"
         measured = f"measured in {self.seconds:.0f} s" if self.candidates else None

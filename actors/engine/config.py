@@ -35,6 +35,7 @@ class EngineConfig(EarlyExitSettings, WindowSettings):
         many as the rounds need, and some to spare.
     columns: width of a verify forward; default K + 1 (plain: 1). Additional columns are dead: `plain` with
         `columns = K + 1` is the reference in the shape of speculation.
+    draft_from: the verify forwards of rows with fewer tokens have one column, and no row with more takes part in them.
     bucket: a row attends to its length rounded up to a multiple of it; rows of one bucket form a group. With attention
         in place, all lengths share one bucket.
     capacity: counts prompt and completion together.
@@ -66,6 +67,12 @@ class EngineConfig(EarlyExitSettings, WindowSettings):
     window: int = setting(24, "W: slots of the pool.", measured=True, ge=1)
     draft_tokens: int = setting(5, "K: tokens drafted a round.", measured=True, ge=1)
     columns: int | None = None
+    draft_from: int = setting(
+        0,
+        "Tokens of prompt and completion from which a row is drafted for; before, it decodes as plain.",
+        measured=True,
+        ge=0,
+    )
     bucket: int = setting(512, "KV columns of a length bucket.", measured=True, ge=1)
     capacity: int = setting(
         1024, "Longest request in tokens. Default: the model's context, 4096 at most.", unset=True, ge=2
@@ -145,6 +152,19 @@ class EngineConfig(EarlyExitSettings, WindowSettings):
         """Columns of a verify forward."""
         return self.columns or self.drafted + 1
 
+    def drafted_at(self, length: int) -> int:
+        """Drafts of a row with so many cached tokens."""
+        return self.drafted if length >= self.draft_from else 0
+
+    def width_at(self, length: int) -> int:
+        """Columns of a verify forward of rows with so many cached tokens."""
+        return self.width if length >= self.draft_from else 1
+
+    @property
+    def alike(self) -> bool:
+        """Whether any rows can form a group."""
+        return self.bucket >= self.capacity and not self.draft_from
+
     @property
     def widest(self) -> int:
         """Columns of the widest forward; those of a verify may be fed to the drafter one position later."""
@@ -166,7 +186,7 @@ class EngineConfig(EarlyExitSettings, WindowSettings):
     def slots(self) -> int:
         if self.method == "eqspec":
             return self.batch_size
-        if self.bucket < self.capacity:
+        if not self.alike:
             return self.window
         return min(self._busy + min(self.prefill_rows, self.batch_size), self.window)
 
@@ -174,7 +194,7 @@ class EngineConfig(EarlyExitSettings, WindowSettings):
     def spare(self) -> int:
         """Slots that may be free without leaving rows of a round empty. Their prompts wait for each other, to fill a
         prefill forward together."""
-        return max(self.slots - self._busy, 0) if self.bucket >= self.capacity else 0
+        return max(self.slots - self._busy, 0) if self.alike else 0
 
     @property
     def _busy(self) -> int:

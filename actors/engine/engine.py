@@ -256,14 +256,14 @@ class Engine:
     def _recompute(self, sequences: list[Sequence]) -> None:
         """Cache again the tokens that rounds had cached before their sequences were preempted. They are fed in the
         shape of a round: in another shape their KV might differ in its last bits."""
-        width, rows = self.config.width, self.config.batch_size
-        parts: dict[int, list[PrefillChunk]] = defaultdict(list)
+        rows = self.config.batch_size
+        parts: dict[tuple[int, int], list[PrefillChunk]] = defaultdict(list)
         for s in sequences:
             start = s.prefilled
             while start < s.length:
-                _, kv_columns = self.config.round_shape(rows, start + 1)
+                (_, kv_columns), width = self.config.round_shape(rows, start + 1), self.config.width_at(start)
                 end = min(start + width, kv_columns, s.length)
-                parts[kv_columns].append(PrefillChunk(s, start, end, width, kv_columns))
+                parts[kv_columns, width].append(PrefillChunk(s, start, end, width, kv_columns))
                 start = end
         for _, chunks in sorted(parts.items()):
             for i in range(0, len(chunks), rows):
@@ -298,9 +298,9 @@ class Engine:
             sequence.waited += 1
         for sequence in sequences:
             sequence.waited = 0
-        rows, kv_columns = self.config.round_shape(len(sequences), max(s.length for s in sequences) + 1)
-        drafts = self.config.drafted
-        return Group.of(sequences, rows, self.pool.slots, kv_columns, drafts, self.device, self._walker, self.samplers)
+        config, slots = self.config, self.pool.slots
+        rows, kv_columns = config.round_shape(len(sequences), max(s.length for s in sequences) + 1)
+        return Group.of(sequences, rows, slots, kv_columns, config, self.device, self._walker, self.samplers)
 
     def _walker(self, sequences: list[Sequence | None]) -> ConstraintWalker | None:
         constrained = any(s is not None and s.constraint is not None for s in sequences)
@@ -339,7 +339,7 @@ class Engine:
 
     def _drafted(self, group: Group, draft: Draft) -> Batch:
         tokens = torch.cat([group.pending[:, None], draft.tokens], dim=1)
-        dead = self.config.width - tokens.shape[1]
+        dead = group.width - tokens.shape[1]
         tokens = pad(tokens, (0, dead)) if dead and self.config.fixed_shapes else tokens
         return Batch(group.slots, tokens, group.starts, group.kv_columns)
 

@@ -48,12 +48,13 @@ def _cell(value: float | None, form: str) -> str:
 def candidates_table(candidates: list[dict[str, Any]], seconds: float) -> Table:
     """The best candidates of a calibration, with their predicted and measured speed."""
     grid = Table(title=f"calibration in {seconds:.0f} s: tokens/s by shape")
-    for heading in ("method", "drafter", "B", "W", "K", "bucket", "kernels", "predicted", "measured", "min-max", ""):
+    speeds = "predicted", "measured", "min-max", ""
+    for heading in ("method", "drafter", "B", "W", "K", "from", "bucket", "kernels", *speeds):
         grid.add_column(heading, justify="left" if heading in ("method", "drafter", "kernels", "") else "right")
     for row in candidates[:SHOWN]:
-        names = ("method", "drafter", "batch_size", "window", "draft_tokens", "bucket", "kernels")
+        names = ("method", "drafter", "batch_size", "window", "draft_tokens", "draft_from", "bucket", "kernels")
         measured, turns = _cell(row["measured"], ".0f"), row["turns"]
         spread = f"{min(turns):.0f}-{max(turns):.0f}" if turns else "-"
-        speeds = f"{row['predicted']:.0f}", measured, spread
-        grid.add_row(*(str(row[n]) for n in names), *speeds, "chosen" * row["chosen"])
+        values = *(str(row[name]) for name in names), f"{row['predicted']:.0f}", measured, spread
+        grid.add_row(*values, "chosen" * row["chosen"])
     return grid

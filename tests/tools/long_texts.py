@@ -24,10 +24,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from exspec.actors.engine import Engine, EngineConfig, Request, SequenceStatistics
 from exspec.actors.engine.config import Method
+from exspec.actors.engine.drafters.lookup import kind
 from exspec.actors.engine.drafters.sparse import window_of
 from exspec.actors.engine.kv.cached_model import PagedModel
 from exspec.actors.engine.kv.window import Reads, chosen_pages
 from exspec.actors.engine.layers.programs import CODE
+from exspec.actors.engine.shape.calibration import calibrate
 
 BLOCKS, EACH, VALUES, WORDS = 8, 8, 8, 128
 SLOTS = BLOCKS * EACH
@@ -48,6 +50,8 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "sparse, chosen": {"drafter": "sparse", "draft_chosen": 0},  # 0: as many as the window
     "sparse, random": {"drafter": "sparse", "draft_chosen": 0},
 }
+LATER = {"sparse, chosen, from 2,048": {"drafter": "sparse", "draft_chosen": 0, "draft_from": 2048}}  # for mixed texts
+AUTO = {"auto": True, "auto without draft": False}  # what calibration chooses; whether there is a draft model
 app = typer.Typer(add_completion=False)
 
 
@@ -158,6 +162,16 @@ def train(folder: Path, minutes: float = 20.0) -> None:
         model.save_pretrained(folder / role)
 
 
+def prompts_of(lengths: str) -> list[list[int]]:
+    """Texts: 500 or 500+8000 for ROWS of each length, 500*4+8000 for more of one."""
+    rng, found = random.Random(lengths), []
+    for part in lengths.split("+"):
+        length, _, times = part.partition("*")
+        found += [text_of(int(length), int(length) // 2, rng) for _ in range(ROWS * int(times or 1))]
+    rng.shuffle(found)
+    return found
+
+
 def random_pages(self: PagedModel, slots: Tensor, latest: Tensor, recent: int, chosen: int) -> Reads:
     """As `few_pages`, but the chosen pages have nothing to do with attention."""
     table = self.pages.on_device[slots]
@@ -167,25 +181,36 @@ def random_pages(self: PagedModel, slots: Tensor, latest: Tensor, recent: int, c
 
 def config_of(name: str, length: int, kernels: Any = "compiled_packed") -> EngineConfig:
     """B = 8. sparse reads a twentieth of the text, at least 256 tokens, and as many chosen ones."""
-    settings = dict(DRAFTERS[name])
+    settings = dict((DRAFTERS | LATER)[name])
     if settings.get("drafter") == "sparse":
         settings["draft_window"] = window_of(EngineConfig(capacity=length))
         if "draft_chosen" in settings:
             settings["draft_chosen"] = settings["draft_window"]
     method: Method = "exspec" if settings else "plain"
     return EngineConfig(
-        method=method, batch_size=ROWS, window=ROWS, draft_tokens=DRAFTED, capacity=length + NEW + 64, kernels=kernels,
-        prefill_columns=128, **settings,
+        method=method, batch_size=ROWS, window=3 * ROWS, draft_tokens=DRAFTED, capacity=length + NEW + 64,
+        kernels=kernels, prefill_columns=128, **settings,
     )  # fmt: skip
 
 
-def decode(target: Any, draft: Any, name: str, prompts: list[list[int]], kernels: Any) -> tuple[float, Any, Any]:
+def chosen(target: Any, draft: Any, prompts: list[list[int]], kernels: Any, seconds: float) -> EngineConfig:
+    """What calibration chooses at B = 8, with this draft model or none."""
+    base = config_of("draft model" if draft else "sparse, window", max(map(len, prompts)), kernels)
+    requests = [Request(number, prompt, NEW, ignore_end=True) for number, prompt in enumerate(prompts)]
+    free = ("method", "drafter", "draft_tokens", "draft_from")
+    found = calibrate(target, draft, requests, base, free, seconds)
+    typer.echo(found.reason)
+    return found.config
+
+
+def decode(
+    target: Any, draft: Any, name: str, settings: EngineConfig, prompts: list[list[int]]
+) -> tuple[float, Any, Any]:
     """Tokens/s of the rounds, the statistics, and the tokens by row. Prefill and compiling do not count."""
-    settings = config_of(name, len(prompts[0]), kernels)
     pages = random_pages if name.endswith("random") else PagedModel.few_pages
     with patch.object(PagedModel, "few_pages", pages):
-        engine = Engine(target, draft if settings.drafter == "model" and settings.drafts else None, settings)
-        engine.submit(Request("first", prompts[0][:64], 2 * DRAFTED + 4))
+        engine = Engine(target, draft if kind(settings).needs_draft else None, settings)
+        engine.submit(Request("first", prompts[0][:64], 2 * settings.draft_tokens + 4))
         engine.run()
         before, compiling = dict(engine.statistics.seconds), CODE.seconds
         for number, prompt in enumerate(prompts):
@@ -206,25 +231,31 @@ def measure(
     drafters: str = ";".join(DRAFTERS),
     kernels: str = "compiled_packed",
     threads: int = 2,
+    tune_seconds: float = 120.0,
 ) -> None:
-    """Decode 8 texts of each length with each drafter, in turns, and append the figures as lines of JSON."""
+    """Decode texts of each length, or of mixed lengths (`prompts_of`), with each drafter, in turns, and append the
+    figures as lines of JSON. The names in LATER and AUTO are drafters, too."""
     torch.set_num_threads(threads)
     target, draft = (AutoModelForCausalLM.from_pretrained(folder / role).eval() for role in SIZES)
-    for length in map(int, lengths.split(",")):
-        rng = random.Random(length)
-        prompts = [text_of(length, length // 2, rng) for _ in range(ROWS)]
+    for length in lengths.split(","):
+        prompts = prompts_of(length)
         speeds: dict[str, list[float]] = {name: [] for name in drafters.split(";")}
+        drafts = {name: draft if AUTO.get(name, True) else None for name in speeds}
+        configs = {name: config_of(name, max(map(len, prompts)), kernels) for name in speeds if name not in AUTO}
+        for name in speeds.keys() & AUTO.keys():
+            configs[name] = chosen(target, drafts[name], prompts, kernels, tune_seconds)
         totals: dict[str, Any] = {}
         expected = None
         for _ in range(turns):
             for name, found in speeds.items():
-                speed, totals[name], tokens = decode(target, draft, name, prompts, kernels)
+                speed, totals[name], tokens = decode(target, drafts[name], name, configs[name], prompts)
                 expected = expected or tokens
                 assert tokens == expected, f"{name} gives other tokens"
                 found.append(speed)
         for name, found in speeds.items():
-            line = {"length": length, "drafter": name, "tokens_per_s": round(median(found), 1)}
-            if name != "plain":
+            line: dict[str, Any] = {"length": int(length) if length.isdecimal() else length}
+            line |= {"drafter": name, "tokens_per_s": round(median(found), 1)}
+            if configs[name].drafts:
                 line |= {"acceptance": round(totals[name].acceptance_rate, 3)}
             if "plain" in speeds:
                 ratios = [a / b for a, b in zip(found, speeds["plain"], strict=True)]
@@ -243,8 +274,9 @@ def draw(figures: Path, picture: Path) -> None:
     from matplotlib import pyplot
 
     lines = [json.loads(line) for line in figures.read_text().splitlines()]
+    lines = [line for line in lines if isinstance(line["length"], int)]
     figure, axes = pyplot.subplots(figsize=(7, 4.2))
-    for name in DRAFTERS:
+    for name in dict.fromkeys(line["drafter"] for line in lines):
         points = sorted((x["length"], x["times_plain"]) for x in lines if x["drafter"] == name)
         if points:
             axes.plot(*zip(*points, strict=True), marker="o", label=name)

@@ -4,6 +4,7 @@ import json
 import random
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,15 +36,21 @@ def test_a_model_recalls_before_it_is_trained(role: str) -> None:
     assert right > 0.9, "an eighth would be luck"
 
 
+def test_texts_of_mixed_lengths() -> None:
+    assert sorted(map(len, long_texts.prompts_of("300*2+700"))) == [300] * 16 + [700] * 8
+
+
 @pytest.mark.slow
 def test_drafters_are_measured_in_turns(tmp_path: Path) -> None:
     """All give the tokens of plain decoding."""
     for role in long_texts.SIZES:
         long_texts.untrained(role).save_pretrained(tmp_path / role)
     figures = tmp_path / "figures.jsonl"
-    long_texts.measure(tmp_path, figures, lengths="1400", turns=1, kernels="eager", threads=1)
+    names = [*long_texts.DRAFTERS, *long_texts.LATER, *long_texts.AUTO]
+    shape: Any = {"turns": 1, "kernels": "eager", "threads": 1, "tune_seconds": 5.0}
+    long_texts.measure(tmp_path, figures, "1400", drafters=";".join(names), **shape)
     found = {line["drafter"]: line for line in map(json.loads, figures.read_text().splitlines())}
-    assert list(found) == list(long_texts.DRAFTERS)
+    assert list(found) == names
     assert all(line["times_plain"] > 0 for line in found.values())
     long_texts.draw(figures, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.scheduling.pool import Sequence
 from exspec.actors.engine.tokens.constraint_walker import ConstraintWalker
 from exspec.actors.engine.tokens.sampling import Sampler, SamplerState
@@ -18,7 +19,7 @@ class Group:
 
     slots: [R].
     previous, pending: [R], the last two committed tokens. starts: [R], the position of the pending token.
-    kv_columns: KV columns that the target attends to; no token is committed past them.
+    kv_columns: KV columns that the target attends to; no token is committed past them. width: columns of the verify.
     longest: tokens of the longest row, including the pending token.
     useful: by row, the most drafts that fit its bucket and its budget; 0 for dead rows.
     walker: walks the rows' constraints; None if no row has one.
@@ -30,6 +31,7 @@ class Group:
     pending: Tensor
     starts: Tensor
     kv_columns: int
+    width: int
     longest: int
     useful: list[int]
     sampler: Sampler
@@ -42,12 +44,12 @@ class Group:
         rows: int,
         slots: int,
         kv_columns: int,
-        drafts: int,
+        config: EngineConfig,
         device: torch.device,
         walker: Callable[[list[Sequence | None]], ConstraintWalker | None],
         samplers: SamplerState,
     ) -> "Group":
-        """A group of the sequences, padded with dead rows to `rows`; `slots` is W and `drafts` is K.
+        """A group of the sequences, padded with dead rows to `rows`; `slots` is W.
 
         Dead rows come last and point to slot W, which no sequence has. walker: makes the rows' constraint walker.
         samplers: the sampling state of the slots' sequences.
@@ -61,7 +63,9 @@ class Group:
         # A prompt of one token has no token before the pending one.
         values[1:, : len(sequences)] = [s.tokens[-2:][0] for s in sequences], [s.tokens[-1] for s in sequences], lengths
         numbers, previous, pending, starts = torch.from_numpy(values).to(device, non_blocking=True)
-        useful = [min(drafts, kv_columns - n - 1, s.budget - 1) for s, n in zip(sequences, lengths, strict=True)]
+        useful = [
+            min(config.drafted_at(n), kv_columns - n - 1, s.budget - 1) for s, n in zip(sequences, lengths, strict=True)
+        ]
         return cls(
             sequences=padded,
             slots=numbers,
@@ -69,6 +73,7 @@ class Group:
             pending=pending,
             starts=starts,
             kv_columns=kv_columns,
+            width=config.width_at(max(lengths)),
             longest=max(lengths) + 1,
             useful=[*useful, *[0] * dead],
             sampler=samplers.rows(numbers, live),

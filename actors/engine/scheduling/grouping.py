@@ -24,16 +24,25 @@ class LengthBuckets:
 
     The fullest bucket comes first. A row that has waited for more than `patience` rounds brings its own to the front:
     no row starves. With `fallback`, rows of other buckets fill a group that is not full, which makes it ragged. With
-    buckets of one column this is the paper's equal-length grouping.
+    buckets of one column this is the paper's equal-length grouping. Rows that are too short for drafts have buckets of
+    their own.
 
-    prefill: rows and columns of a prefill forward. spare: how many slots may stay free until their prompts fill one.
+    draft_from: tokens from which rows are drafted for. prefill: rows and columns of a prefill forward. spare: how many
+    slots may stay free until their prompts fill one.
     """
 
     def __init__(
-        self, batch_size: int, bucket: int, fallback: bool, prefill: tuple[int, int], spare: int = 0, patience: int = 16
+        self,
+        batch_size: int,
+        bucket: int,
+        fallback: bool,
+        prefill: tuple[int, int],
+        spare: int = 0,
+        draft_from: int = 0,
+        patience: int = 16,
     ) -> None:
         self.batch_size, self.bucket, self.fallback, self.patience = batch_size, bucket, fallback, patience
-        self.prefill, self.spare = prefill, spare
+        self.prefill, self.spare, self.draft_from = prefill, spare, draft_from
 
     def room(self, pool: Pool) -> int:
         """How many sequences to admit now: all if more than the spare slots are free, else as many as fill their
@@ -51,16 +60,19 @@ class LengthBuckets:
     def select(self, running: list[Sequence]) -> list[Sequence]:
         """The sequences of the next round, at most B; at least one if any is running. Within a bucket the oldest come
         first: they end first, and their KV is still in the processor's caches."""
-        buckets: dict[int, list[Sequence]] = defaultdict(list)
+        buckets: dict[tuple[int, bool], list[Sequence]] = defaultdict(list)
         for sequence in running:
-            buckets[sequence.length // self.bucket].append(sequence)
+            buckets[self._bucket(sequence)].append(sequence)
         overdue = max(running, key=lambda s: s.waited)
         if overdue.waited > self.patience:
-            first = buckets[overdue.length // self.bucket]
+            first = buckets[self._bucket(overdue)]
         else:
             first = max(buckets.values(), key=self._worth)
         others = [s for s in running if s not in first] if self.fallback else []
         return [*first, *others][: self.batch_size]
+
+    def _bucket(self, sequence: Sequence) -> tuple[int, bool]:
+        return sequence.length // self.bucket, sequence.length >= self.draft_from
 
     def _worth(self, rows: list[Sequence]) -> tuple[int, int]:
         return min(len(rows), self.batch_size), max(s.waited for s in rows)
@@ -74,4 +86,4 @@ def grouping_of(config: EngineConfig) -> Grouping:
     if config.method == "eqspec":
         return FixedBatch()
     prefill = config.prefill_rows, config.prefill_columns
-    return LengthBuckets(config.batch_size, config.bucket, not config.exact, prefill, config.spare)
+    return LengthBuckets(config.batch_size, config.bucket, not config.exact, prefill, config.spare, config.draft_from)

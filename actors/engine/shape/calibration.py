@@ -27,7 +27,15 @@ from exspec.actors.engine.engine import Engine
 from exspec.actors.engine.layers.programs import CODE, OutOfTimeError
 from exspec.actors.engine.methods import resolve
 from exspec.actors.engine.request import Request
-from exspec.actors.engine.shape.candidates import FREE, UNCOMPILED, candidates, coarse, drafter_choices, probe_shape
+from exspec.actors.engine.shape.candidates import (
+    DRAFT_FROM,
+    FREE,
+    UNCOMPILED,
+    candidates,
+    coarse,
+    drafter_choices,
+    probe_shape,
+)
 from exspec.actors.engine.shape.costs import Costs
 from exspec.actors.engine.shape.kept import Kept
 from exspec.actors.engine.shape.plan import Models
@@ -58,7 +66,8 @@ class Candidate:
         return median(self.turns) if self.turns else None
 
     def __str__(self) -> str:
-        return f"{label(self.config)}, K={self.config.drafted}" if self.config.drafts else "plain"
+        since = f" from {self.config.draft_from:,} tokens" if self.config.draft_from else ""
+        return f"{label(self.config)}, K={self.config.drafted}{since}" if self.config.drafts else "plain"
 
     def ratios(self, other: "Candidate") -> list[float]:
         """How many times as fast it was as the other, by turn."""
@@ -86,6 +95,7 @@ class Calibration:
                 "batch_size": c.config.batch_size,
                 "window": c.config.slots,
                 "draft_tokens": c.config.drafted,
+                "draft_from": c.config.draft_from,
                 "bucket": c.config.bucket,
                 "kernels": c.config.kernels,
                 "predicted": round(c.predicted, 1),
@@ -232,6 +242,9 @@ class Calibrator:
                     predicted, costs, shapes, self.config = predicted + again, faster, compiled, faster.config
             costs.deadline = until
             predicted += self._predicted([s for s in shapes if s not in coarse(shapes)], costs, sample)
+            if "draft_from" in self.free:
+                alike = [c for c in predicted if c.config.kernels == self.config.kernels]
+                predicted += self._predicted(partly(alike, sample), costs, sample)
         costs.forget()
         return sorted(predicted, key=lambda c: -c.predicted), costs
 
@@ -278,6 +291,14 @@ class Calibrator:
                 break
             for candidate, feed in racing:
                 candidate.turns.append(feed.run(left / ((TURNS - turn) * len(racing))))
+
+
+def partly(predicted: list[Candidate], sample: Sample) -> list[EngineConfig]:
+    """The best shape of each drafter with drafts from a length on that only a part of the sample's rows has."""
+    best = {c.config.drafter: c.config for c in sorted(predicted, key=lambda c: c.predicted)}
+    shortest, longest = min(prompt for prompt, _ in sample.lengths), max(map(sum, sample.lengths))
+    lengths = [n for n in DRAFT_FROM if shortest < n < longest]
+    return [replace(c, draft_from=n) for c in best.values() if c.method == "exspec" for n in lengths]
 
 
 def in_reach(racing: Sequence[tuple[Candidate, Feed]]) -> list[tuple[Candidate, Feed]]:

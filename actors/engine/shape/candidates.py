@@ -10,7 +10,7 @@ from exspec.actors.engine.drafters.lookup import available, drafter_class, label
 from exspec.actors.engine.drafters.registry import NONE
 from exspec.actors.engine.shape.plan import Models
 
-FREE = ("method", "drafter", "batch_size", "window", "draft_tokens", "bucket", "kernels", "prefill")
+FREE = ("method", "drafter", "batch_size", "window", "draft_tokens", "draft_from", "bucket", "kernels", "prefill")
 # Values of B to try, the likeliest first.
 ROWS = {"cuda": (8, 16, 32, 64, 128, 256, 4, 2, 1), "cpu": (16, 32, 8, 64, 4, 2, 1)}
 # Kernels to time first. On a CPU the faster ones also decide how the products of compiled kernels are computed.
@@ -19,6 +19,7 @@ TO_COMPILED: dict[KernelsName, KernelsName] = {"eager": "compiled", "packed": "c
 UNCOMPILED = {compiled: name for name, compiled in TO_COMPILED.items()}
 PREFILLS = {"cuda": ((1, 128), (4, 128), (16, 128)), "cpu": ((4, 32), (8, 32), (16, 32), (1, 128))}  # rows and columns
 BUCKETS = (128, 256, 512, 1024)
+DRAFT_FROM = (256, 512, 1024, 2048, 4096, 8192)  # tokens of a row from which drafts may begin to pay
 USUAL = 5  # the K with which B is chosen
 
 DrafterChoice = dict[str, Any]  # a drafter's name and its own settings

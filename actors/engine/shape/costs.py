@@ -59,13 +59,16 @@ class Costs:
         self.engines: dict[int, Engine] = {}
         self.drafters: dict[str, Drafter] = {}  # by label, for the engine
 
-    def round(self, config: EngineConfig, kv_columns: int) -> float:
-        """Seconds of draft and verify for a full group."""
-        verify = _between(self.points, kv_columns, lambda a: self._verify(config.batch_size, config.width, a))
+    def round(self, config: EngineConfig, kv_columns: int, drafts: int | None = None) -> float:
+        """Seconds of draft and verify for a full group. drafts: of each row; default: K. Without any, the verify is as
+        narrow as that of plain decoding."""
+        drafts = config.drafted if drafts is None else drafts
+        width = config.width if drafts == config.drafted else 1
+        verify = _between(self.points, kv_columns, lambda a: self._verify(config.batch_size, width, a))
         if not config.drafts:
             return verify
-        first = _between(self.points, kv_columns, lambda a: self.propose(config, 1, a))
-        return verify + first + (config.draft_tokens - 1) * self.draft_step(config, kv_columns)
+        first = _between(self.points, kv_columns, lambda a: self.propose(config, min(drafts, 1), a))
+        return verify + first + max(drafts - 1, 0) * self.draft_step(config, kv_columns)
 
     def draft_step(self, config: EngineConfig, kv_columns: int) -> float:
         """Seconds of one more drafted token."""
@@ -199,7 +202,7 @@ class Costs:
             sequence.slot = slot
             engine.samplers.admit(slot, request.sampling, [1], [])
             sequences.append(sequence)
-        return Group.of(sequences, rows, rows, capacity, capacity, engine.device, lambda _: None, engine.samplers)
+        return Group.of(sequences, rows, rows, capacity, engine.config, engine.device, lambda _: None, engine.samplers)
 
     def _sampler(self, rows: int) -> Sampler:
         chosen = [r.sampling for r, _ in zip(cycle(self.requests), range(rows), strict=False)]

@@ -12,7 +12,7 @@ from exspec.actors.engine.drafters.suffix import CONTEXT, Suffix
 from exspec.actors.engine.layers import programs
 from exspec.actors.engine.scheduling import grouping
 from exspec.actors.engine.shape import calibration
-from exspec.actors.engine.shape.calibration import Calibrator, Candidate, calibrate, decided, in_reach
+from exspec.actors.engine.shape.calibration import Calibrator, Candidate, calibrate, decided, in_reach, partly
 from exspec.actors.engine.shape.candidates import FREE
 from exspec.actors.engine.shape.plan import Models, plan_memory
 from exspec.actors.engine.shape.prediction import predict
@@ -32,8 +32,8 @@ class Costs:
     ) -> None:
         self.verify, self.draft, self.each, self.column, self.token = verify, draft, prefill, column, token
 
-    def round(self, config: EngineConfig, kv_columns: int) -> float:
-        return self.verify + self.column * kv_columns + config.drafted * self.draft
+    def round(self, config: EngineConfig, kv_columns: int, drafts: int) -> float:  # noqa: ARG002
+        return self.verify + self.column * kv_columns + drafts * self.draft
 
     def prefill(self, config: EngineConfig, *lengths: int) -> float:  # noqa: ARG002
         return self.each * len(lengths) + self.token * sum(lengths)
@@ -104,6 +104,22 @@ def test_prompts_that_others_have_cached_cost_less() -> None:
 def test_narrow_buckets_pay_if_columns_are_expensive_and_slots_many() -> None:
     expensive = Costs(0.001, 0.0, column=0.001)
     assert speed(expensive, 0.5, bucket=32, window=16) > speed(expensive, 0.5)
+
+
+def test_drafts_for_long_rows_only_win_where_they_do_not_pay_for_short_ones() -> None:
+    """A draft costs as much as a verify of a short row, and much less than one of a long row."""
+    sample = Sample([], [(4, 20)] * 4 + [(70, 20)], {"model": (0.8, 0.6, 0.5)}, {"model": 0.0})
+    costs = Costs(0.01, 0.02, column=0.001)
+
+    def predicted(**changes: Any) -> float:
+        shape = replace(SHAPE, bucket=tiny.CONTEXT, attention="in_place", window=12, **changes)
+        return predict(shape, costs, sample)  # type: ignore[arg-type]
+
+    always, plain = predicted(), predicted(method="plain", drafter="none", columns=1)
+    assert predicted(draft_from=32) > 1.05 * max(always, plain)
+    candidates = [Candidate(SHAPE, 2.0), Candidate(replace(SHAPE, draft_tokens=5), 3.0), raced(0)]
+    found = partly(candidates, replace(sample, lengths=[(300, 9), (900, 200)]))
+    assert [(shape.draft_tokens, shape.draft_from) for shape in found] == [(5, 512), (5, 1024)]
 
 
 @pytest.mark.fast("free0")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from exspec.actors.engine import Engine, EngineConfig, Request, Sampling
+from exspec.actors.engine.kv.batch import Batch
 from tests import tiny
 
 PROMPTS = tiny.prompts(14)
@@ -76,6 +77,43 @@ def test_bfloat16_equals_plain_in_the_same_shape(family: str, sampling: Sampling
         engine = tiny.engine(target, tiny.Scripted(expected, right), window=window)
         found = tiny.decode(engine, tiny.requests(PROMPTS, sampling=sampling), shuffle)
         assert found == expected, (right, window)
+
+
+def watch(engine: Engine) -> list[tuple[int, int]]:
+    """Where the engine's verify forwards begin in their rows, and their widths; it fills while the engine decodes."""
+    found: list[tuple[int, int]] = []
+    choose = engine.choose
+
+    def watched(batch: Batch, sampler: Any) -> Any:
+        found.extend((start, batch.tokens.shape[1]) for start in batch.starts[batch.slots < engine.pool.slots].tolist())
+        return choose(batch, sampler)
+
+    engine.choose = watched
+    return found
+
+
+@pytest.mark.cover(1)
+@pytest.mark.parametrize("shape", [{}, {"attention": "in_place"}, {"bucket": 16}, {"pages": 14}], ids=str)
+@pytest.mark.parametrize("draft_from", [26, 40])
+def test_short_rows_decode_as_plain_and_longer_ones_are_drafted_for(draft_from: int, shape: dict[str, Any]) -> None:
+    """The width of a verify depends on the position alone, so no bit depends on neighbours, drafts or preemption."""
+    tiny.need(shape.get("attention"), None)
+    target = tiny.model(dtype=torch.bfloat16)
+
+    def engine(**changes: Any) -> Engine:
+        return tiny.engine(target, draft_from=draft_from, **shape | changes)
+
+    expected = tiny.decode(engine(method="plain", columns=4), tiny.requests(PROMPTS), shuffle=0)
+    short = {i for i, tokens in expected.items() if len(PROMPTS[int(str(i))]) + len(tokens) <= draft_from}
+    alone = tiny.decode(tiny.engine(target, method="plain", **shape), tiny.requests(PROMPTS))
+    assert 0 < len(short) < len(PROMPTS)
+    assert {i: expected[i] for i in short} == {i: alone[i] for i in short}, "as if there were no drafts"
+    for shuffle, (right, window) in enumerate([(0.0, 10), (0.6, 4), (1.0, 14)], 1):
+        made = tiny.engine(target, tiny.Scripted(expected, right), draft_from=draft_from, window=window, **shape)
+        verified = watch(made)
+        assert tiny.decode(made, tiny.requests(PROMPTS), shuffle) == expected, (right, window)
+        assert {width for start, width in verified if start < draft_from} == {1}
+        assert {width for start, width in verified if start >= draft_from} == {4}
 
 
 def test_bfloat16_differs_between_shapes() -> None:

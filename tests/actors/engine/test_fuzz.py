@@ -39,6 +39,7 @@ def shape(rng: random.Random) -> dict[str, Any]:
         "exit_tokens": rng.randint(1, 4),
         "draft_window": rng.randint(16, 80),
         "draft_chosen": rng.choice([None, rng.randint(1, 40)]),
+        "draft_from": rng.choice([0, 0, rng.randint(2, 60)]),
     }
     if made["drafter"] != "sparse" and rng.random() < 0.5:
         del made["draft_window"]

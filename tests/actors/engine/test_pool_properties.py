@@ -87,13 +87,19 @@ def test_random_work_gives_the_right_tokens(
 
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(
-    st.lists(st.integers(1, 60), min_size=1, max_size=24), st.integers(1, 8), st.sampled_from([1, 8, 64]), st.booleans()
-)
+    st.lists(st.integers(1, 60), min_size=1, max_size=24), st.integers(1, 8), st.sampled_from([1, 8, 64]),
+    st.booleans(), st.sampled_from([0, 0, 20, 33]),
+)  # fmt: skip
 def test_a_group_has_one_bucket_and_as_many_rows_as_possible_and_no_sequence_starves(
-    lengths: list[int], batch_size: int, bucket: int, fallback: bool
+    lengths: list[int], batch_size: int, bucket: int, fallback: bool, draft_from: int
 ) -> None:
-    """Newcomers take the place of sequences that end, so that other buckets stay full."""
-    grouping = LengthBuckets(batch_size, bucket, fallback, prefill=(1, 8), patience=3)
+    """Newcomers take the place of sequences that end, so that other buckets stay full. Rows that are drafted for are in
+    other buckets than the rest."""
+    grouping = LengthBuckets(batch_size, bucket, fallback, prefill=(1, 8), draft_from=draft_from, patience=3)
+    buckets = [(b, drafted) for b in range(70) for drafted in (False, True)]
+
+    def bucket_of(s: Sequence) -> tuple[int, bool]:
+        return s.length // bucket, s.length >= draft_from
 
     def sequence(i: int, length: int) -> Sequence:
         return Sequence(Request(i, [1] * length, max_new_tokens=9), 99)
@@ -101,9 +107,9 @@ def test_a_group_has_one_bucket_and_as_many_rows_as_possible_and_no_sequence_sta
     running = [sequence(i, n) for i, n in enumerate(lengths)]
     count, left = len(lengths), set(range(len(lengths)))
     for round_ in range(9 * 5 * len(lengths)):
-        by_bucket = [sum(s.length // bucket == b for s in running) for b in range(70)]
+        by_bucket = {b: sum(bucket_of(s) == b for s in running) for b in buckets}
         group = grouping.select(running)
-        kinds = {s.length // bucket for s in group}
+        kinds = {bucket_of(s) for s in group}
         assert len(group) == len(set(map(id, group))) <= batch_size
         if fallback:
             assert len(group) == min(batch_size, len(running))
@@ -111,7 +117,7 @@ def test_a_group_has_one_bucket_and_as_many_rows_as_possible_and_no_sequence_sta
             assert len(kinds) == 1
             assert len(group) == min(batch_size, by_bucket[kinds.pop()])
         if round_ == 0 and not fallback:
-            assert len(group) == min(batch_size, max(by_bucket)), "the fullest bucket first"
+            assert len(group) == min(batch_size, max(by_bucket.values())), "the fullest bucket first"
         for s in running:
             s.waited = 0 if s in group else s.waited + 1
         for s in group:

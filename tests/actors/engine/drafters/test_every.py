@@ -130,10 +130,22 @@ def reference(sampling: Sampling | None = None) -> dict[Any, list[int]]:
         {"method": "eqspec"},
         {"attention": "gathered", "draft_length": "both"},
         {"attention": "gathered", "pages": 14},
+        {"attention": "in_place", "pages": 14, "draft_from": 24},
         {"attention": "in_place", "kernels": "compiled_packed"},
         {"attention": "gathered", "batch_size": 20, "window": 20},
     ],
-    ids=["gathered", "in place", "overlap", "free", "eqspec", "lengths", "few pages", "compiled", "dead rows"],
+    ids=[
+        "gathered",
+        "in place",
+        "overlap",
+        "free",
+        "eqspec",
+        "lengths",
+        "few pages",
+        "from 24",
+        "compiled",
+        "dead rows",
+    ],
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_equal_a_slow_loop(name: str, config: dict[str, Any], sampling: Sampling | None) -> None:
