@@ -79,13 +79,13 @@ class Filler:
 FILLER = Filler()
 
 
-def text_of(length: int, early: int, rng: random.Random) -> list[int]:
-    """A text whose definitions lie between token 32 and about token `early`; those of a block are together."""
+def text_of(length: int, early: int, rng: random.Random, first: int = 33) -> list[int]:
+    """A text whose definitions lie between the tokens `first` and about `early`; those of a block are together."""
     values = [rng.randrange(VALUES) for _ in range(SLOTS)]
     text = [0]
-    while len(text) < 33:
+    while len(text) < first:
         FILLER.run(rng, text)
-    room = max((early - SLOTS) // BLOCKS, 0)
+    room = max((early - first - SLOTS) // BLOCKS, 0)
     for block in rng.sample(range(BLOCKS), BLOCKS):
         until = len(text) + (rng.randint(0, 2 * room) if room else 0)
         while len(text) < until:
@@ -163,20 +163,23 @@ def train(folder: Path, minutes: float = 20.0) -> None:
 
 
 def prompts_of(lengths: str) -> list[list[int]]:
-    """Texts: 500 or 500+8000 for ROWS of each length, 500*4+8000 for more of one."""
+    """ROWS texts of each length: 500 or 500+8000; 500*4+8000 for more of one. The definitions lie in the first half, or
+    with 8000! among the last 200 tokens."""
     rng, found = random.Random(lengths), []
     for part in lengths.split("+"):
-        length, _, times = part.partition("*")
-        found += [text_of(int(length), int(length) // 2, rng) for _ in range(ROWS * int(times or 1))]
+        name, _, times = part.partition("*")
+        length = int(name.rstrip("!"))
+        early, first = (length - 60, length - 200) if "!" in name else (length // 2, 33)
+        found += [text_of(length, early, rng, first) for _ in range(ROWS * int(times or 1))]
     rng.shuffle(found)
     return found
 
 
 def random_pages(self: PagedModel, slots: Tensor, latest: Tensor, recent: int, chosen: int) -> Reads:
-    """As `few_pages`, but the chosen pages have nothing to do with attention."""
+    """As `few_pages`, but the chosen pages have nothing to do with attention, and only the last two pages are always read."""
     table = self.pages.on_device[slots]
     steps = table + latest[:, None] + 37 * torch.arange(len(self.keys))[:, None, None]
-    return chosen_pages(table, steps * 0.754877666 % 1, latest, recent, chosen, self.pages.size)
+    return chosen_pages(table, steps * 0.754877666 % 1, latest, 2, recent - 2 + chosen, self.pages.size)
 
 
 def config_of(name: str, length: int, kernels: Any = "compiled_packed") -> EngineConfig:

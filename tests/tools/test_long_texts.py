@@ -38,6 +38,9 @@ def test_a_model_recalls_before_it_is_trained(role: str) -> None:
 
 def test_texts_of_mixed_lengths() -> None:
     assert sorted(map(len, long_texts.prompts_of("300*2+700"))) == [300] * 16 + [700] * 8
+    for text in long_texts.prompts_of("1500!"):
+        assert {DEFINITION <= token < SLOT for token in text[:-200]} == {False}
+        assert sum(DEFINITION <= token < SLOT for token in text) == SLOTS
 
 
 @pytest.mark.slow
