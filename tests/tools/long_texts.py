@@ -176,7 +176,7 @@ def prompts_of(lengths: str) -> list[list[int]]:
 
 
 def random_pages(self: PagedModel, slots: Tensor, latest: Tensor, recent: int, chosen: int) -> Reads:
-    """As `few_pages`, but the chosen pages have nothing to do with attention, and only the last two pages are always read."""
+    """As `few_pages`, but with pages that have nothing to do with attention, beside the first and the last two."""
     table = self.pages.on_device[slots]
     steps = table + latest[:, None] + 37 * torch.arange(len(self.keys))[:, None, None]
     return chosen_pages(table, steps * 0.754877666 % 1, latest, 2, recent - 2 + chosen, self.pages.size)
