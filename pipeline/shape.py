@@ -18,7 +18,7 @@ from exspec.actors.engine.kv.memory import MEBIBYTE, MemoryPlan
 from exspec.actors.engine.shape.calibration import calibrate
 from exspec.actors.engine.shape.candidates import UNCOMPILED
 from exspec.actors.engine.shape.kept import Kept
-from exspec.actors.engine.shape.plan import fit, free_memory, plan_memory
+from exspec.actors.engine.shape.plan import SHARE, fit, free_memory, plan_memory
 from exspec.actors.hardware import hardware
 from exspec.actors.models import Pair, load_pair
 from exspec.actors.source import Source
@@ -36,7 +36,6 @@ SAMPLED = (8, 256)  # a calibration sample: chunks that it is taken from, and pr
 ALWAYS = ("kernels", "prefill")  # calibrated along with anything else
 BY_DRAFTER = ("method", "drafter", *DRAFTING)
 RECALLED = "as an earlier calibration chose"
-SHARE = 0.9  # of the free memory for the plan; libraries need some too
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class EngineConfig(EarlyExitSettings, WindowSettings):
         many as the rounds need, and some to spare.
     columns: width of a verify forward; default K + 1 (plain: 1). Additional columns are dead: `plain` with
         `columns = K + 1` is the reference in the shape of speculation.
-    draft_from: the verify forwards of rows with fewer tokens have one column, and no row with more takes part in them.
+    draft_from: with fixed shapes, rows with at most so many tokens have forwards of their own, with one column.
     bucket: a row attends to its length rounded up to a multiple of it; rows of one bucket form a group. With attention
         in place, all lengths share one bucket.
     capacity: counts prompt and completion together.
@@ -69,7 +69,7 @@ class EngineConfig(EarlyExitSettings, WindowSettings):
     columns: int | None = None
     draft_from: int = setting(
         0,
-        "Tokens of prompt and completion from which a row is drafted for; before, it decodes as plain.",
+        "A row decodes as plain until it has more tokens than this, prompt included.",
         measured=True,
         ge=0,
     )
@@ -153,7 +153,7 @@ class EngineConfig(EarlyExitSettings, WindowSettings):
         return self.columns or self.drafted + 1
 
     def drafted_at(self, length: int) -> int:
-        """Drafts of a row with so many cached tokens."""
+        """Drafts of a row with so many cached tokens: all but its last one."""
         return self.drafted if length >= self.draft_from else 0
 
     def width_at(self, length: int) -> int:
@@ -163,7 +163,12 @@ class EngineConfig(EarlyExitSettings, WindowSettings):
     @property
     def alike(self) -> bool:
         """Whether any rows can form a group."""
-        return self.bucket >= self.capacity and not self.draft_from
+        return self.bucket >= self.capacity and not self.split_from
+
+    @property
+    def split_from(self) -> int:
+        """Cached tokens from which the forwards of a row have another width than before. 0: all have the same."""
+        return self.draft_from if self.width > 1 else 0
 
     @property
     def widest(self) -> int:

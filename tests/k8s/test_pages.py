@@ -16,11 +16,11 @@ from transformers import AutoConfig
 
 from exspec.actors.engine import EngineConfig
 from exspec.actors.engine.shape.candidates import PREFILLS, ROWS
-from exspec.actors.engine.shape.plan import fit, plan_memory
+from exspec.actors.engine.shape.plan import SHARE, fit, plan_memory
 from exspec.actors.engine.shape.roofline import CARDS, LENGTHS, Roofline, Sizes, draftings
 from exspec.jobs.benchmarks.shapes import SHAPES
 from exspec.jobs.cli import app
-from exspec.pipeline.shape import LONGEST, SHARE
+from exspec.pipeline.shape import LONGEST
 from tests.k8s import checks, policy, schemas
 from tests.k8s.manifests import K8S, OVERLAYS, ROOT, Manifest, combinations, needs_renderer, of_kind, one, render
 

@@ -29,7 +29,7 @@ from exspec.actors.engine.drafters.sparse import window_of
 from exspec.actors.engine.kv.cached_model import PagedModel
 from exspec.actors.engine.kv.window import Reads, chosen_pages
 from exspec.actors.engine.layers.programs import CODE
-from exspec.actors.engine.shape.calibration import calibrate
+from exspec.actors.engine.shape.calibration import Candidate, calibrate
 
 BLOCKS, EACH, VALUES, WORDS = 8, 8, 8, 128
 SLOTS = BLOCKS * EACH
@@ -258,6 +258,8 @@ def measure(
         for name, found in speeds.items():
             line: dict[str, Any] = {"length": int(length) if length.isdecimal() else length}
             line |= {"drafter": name, "tokens_per_s": round(median(found), 1)}
+            if name in AUTO:
+                line |= {"chosen": str(Candidate(configs[name], 0.0))}
             if configs[name].drafts:
                 line |= {"acceptance": round(totals[name].acceptance_rate, 3)}
             if "plain" in speeds:

@@ -6,6 +6,7 @@ from itertools import islice
 from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.scheduling.pool import Pool, Sequence
 
+PATIENCE = 16  # rounds
 EMPTY = 1 / 8  # rows of prefill forwards that may be empty, for each one that is not
 
 
@@ -24,11 +25,10 @@ class LengthBuckets:
 
     The fullest bucket comes first. A row that has waited for more than `patience` rounds brings its own to the front:
     no row starves. With `fallback`, rows of other buckets fill a group that is not full, which makes it ragged. With
-    buckets of one column this is the paper's equal-length grouping. Rows that are too short for drafts have buckets of
-    their own.
+    buckets of one column this is the paper's equal-length grouping.
 
-    draft_from: tokens from which rows are drafted for. prefill: rows and columns of a prefill forward. spare: how many
-    slots may stay free until their prompts fill one.
+    prefill: rows and columns of a prefill forward. spare: how many slots may stay free until their prompts fill one.
+    split_from: no bucket has rows with fewer cached tokens and rows with more.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class LengthBuckets:
         fallback: bool,
         prefill: tuple[int, int],
         spare: int = 0,
-        draft_from: int = 0,
-        patience: int = 16,
+        split_from: int = 0,
+        patience: int = PATIENCE,
     ) -> None:
         self.batch_size, self.bucket, self.fallback, self.patience = batch_size, bucket, fallback, patience
-        self.prefill, self.spare, self.draft_from = prefill, spare, draft_from
+        self.prefill, self.spare, self.split_from = prefill, spare, split_from
 
     def room(self, pool: Pool) -> int:
         """How many sequences to admit now: all if more than the spare slots are free, else as many as fill their
@@ -72,7 +72,7 @@ class LengthBuckets:
         return [*first, *others][: self.batch_size]
 
     def _bucket(self, sequence: Sequence) -> tuple[int, bool]:
-        return sequence.length // self.bucket, sequence.length >= self.draft_from
+        return sequence.length // self.bucket, sequence.length >= self.split_from
 
     def _worth(self, rows: list[Sequence]) -> tuple[int, int]:
         return min(len(rows), self.batch_size), max(s.waited for s in rows)
@@ -86,4 +86,4 @@ def grouping_of(config: EngineConfig) -> Grouping:
     if config.method == "eqspec":
         return FixedBatch()
     prefill = config.prefill_rows, config.prefill_columns
-    return LengthBuckets(config.batch_size, config.bucket, not config.exact, prefill, config.spare, config.draft_from)
+    return LengthBuckets(config.batch_size, config.bucket, not config.exact, prefill, config.spare, config.split_from)

@@ -27,6 +27,7 @@ from exspec.actors.engine.engine import Engine
 from exspec.actors.engine.layers.programs import CODE, OutOfTimeError
 from exspec.actors.engine.methods import resolve
 from exspec.actors.engine.request import Request
+from exspec.actors.engine.scheduling.grouping import PATIENCE
 from exspec.actors.engine.shape.candidates import (
     DRAFT_FROM,
     FREE,
@@ -280,7 +281,8 @@ class Calibrator:
             draft = self.models.draft if candidate.config.drafts else None
             with suppress(OutOfTimeError), CODE.until(self.at(WARM)):
                 feed = Feed(self.make(self.models.target, draft, candidate.config), sample)
-                feed.run(0.1)  # the first rounds admit sequences, compile, and record graphs
+                # The first rounds admit sequences, compile, and record graphs: of both widths, if there are two.
+                feed.run(0.1, rounds=2 * PATIENCE if candidate.config.split_from else 1)
                 racing.append((candidate, feed))
         end = max(min(time.monotonic() + self.seconds * FINAL, self.at(1)), time.monotonic() + 0.1)
         for turn in range(TURNS if len(racing) > 1 else 0):
@@ -294,10 +296,11 @@ class Calibrator:
 
 
 def partly(predicted: list[Candidate], sample: Sample) -> list[EngineConfig]:
-    """The best shape of each drafter with drafts from a length on that only a part of the sample's rows has."""
+    """The best shape of each drafter, but with drafts for longer rows only: than some prompts of the sample, and than
+    not all of them, or the final would not see both kinds."""
     best = {c.config.drafter: c.config for c in sorted(predicted, key=lambda c: c.predicted)}
-    shortest, longest = min(prompt for prompt, _ in sample.lengths), max(map(sum, sample.lengths))
-    lengths = [n for n in DRAFT_FROM if shortest < n < longest]
+    prompts = [prompt for prompt, _ in sample.lengths]
+    lengths = [n for n in DRAFT_FROM if min(prompts) < n < max(prompts)]
     return [replace(c, draft_from=n) for c in best.values() if c.method == "exspec" for n in lengths]
 
 

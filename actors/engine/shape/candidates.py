@@ -65,7 +65,8 @@ def probe_shape(models: Models, config: EngineConfig, choice: DrafterChoice, fre
     if config.exact:
         drafted = max(min(drafted, config.bucket - 1), 1)
     method = config.method if config.drafts else "exspec"
-    return replace(config.drafting(choice), method=method, draft_tokens=drafted, draft_length="fixed", columns=None)
+    shape = replace(config.drafting(choice), method=method, draft_tokens=drafted)
+    return replace(shape, draft_length="fixed", columns=None, draft_from=0)  # all rounds draft
 
 
 def candidates(

@@ -11,6 +11,8 @@ from exspec.actors.engine.drafters.lookup import kind
 from exspec.actors.engine.kv.cached_model import context_length
 from exspec.actors.engine.kv.memory import MEBIBYTE, MemoryPlan, model_memory
 
+SHARE = 0.9  # of the free memory for the plan; libraries need some too
+
 
 def plan_memory(
     target: PretrainedConfig,

@@ -41,12 +41,12 @@ def predict(config: EngineConfig, costs: Costs, sample: Sample) -> float:
         for sequence in pool.running:
             sequence.waited = 0 if sequence in rows else sequence.waited + 1
         kv_columns = round_kv_columns(config, [s.length + 1 for s in rows])
-        drafts = config.drafted_at(min(s.length for s in rows))
+        drafts = config.drafted_at(max(s.length for s in rows))
         device, host = costs.round(config, kv_columns, drafts), sample.overhead[name] * len(rows)
         seconds += max(device, host) if config.overlap else device + host
         for sequence in rows:
             chance, kept = rng.random(), 1
-            kept += sum(chance < s for s in survival[:drafts])
+            kept += sum(chance < s for s in survival[: config.drafted_at(sequence.length)])
             kept = min(kept, sequence.budget)
             if config.attention != "in_place":  # in place, the KV columns of a round are a mean
                 kept = min(kept, max(kv_columns - sequence.length, 1))

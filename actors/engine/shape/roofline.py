@@ -1,10 +1,11 @@
 """The speed that a GPU can have at most: computed from the bytes and flops of forwards, not measured.
 
 A forward takes at least the time to read its bytes, and at least the time to compute its tokens (the roofline model,
-doi:10.1145/1498765.1498785).
+doi:10.1145/1498765.1498785). Attention's own flops are left out, and all experts of a mixture are read.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -14,14 +15,15 @@ from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.drafters.model import WINDOW
 from exspec.actors.engine.drafters.sparse import window_of
 from exspec.actors.engine.kv.cached_model import kv_shape
+from exspec.actors.engine.shape.plan import SHARE
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 DRAFTS = range(1, 17)  # K
 LENGTHS = (500, 1000, 2000, 4000, 8000, 16000)  # tokens of a text
 ACCEPTANCE = 0.8  # chance that a drafted token is right if those before it are
-SHARE = 0.9  # of the free memory
 MARGIN = 64  # tokens read in addition to a window: the first page, and a page that is not full
-CHUNK = 128  # columns of a prefill forward
+PREFILL = 16, 128  # rows and columns of a prefill forward
+PAYS = 1.05  # times plain decoding
 
 
 class Card(NamedTuple):
@@ -76,8 +78,13 @@ class Drafting:
 
     def seen(self, read: int) -> int:
         """Tokens whose KV it reads if the target reads that of so many."""
-        window = self.window if self.own else window_of(EngineConfig(capacity=read))
+        window = self.window if self.own else _sparse_window(read)
         return read if window is None else min(read, window + MARGIN)
+
+
+@cache
+def _sparse_window(read: int) -> int:
+    return window_of(EngineConfig(capacity=read))
 
 
 def draftings(target: Sizes, draft: Sizes | None = None) -> list[Drafting]:
@@ -108,8 +115,9 @@ class Roofline:
     ) -> float:
         """Rows with a prompt and a completion of so many tokens, at K = 5."""
         drafts = 5 if drafting else 0
-        models = [self.target, drafting.model] if drafting else [self.target]
-        prefill = -(-prompt // CHUNK) * sum(self.forward(model, 1, CHUNK, 0) for model in models)
+        models = [self.target, drafting.model] if drafting and drafting.own else [self.target]
+        rows, columns = PREFILL
+        prefill = -(-prompt // columns) * sum(self.forward(model, rows, columns, 0) for model in models) / rows
         seconds = self.round(batch, prompt + completion // 2, drafts, drafting)
         return 3600 / (prefill + completion / _tokens(acceptance, drafts) * seconds / batch)
 
@@ -120,9 +128,9 @@ class Roofline:
         return self._best(read, drafting) / plain if plain else 0.0
 
     def pays_from(self, drafting: Drafting) -> int | None:
-        """The length, in steps of 100 tokens, from which it is never slower than plain decoding, up to the longest of
-        LENGTHS. None: there is no such length."""
-        pays = {n: self.times_plain(n, drafting) >= 1 for n in range(100, LENGTHS[-1] + 1, 100)}
+        """The length, in steps of 100 tokens, from which drafting pays, up to the longest of LENGTHS. None: there is no
+        such length."""
+        pays = {n: self.times_plain(n, drafting) >= PAYS for n in range(100, LENGTHS[-1] + 1, 100)}
         loses = max((n for n, faster in pays.items() if not faster), default=0)
         return loses + 100 if loses < LENGTHS[-1] else None
 

@@ -13,7 +13,7 @@ from exspec.actors.engine.layers import programs
 from exspec.actors.engine.scheduling import grouping
 from exspec.actors.engine.shape import calibration
 from exspec.actors.engine.shape.calibration import Calibrator, Candidate, calibrate, decided, in_reach, partly
-from exspec.actors.engine.shape.candidates import FREE
+from exspec.actors.engine.shape.candidates import FREE, probe_shape
 from exspec.actors.engine.shape.plan import Models, plan_memory
 from exspec.actors.engine.shape.prediction import predict
 from exspec.actors.engine.shape.sample import Feed, Sample, probe
@@ -118,8 +118,28 @@ def test_drafts_for_long_rows_only_win_where_they_do_not_pay_for_short_ones() ->
     always, plain = predicted(), predicted(method="plain", drafter="none", columns=1)
     assert predicted(draft_from=32) > 1.05 * max(always, plain)
     candidates = [Candidate(SHAPE, 2.0), Candidate(replace(SHAPE, draft_tokens=5), 3.0), raced(0)]
-    found = partly(candidates, replace(sample, lengths=[(300, 9), (900, 200)]))
+    found = partly(candidates, replace(sample, lengths=[(300, 9), (1100, 2000)]))
     assert [(shape.draft_tokens, shape.draft_from) for shape in found] == [(5, 512), (5, 1024)]
+
+
+def test_drafts_for_long_rows_only_are_compared_and_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "DRAFT_FROM", (24,))
+    rows, shape = tiny.requests(tiny.prompts(14), 10), replace(SHAPE, attention="gathered")
+    found = calibrate(tiny.model(), tiny.model(seed=1), rows, shape, ("draft_from",), seconds=2.0)
+    ran = {c.config.draft_from for c in found.candidates if c.turns}
+    assert ran == {0, 24}
+    for chosen in ran:
+        made = Engine(tiny.model(), tiny.model(seed=1), replace(found.config, draft_from=chosen))
+        assert tiny.decode(made, rows) == tiny.greedy(tiny.model(), tiny.prompts(14), 10)
+    asked = replace(shape, draft_from=24)
+    assert probe_shape(Models(tiny.model(), None), asked, {"drafter": "suffix"}, ()).draft_from == 0, "all rounds draft"
+
+
+def test_rows_are_only_kept_apart_where_their_forwards_have_different_widths() -> None:
+    both = replace(SHAPE, bucket=SHAPE.capacity, draft_from=24)
+    plain = replace(both, method="plain", drafter="none")
+    assert (both.alike, both.plain().alike, plain.alike) == (False, False, True)
+    assert (both.slots, both.spare, plain.spare) == (SHAPE.window, 0, plain.slots - SHAPE.batch_size)
 
 
 @pytest.mark.fast("free0")

@@ -95,7 +95,7 @@ def test_a_group_has_one_bucket_and_as_many_rows_as_possible_and_no_sequence_sta
 ) -> None:
     """Newcomers take the place of sequences that end, so that other buckets stay full. Rows that are drafted for are in
     other buckets than the rest."""
-    grouping = LengthBuckets(batch_size, bucket, fallback, prefill=(1, 8), draft_from=draft_from, patience=3)
+    grouping = LengthBuckets(batch_size, bucket, fallback, prefill=(1, 8), split_from=draft_from, patience=3)
     buckets = [(b, drafted) for b in range(70) for drafted in (False, True)]
 
     def bucket_of(s: Sequence) -> tuple[int, bool]:
