@@ -20,11 +20,12 @@ from exspec.actors.engine.layers.programs import compiler_trial
 from exspec.actors.engine.methods import drafter_of, recorder_for, resolve
 from exspec.actors.engine.shape.costs import Costs
 from exspec.actors.engine.shape.plan import Models
+from exspec.actors.engine.shape.roofline import Sizes
 from exspec.actors.exactness import transformers_generate
 from exspec.actors.hardware import describe_hardware
 from exspec.jobs.benchmarks.decoding import Run, check_time, decode, synchronize, timed
 from exspec.jobs.benchmarks.independence import RowIndependence
-from exspec.jobs.benchmarks.models import build, copy_bandwidth, kv_bytes, model_bytes
+from exspec.jobs.benchmarks.models import build, copy_bandwidth
 from exspec.jobs.benchmarks.replay import ReplayDrafter
 from exspec.jobs.benchmarks.settings import SyntheticSettings
 from exspec.jobs.benchmarks.shapes import pair_names
@@ -271,12 +272,13 @@ class Measurement:
         """Milliseconds of each phase beside its floor, the time in which the device can read the phase's bytes."""
         config, columns, bandwidth = self.config(rows, drafted), self.capacity, copy_bandwidth(self.device)
         costs = Costs(Models(self.target, self.draft), self.requests(), columns, config)
-        target, draft = (model_bytes(m) + rows * columns * kv_bytes(m) for m in (self.target, self.draft))
+        sizes = [Sizes.of(model.config, model.dtype) for model in (self.target, self.draft)]
+        target, draft = (model.read + rows * columns * model.kv for model in sizes)
         measured = {
             "plain": (costs.verify(rows, 1, columns), target),
             "verify": (costs.verify(rows, drafted + 1, columns), target),
             "draft": (costs.propose(config, drafted, columns), drafted * draft),
-            "prefill": (costs.chunk(config.plain()), model_bytes(self.target)),
+            "prefill": (costs.chunk(config.plain()), sizes[0].read),
         }
         return {
             name: {

@@ -21,7 +21,6 @@ from exspec.jobs import cli
 from exspec.jobs.benchmarks import stages as measured
 from exspec.jobs.benchmarks import synthetic
 from exspec.jobs.benchmarks.independence import RowIndependence
-from exspec.jobs.benchmarks.models import model_bytes
 from exspec.jobs.benchmarks.settings import SyntheticSettings
 from exspec.jobs.benchmarks.shapes import SHAPES
 from exspec.jobs.benchmarks.stages import STAGES, Measurement, differences
@@ -43,7 +42,6 @@ def test_shapes_are_those_of_the_models_they_are_named_after(name: str, billions
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.pop("model_type"), **settings))
     assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.01)
-    assert model_bytes(model) > 0
 
 
 def test_engine_and_benchmark_need_torch_and_transformers_alone() -> None:

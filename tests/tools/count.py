@@ -45,10 +45,11 @@ from exspec.actors.engine.layers import programs
 from exspec.actors.engine.layers.programs import Code, Run
 from exspec.actors.engine.methods import build as build_parts
 from exspec.actors.engine.methods import compiling
+from exspec.actors.engine.shape.roofline import Sizes
 from exspec.actors.engine.tokens.constraint import Automaton, Constraint, MakeConstraint, Node
 from exspec.actors.engine.tokens.sampling import Sampler
 from exspec.actors.exactness import Waits
-from exspec.jobs.benchmarks.models import build, kv_bytes, model_bytes
+from exspec.jobs.benchmarks.models import build
 from exspec.jobs.benchmarks.shapes import SHAPES, pair_names
 from tests.tools.host import host_milliseconds
 
@@ -326,8 +327,9 @@ def budget_ratio(model: PreTrainedModel, config: EngineConfig, step: Cost, lengt
     slots, starts = torch.zeros(1, dtype=torch.long), latest
     _, page_table, _ = locate(table.repeat(2, 1), slots, starts, 1, config.capacity, size, 0, reads)
     columns, rows = int(page_table[0, 0, 0, 0]) + 1, config.batch_size
-    moved = step.bytes + rows * columns * kv_bytes(model) + split_bytes(model.config, [columns] * rows, [1])
-    return moved / (model_bytes(model) + rows * (tokens + size) * kv_bytes(model))
+    sizes = Sizes.of(model.config, model.dtype)
+    moved = step.bytes + rows * columns * sizes.kv + split_bytes(model.config, [columns] * rows, [1])
+    return moved / (sizes.read + rows * (tokens + size) * sizes.kv)
 
 
 def _inputs(config: EngineConfig, starts: Tensor) -> tuple[Batch, DraftRows]:
@@ -364,12 +366,13 @@ def bytes_ratio(pair: Pair, config: EngineConfig, costs: tuple[Cost, Cost], leng
     Moved: everything that the kernels read and write. Needed: for each forward, the model's weights once and the KV of
     the rows.
     """
-    moved = needed = 0
+    moved = needed = 0.0
     columns = columns_read(config, lengths)
     widths = [config.width], draft_widths(config)
     for model, cost, read, forwards in zip(pair.models, costs, columns, widths, strict=True):
-        moved += cost.bytes + read * kv_bytes(model) + split_bytes(model.config, lengths, forwards)
-        needed += len(forwards) * (model_bytes(model) + sum(lengths) * kv_bytes(model))
+        sizes = Sizes.of(model.config, model.dtype)
+        moved += cost.bytes + read * sizes.kv + split_bytes(model.config, lengths, forwards)
+        needed += len(forwards) * (sizes.read + sum(lengths) * sizes.kv)
     return moved / needed
 
 

@@ -13,8 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from exspec.actors.engine import Engine
 from exspec.actors.engine.kv import cached_model
+from exspec.actors.engine.shape.roofline import Sizes
 from exspec.actors.engine.tokens import sampling
-from exspec.jobs.benchmarks.models import build, kv_bytes, model_bytes
+from exspec.jobs.benchmarks.models import build
 from tests.tools import count
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.*is deprecated:DeprecationWarning")  # in torch's compiler
@@ -131,8 +132,8 @@ def test_kv_that_is_read_past_the_rows_is_found(
     ratio = count.bytes_ratio(pair, TINY(), costs, lengths)
     read = count.columns_read(TINY(), lengths)
     monkeypatch.setattr(count, "columns_read", lambda *_: (read[0] + 100, read[1]))
-    needed = (1 + 3) * (model_bytes(pair.models[0]) + sum(lengths) * kv_bytes(pair.models[0]))
-    more = 100 * kv_bytes(pair.models[0]) / needed
+    sizes = Sizes.of(pair.models[0].config, pair.models[0].dtype)
+    more = 100 * sizes.kv / ((1 + 3) * (sizes.read + sum(lengths) * sizes.kv))
     assert count.bytes_ratio(pair, TINY(), costs, lengths) == pytest.approx(ratio + more)
 
 
