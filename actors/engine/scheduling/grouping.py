@@ -6,7 +6,8 @@ from itertools import islice
 from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.scheduling.pool import Pool, Sequence
 
-PATIENCE = 16  # rounds
+PATIENCE = 16  # rounds that a row waits at most before its bucket comes first
+GATHERING = 512  # the same if rows are split by width: the rarer kind should gather until it fills rounds
 EMPTY = 1 / 8  # rows of prefill forwards that may be empty, for each one that is not
 
 
@@ -85,5 +86,12 @@ def grouping_of(config: EngineConfig) -> Grouping:
     """The grouping of a config's rounds."""
     if config.method == "eqspec":
         return FixedBatch()
-    prefill = config.prefill_rows, config.prefill_columns
-    return LengthBuckets(config.batch_size, config.bucket, not config.exact, prefill, config.spare, config.split_from)
+    return LengthBuckets(
+        config.batch_size,
+        config.bucket,
+        fallback=not config.exact,
+        prefill=(config.prefill_rows, config.prefill_columns),
+        spare=config.spare,
+        split_from=config.split_from,
+        patience=GATHERING if config.split_from else PATIENCE,
+    )

@@ -27,7 +27,6 @@ from exspec.actors.engine.engine import Engine
 from exspec.actors.engine.layers.programs import CODE, OutOfTimeError
 from exspec.actors.engine.methods import resolve
 from exspec.actors.engine.request import Request
-from exspec.actors.engine.scheduling.grouping import PATIENCE
 from exspec.actors.engine.shape.candidates import (
     DRAFT_FROM,
     FREE,
@@ -170,10 +169,11 @@ class Calibrator:
         sample = self.probe(requests)
         longest = max(prompt + new for prompt, new in sample.lengths)
         predicted, costs = self.predict(sample, longest)
-        finalists = self.finalists([c for c in predicted if c.config.kernels == self.config.kernels])
+        alike = [c for c in predicted if c.config.kernels == self.config.kernels]
+        finalists = self.finalists([c for c in alike if c.config.draft_from == self.config.draft_from])
         self.final(sample, finalists)
         gc.collect()  # the engines refer to themselves
-        chosen, reason = decided(finalists)
+        chosen, reason = later(*decided(finalists), alike)
         threshold = chosen.config.threshold
         costs.deadline = self.at(1)
         with suppress(OutOfTimeError), CODE.until(costs.deadline):
@@ -281,8 +281,7 @@ class Calibrator:
             draft = self.models.draft if candidate.config.drafts else None
             with suppress(OutOfTimeError), CODE.until(self.at(WARM)):
                 feed = Feed(self.make(self.models.target, draft, candidate.config), sample)
-                # The first rounds admit sequences, compile, and record graphs: of both widths, if there are two.
-                feed.run(0.1, rounds=2 * PATIENCE if candidate.config.split_from else 1)
+                feed.run(0.1)  # the first rounds admit sequences, compile, and record graphs
                 racing.append((candidate, feed))
         end = max(min(time.monotonic() + self.seconds * FINAL, self.at(1)), time.monotonic() + 0.1)
         for turn in range(TURNS if len(racing) > 1 else 0):
@@ -296,11 +295,10 @@ class Calibrator:
 
 
 def partly(predicted: list[Candidate], sample: Sample) -> list[EngineConfig]:
-    """The best shape of each drafter, but with drafts for longer rows only: than some prompts of the sample, and than
-    not all of them, or the final would not see both kinds."""
+    """The best shape of each drafter with drafts from a length on that only a part of the sample's rows has."""
     best = {c.config.drafter: c.config for c in sorted(predicted, key=lambda c: c.predicted)}
-    prompts = [prompt for prompt, _ in sample.lengths]
-    lengths = [n for n in DRAFT_FROM if min(prompts) < n < max(prompts)]
+    shortest, longest = min(prompt for prompt, _ in sample.lengths), max(map(sum, sample.lengths))
+    lengths = [n for n in DRAFT_FROM if shortest < n < longest]
     return [replace(c, draft_from=n) for c in best.values() if c.method == "exspec" for n in lengths]
 
 
@@ -331,6 +329,19 @@ def decided(finalists: list[Candidate]) -> tuple[Candidate, str]:
         f"{chosen} is {median(ratios):.2f} times as fast as {other}{within} "
         f"({min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} turns)"
     )
+
+
+def later(chosen: Candidate, reason: str, predicted: list[Candidate]) -> tuple[Candidate, str]:
+    """The choice and its reason; or a shape that drafts for long rows only, if by prediction it is faster by a margin.
+    In a final it would decode one kind of rows first, and its speed would be that of this kind."""
+    best = max(
+        (c for c in predicted if c.config.draft_from > chosen.config.draft_from),
+        key=lambda c: c.predicted,
+        default=chosen,
+    )
+    if (ratio := best.predicted / chosen.predicted) <= MARGIN:
+        return chosen, reason
+    return best, f"{best} is predicted to be {ratio:.2f} times as fast as {chosen}"
 
 
 def _for_sure(ratios: list[float]) -> float:

@@ -16,6 +16,7 @@ from exspec.actors.engine.shape.costs import Costs
 from exspec.actors.engine.shape.sample import Sample
 
 ROUNDS = 100  # of a dry run
+MORE = 20  # times as many if rows are split by width, because one kind waits while the other decodes
 
 
 def predict(config: EngineConfig, costs: Costs, sample: Sample) -> float:
@@ -27,7 +28,7 @@ def predict(config: EngineConfig, costs: Costs, sample: Sample) -> float:
     name = label(config) if label(config) in sample.overhead else next(iter(sample.overhead))
     survival = sample.survival[name]
     seconds, tokens = 0.0, 0
-    for number in range(ROUNDS):
+    for number in range(ROUNDS * MORE if config.split_from else ROUNDS):
         while len(pool.waiting) < len(pool.free):
             prompt, completion = next(source)
             sequence = Decoded(Request(number, [0] * prompt, max_new_tokens=max(completion, 1)), config.capacity)

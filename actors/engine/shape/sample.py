@@ -147,10 +147,10 @@ class Feed:
         self.count += 1
         return replace(request, id=self.count, prompt=prompt)
 
-    def run(self, seconds: float, rounds: int = 1) -> float:
-        """Run rounds for so long, and at least so many; returns tokens/s. Compiling does not count."""
-        start, before, least = _running(), self.engine.statistics.tokens, self.engine.statistics.rounds + rounds
-        while self.engine.statistics.rounds < least or _running() < start + seconds:
+    def run(self, seconds: float) -> float:
+        """Run rounds for so long, at least one; returns tokens/s. Compiling does not count."""
+        start, before = _running(), self.engine.statistics.tokens
+        while self.engine.statistics.tokens == before or _running() < start + seconds:
             while len(self.engine.pool.waiting) < self.engine.pool.slots:
                 request = self._next()
                 if self.count <= self.engine.pool.slots:

@@ -12,7 +12,7 @@ from exspec.actors.engine.drafters.suffix import CONTEXT, Suffix
 from exspec.actors.engine.layers import programs
 from exspec.actors.engine.scheduling import grouping
 from exspec.actors.engine.shape import calibration
-from exspec.actors.engine.shape.calibration import Calibrator, Candidate, calibrate, decided, in_reach, partly
+from exspec.actors.engine.shape.calibration import Calibrator, Candidate, calibrate, decided, in_reach, later, partly
 from exspec.actors.engine.shape.candidates import FREE, probe_shape
 from exspec.actors.engine.shape.plan import Models, plan_memory
 from exspec.actors.engine.shape.prediction import predict
@@ -118,21 +118,35 @@ def test_drafts_for_long_rows_only_win_where_they_do_not_pay_for_short_ones() ->
     always, plain = predicted(), predicted(method="plain", drafter="none", columns=1)
     assert predicted(draft_from=32) > 1.05 * max(always, plain)
     candidates = [Candidate(SHAPE, 2.0), Candidate(replace(SHAPE, draft_tokens=5), 3.0), raced(0)]
-    found = partly(candidates, replace(sample, lengths=[(300, 9), (1100, 2000)]))
+    found = partly(candidates, replace(sample, lengths=[(300, 9), (900, 200)]))
     assert [(shape.draft_tokens, shape.draft_from) for shape in found] == [(5, 512), (5, 1024)]
 
 
 def test_drafts_for_long_rows_only_are_compared_and_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "DRAFT_FROM", (24,))
     rows, shape = tiny.requests(tiny.prompts(14), 10), replace(SHAPE, attention="gathered")
-    found = calibrate(tiny.model(), tiny.model(seed=1), rows, shape, ("draft_from",), seconds=2.0)
-    ran = {c.config.draft_from for c in found.candidates if c.turns}
-    assert ran == {0, 24}
-    for chosen in ran:
+    found = calibrate(tiny.model(), tiny.model(seed=1), rows, shape, ("draft_from",), seconds=20.0)
+    predicted = {c.config.draft_from: c.predicted for c in found.candidates}
+    assert set(predicted) == {0, 24}
+    assert {c.config.draft_from for c in found.candidates if c.turns} == {0}, "the final would see one kind of rows"
+    for chosen in predicted:
         made = Engine(tiny.model(), tiny.model(seed=1), replace(found.config, draft_from=chosen))
         assert tiny.decode(made, rows) == tiny.greedy(tiny.model(), tiny.prompts(14), 10)
     asked = replace(shape, draft_from=24)
     assert probe_shape(Models(tiny.model(), None), asked, {"drafter": "suffix"}, ()).draft_from == 0, "all rounds draft"
+
+
+def test_drafts_for_long_rows_only_are_chosen_if_they_are_faster_by_a_margin() -> None:
+    plain = replace(PLAIN, predicted=100.0)
+    split = Candidate(replace(SHAPE, draft_from=24), 120.0)
+    assert later(plain, "", [plain, split]) == (
+        split,
+        "model, K=3 from 24 tokens is predicted to be 1.20 times as fast as plain",
+    )
+    assert later(plain, "why", [plain, replace(split, predicted=105.0)]) == (plain, "why")
+    assert later(plain, "why", [plain, raced(5)]) == (plain, "why")
+    fixed = Candidate(replace(SHAPE, draft_from=24), 100.0)
+    assert later(fixed, "why", [fixed, split]) == (fixed, "why")
 
 
 def test_rows_are_only_kept_apart_where_their_forwards_have_different_widths() -> None:
