@@ -63,7 +63,8 @@ class Sizes(NamedTuple):
         experts = [p for name, p in built.named_parameters() if ".experts." in name]  # [E, ...] each
         idle = sum(p.numel() * (1 - text.num_experts_per_tok / len(p)) for p in experts)
         layers, heads, size = kv_shape(model)
-        return cls(*(n * dtype.itemsize for n in (held, read)), read - idle, 2 * layers * heads * size * dtype.itemsize)
+        each = dtype.itemsize
+        return cls(held * each, read * each, read - idle, 2 * layers * heads * size * each)
 
 
 @dataclass(frozen=True)

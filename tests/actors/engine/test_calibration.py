@@ -125,7 +125,7 @@ def test_drafts_for_long_rows_only_win_where_they_do_not_pay_for_short_ones() ->
 def test_drafts_for_long_rows_only_are_compared_and_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "DRAFT_FROM", (24,))
     rows, shape = tiny.requests(tiny.prompts(14), 10), replace(SHAPE, attention="gathered")
-    found = calibrate(tiny.model(), tiny.model(seed=1), rows, shape, ("draft_from",), seconds=20.0)
+    found = calibrate(tiny.model(), tiny.model(seed=1), rows, shape, ("method", "draft_from"), seconds=20.0)
     predicted = {c.config.draft_from: c.predicted for c in found.candidates}
     assert set(predicted) == {0, 24}
     assert {c.config.draft_from for c in found.candidates if c.turns} == {0}, "the final would see one kind of rows"
