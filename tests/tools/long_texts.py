@@ -280,7 +280,7 @@ def draw(figures: Path, picture: Path) -> None:
 
     lines = [json.loads(line) for line in figures.read_text().splitlines()]
     lines = [line for line in lines if isinstance(line["length"], int)]
-    figure, axes = pyplot.subplots(figsize=(7, 4.2))
+    figure, axes = pyplot.subplots(figsize=(8.5, 4.2))
     for name in dict.fromkeys(line["drafter"] for line in lines):
         points = sorted((x["length"], x["times_plain"]) for x in lines if x["drafter"] == name)
         if points:
@@ -289,7 +289,7 @@ def draw(figures: Path, picture: Path) -> None:
     axes.set_xticks(ticks := sorted({x["length"] for x in lines}), [f"{n:,}" for n in ticks])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.tight_layout()
     figure.savefig(picture, dpi=130)
 
