@@ -31,7 +31,7 @@ class EngineConfig(EarlyExitSettings, WindowSettings):
 
     method: eqspec speculates on a fixed batch that is realigned every round; exspec in groups of similar length, taken
         from a window that is refilled while rows end.
-    window: with eqspec, more slots than B would only wait: the engine has B. If all lengths share one bucket, it has as
+    window: with eqspec, more slots than B would only wait: the engine has B. If any rows can form a group, it has as
         many as the rounds need, and some to spare.
     columns: width of a verify forward; default K + 1 (plain: 1). Additional columns are dead: `plain` with
         `columns = K + 1` is the reference in the shape of speculation.
@@ -167,8 +167,9 @@ class EngineConfig(EarlyExitSettings, WindowSettings):
 
     @property
     def split_from(self) -> int:
-        """Cached tokens from which the forwards of a row have another width than before. 0: all have the same."""
-        return self.draft_from if self.width > 1 else 0
+        """Cached tokens from which the forwards of a row have another width. 0: all have the same, or shapes follow the
+        rows."""
+        return self.draft_from if self.fixed_shapes and self.width > 1 else 0
 
     @property
     def widest(self) -> int:

@@ -42,14 +42,8 @@ from exspec.pipeline.errors import counted
 if TYPE_CHECKING:
     from exspec.pipeline.progress import Progress
 
-CHOSEN_BY_AUTO = (
-    "method",
-    "drafter",
-    "window",
-    "draft_tokens",
-    "draft_from",
-    "bucket",
-)  # the rest is the same for all methods
+# The rest is the same for all methods.
+CHOSEN_BY_AUTO = ("method", "drafter", "window", "draft_tokens", "draft_from", "bucket")
 DEMO_SEED = 5  # messages that neither training nor its evaluation saw
 
 

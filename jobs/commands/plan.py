@@ -133,11 +133,11 @@ def _facts(prepared: Prepared) -> list[tuple[str, str]]:
 
 
 def _on_cards(prepared: Prepared) -> Table:
-    """Times plain decoding on known GPUs, by drafter and tokens whose KV a row reads."""
+    """Tokens/s relative to plain decoding on known GPUs, by drafter and tokens whose KV a row reads."""
     target, *drafts = prepared.models.configs
     drafts = [draft for draft in drafts if not getattr(draft, "head_for", None)]
     sizes = [Sizes.of(model, torch.bfloat16) for model in (target, *drafts)]
-    title = f"tokens/s of bfloat16 relative to plain decoding by tokens of text, computed for acceptance {ACCEPTANCE}"
+    title = f"computed tokens/s relative to plain decoding, by text length (bfloat16, acceptance {ACCEPTANCE})"
     table = Table("GPU", "drafter", *map(str, LENGTHS), "pays from", title=title, box=None, title_justify="left")
     for name, card in CARDS.items():
         for drafting in draftings(*sizes):

@@ -4,8 +4,8 @@
     python -m tests.tools.long_texts measure FOLDER FIGURES.jsonl [--lengths 500,2000,8000]
     python -m tests.tools.long_texts draw FIGURES.jsonl PICTURE.png
 
-A text defines 64 slots early: a definition is one token, which stands for a slot and its value. The rest is filler, in
-which a word tells the next one, and recitals: eight slots in a row, each followed by its value.
+A text defines 64 slots: a definition is one token, which stands for a slot and its value. The rest is filler, in which
+each word predicts the next, and recitals: eight slots in a row, each followed by its value.
 """
 
 import json
@@ -51,7 +51,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "sparse, random": {"drafter": "sparse", "draft_chosen": 0},
 }
 LATER = {"sparse, chosen, from 2,048": {"drafter": "sparse", "draft_chosen": 0, "draft_from": 2048}}  # for mixed texts
-AUTO = {"auto": True, "auto without draft": False}  # what calibration chooses; whether there is a draft model
+AUTO = {"auto": True, "auto without draft": False}  # what calibration chooses, with the draft model or without
 app = typer.Typer(add_completion=False)
 
 
@@ -163,8 +163,8 @@ def train(folder: Path, minutes: float = 20.0) -> None:
 
 
 def prompts_of(lengths: str) -> list[list[int]]:
-    """ROWS texts of each length: 500 or 500+8000; 500*4+8000 for more of one. The definitions lie in the first half, or
-    with 8000! among the last 200 tokens."""
+    """ROWS texts of each length: 500 or 500+8000. 500*4 gives four times as many texts; 8000! puts definitions into the
+    last 200 tokens, not into the first half."""
     rng, found = random.Random(lengths), []
     for part in lengths.split("+"):
         name, _, times = part.partition("*")
@@ -237,7 +237,7 @@ def measure(
     tune_seconds: float = 120.0,
 ) -> None:
     """Decode texts of each length, or of mixed lengths (`prompts_of`), with each drafter, in turns, and append the
-    figures as lines of JSON. The names in LATER and AUTO are drafters, too."""
+    figures as lines of JSON. drafters may also name entries of LATER and AUTO."""
     torch.set_num_threads(threads)
     target, draft = (AutoModelForCausalLM.from_pretrained(folder / role).eval() for role in SIZES)
     for length in lengths.split(","):

@@ -93,5 +93,5 @@ def grouping_of(config: EngineConfig) -> Grouping:
         prefill=(config.prefill_rows, config.prefill_columns),
         spare=config.spare,
         split_from=config.split_from,
-        patience=GATHERING if config.split_from else PATIENCE,
+        patience=GATHERING if config.split_from and config.bucket >= config.capacity else PATIENCE,
     )

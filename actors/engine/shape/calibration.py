@@ -49,7 +49,7 @@ PREDICTED, WARM = 0.6, 0.75  # by these shares of it, prediction ends and the fi
 COMPILE_FROM = 40.0  # seconds: with less, there is no time for a compiler, and the choice is not kept for other jobs
 TURNS, FIRST_TURNS, FEWEST_TURNS = 8, 3, 2  # of the final; after the first ones, finalists far behind leave
 BEHIND = 0.9  # of the fastest one's speed
-MARGIN = 1.1  # a draft that was only predicted must be this much faster than plain decoding
+MARGIN = 1.1  # a shape that was only predicted must be this much faster than a plainer one
 SURE = 0.25  # of the turns may contradict that the less plain of two shapes is faster
 
 
@@ -169,11 +169,11 @@ class Calibrator:
         sample = self.probe(requests)
         longest = max(prompt + new for prompt, new in sample.lengths)
         predicted, costs = self.predict(sample, longest)
-        alike = [c for c in predicted if c.config.kernels == self.config.kernels]
-        finalists = self.finalists([c for c in alike if c.config.draft_from == self.config.draft_from])
+        current = self._current(predicted)
+        finalists = self.finalists([c for c in current if c.config.draft_from == self.config.draft_from])
         self.final(sample, finalists)
         gc.collect()  # the engines refer to themselves
-        chosen, reason = later(*decided(finalists), alike)
+        chosen, reason = later(*decided(finalists), finalists, current)
         threshold = chosen.config.threshold
         costs.deadline = self.at(1)
         with suppress(OutOfTimeError), CODE.until(costs.deadline):
@@ -244,10 +244,13 @@ class Calibrator:
             costs.deadline = until
             predicted += self._predicted([s for s in shapes if s not in coarse(shapes)], costs, sample)
             if "draft_from" in self.free:
-                alike = [c for c in predicted if c.config.kernels == self.config.kernels]
-                predicted += self._predicted(partly(alike, sample), costs, sample)
+                predicted += self._predicted(partly(self._current(predicted), sample), costs, sample)
         costs.forget()
         return sorted(predicted, key=lambda c: -c.predicted), costs
+
+    def _current(self, predicted: list[Candidate]) -> list[Candidate]:
+        """Those with the kernels that were chosen."""
+        return [c for c in predicted if c.config.kernels == self.config.kernels]
 
     def _predicted(self, shapes: list[EngineConfig], costs: Costs, sample: Sample) -> list[Candidate]:
         """Those of the shapes that fit, as far as there is time; one of each drafter, however long it takes, unless the
@@ -295,7 +298,7 @@ class Calibrator:
 
 
 def partly(predicted: list[Candidate], sample: Sample) -> list[EngineConfig]:
-    """The best shape of each drafter with drafts from a length on that only a part of the sample's rows has."""
+    """The best shape of each drafter, with each `draft_from` that only some rows of the sample reach."""
     best = {c.config.drafter: c.config for c in sorted(predicted, key=lambda c: c.predicted)}
     shortest, longest = min(prompt for prompt, _ in sample.lengths), max(map(sum, sample.lengths))
     lengths = [n for n in DRAFT_FROM if shortest < n < longest]
@@ -331,17 +334,20 @@ def decided(finalists: list[Candidate]) -> tuple[Candidate, str]:
     )
 
 
-def later(chosen: Candidate, reason: str, predicted: list[Candidate]) -> tuple[Candidate, str]:
-    """The choice and its reason; or a shape that drafts for long rows only, if by prediction it is faster by a margin.
-    In a final it would decode one kind of rows first, and its speed would be that of this kind."""
-    best = max(
-        (c for c in predicted if c.config.draft_from > chosen.config.draft_from),
-        key=lambda c: c.predicted,
-        default=chosen,
-    )
-    if (ratio := best.predicted / chosen.predicted) <= MARGIN:
+def later(
+    chosen: Candidate, reason: str, finalists: list[Candidate], predicted: list[Candidate]
+) -> tuple[Candidate, str]:
+    """The choice and its reason; or a shape that drafts for long rows only, if it should be faster by a margin: as
+    predicted, times what the final found of its drafter's prediction. In a final of its own, it would mostly decode one
+    kind of row while the other gathers."""
+    found = {c.config.drafter: c.measured / c.predicted for c in finalists if c.measured}
+    known = [c for c in predicted if c.config.draft_from > chosen.config.draft_from and c.config.drafter in found]
+    if not chosen.measured or not known:
         return chosen, reason
-    return best, f"{best} is predicted to be {ratio:.2f} times as fast as {chosen}"
+    ratios = {c.predicted * found[c.config.drafter] / chosen.measured: c for c in known}
+    if (ratio := max(ratios)) <= MARGIN:
+        return chosen, reason
+    return ratios[ratio], f"{ratios[ratio]} should be {ratio:.2f} times as fast as {chosen}, by prediction"
 
 
 def _for_sure(ratios: list[float]) -> float:

@@ -59,11 +59,10 @@ class Costs:
         self.engines: dict[int, Engine] = {}
         self.drafters: dict[str, Drafter] = {}  # by label, for the engine
 
-    def round(self, config: EngineConfig, kv_columns: int, drafts: int | None = None) -> float:
-        """Seconds of draft and verify for a full group. drafts: of each row; default: K. Without any, the verify is as
-        narrow as that of plain decoding."""
-        drafts = config.drafted if drafts is None else drafts
-        width = config.width if drafts == config.drafted else 1
+    def round(self, config: EngineConfig, kv_columns: int, length: int | None = None) -> float:
+        """Seconds of draft and verify for a full group. length: cached tokens of its rows; default: the capacity."""
+        length = config.capacity if length is None else length
+        drafts, width = config.drafted_at(length), config.width_at(length)
         verify = _between(self.points, kv_columns, lambda a: self._verify(config.batch_size, width, a))
         if not config.drafts:
             return verify

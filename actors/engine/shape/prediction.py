@@ -1,6 +1,7 @@
 """The tokens/s of a shape, predicted by a dry run of the scheduler."""
 
 import random
+import time
 from collections.abc import Sequence
 from itertools import cycle
 from statistics import mean
@@ -8,6 +9,7 @@ from statistics import mean
 from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.drafters.lookup import label
 from exspec.actors.engine.kv.pages import Boundless
+from exspec.actors.engine.layers.programs import OutOfTimeError
 from exspec.actors.engine.request import Request
 from exspec.actors.engine.scheduling.grouping import grouping_of
 from exspec.actors.engine.scheduling.pool import Pool
@@ -29,6 +31,8 @@ def predict(config: EngineConfig, costs: Costs, sample: Sample) -> float:
     survival = sample.survival[name]
     seconds, tokens = 0.0, 0
     for number in range(ROUNDS * MORE if config.split_from else ROUNDS):
+        if number >= ROUNDS and time.monotonic() > costs.deadline:
+            raise OutOfTimeError
         while len(pool.waiting) < len(pool.free):
             prompt, completion = next(source)
             sequence = Decoded(Request(number, [0] * prompt, max_new_tokens=max(completion, 1)), config.capacity)
@@ -40,10 +44,12 @@ def predict(config: EngineConfig, costs: Costs, sample: Sample) -> float:
             seconds += costs.prefill(config, *(s.prefilled - s.cached for s in admitted))
         rows = grouping.select(pool.running)
         for sequence in pool.running:
-            sequence.waited = 0 if sequence in rows else sequence.waited + 1
+            sequence.waited += 1
+        for sequence in rows:
+            sequence.waited = 0
         kv_columns = round_kv_columns(config, [s.length + 1 for s in rows])
-        drafts = config.drafted_at(max(s.length for s in rows))
-        device, host = costs.round(config, kv_columns, drafts), sample.overhead[name] * len(rows)
+        longest = max(s.length for s in rows)
+        device, host = costs.round(config, kv_columns, longest), sample.overhead[name] * len(rows)
         seconds += max(device, host) if config.overlap else device + host
         for sequence in rows:
             chance, kept = rng.random(), 1

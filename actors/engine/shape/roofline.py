@@ -1,4 +1,4 @@
-"""The speed that a GPU can have at most: computed from the bytes and flops of forwards, not measured.
+"""Upper bounds on the speed of a GPU: computed from the bytes and flops of forwards, not measured.
 
 A forward takes at least the time to read its bytes, and at least the time to compute its tokens (the roofline model,
 doi:10.1145/1498765.1498785). Attention's own flops are left out, and all experts of a mixture are read.
@@ -61,7 +61,8 @@ class Sizes(NamedTuple):
         held = sum(p.numel() for p in built.parameters())
         read = held - (0 if text.tie_word_embeddings else built.get_input_embeddings().weight.numel())
         experts = [p for name, p in built.named_parameters() if ".experts." in name]  # [E, ...] each
-        idle = sum(p.numel() * (1 - text.num_experts_per_tok / len(p)) for p in experts)
+        used = getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None)
+        idle = sum(p.numel() * (1 - (used or len(p)) / len(p)) for p in experts)
         layers, heads, size = kv_shape(model)
         each = dtype.itemsize
         return cls(held * each, read * each, read - idle, 2 * layers * heads * size * each)
@@ -130,9 +131,9 @@ class Roofline:
 
     def pays_from(self, drafting: Drafting) -> int | None:
         """The length, in steps of 100 tokens, from which drafting pays, up to the longest of LENGTHS. None: there is no
-        such length."""
-        pays = {n: self.times_plain(n, drafting) >= PAYS for n in range(100, LENGTHS[-1] + 1, 100)}
-        loses = max((n for n, faster in pays.items() if not faster), default=0)
+        such length, or the longest does not fit."""
+        ratios = {n: self.times_plain(n, drafting) for n in range(100, LENGTHS[-1] + 1, 100)}
+        loses = max((n for n, ratio in ratios.items() if ratio < PAYS), default=0)
         return loses + 100 if loses < LENGTHS[-1] else None
 
     def _best(self, read: int, drafting: Drafting | None = None) -> float:

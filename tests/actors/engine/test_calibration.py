@@ -1,5 +1,6 @@
 """Calibration predicts speed from costs and acceptance, changes only free settings, and changes no token."""
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,9 +32,10 @@ class Costs:
         self, verify: float, draft: float, prefill: float = 0.0, column: float = 0.0, token: float = 0.0
     ) -> None:
         self.verify, self.draft, self.each, self.column, self.token = verify, draft, prefill, column, token
+        self.deadline = math.inf
 
-    def round(self, config: EngineConfig, kv_columns: int, drafts: int) -> float:  # noqa: ARG002
-        return self.verify + self.column * kv_columns + drafts * self.draft
+    def round(self, config: EngineConfig, kv_columns: int, length: int) -> float:
+        return self.verify + self.column * kv_columns + config.drafted_at(length) * self.draft
 
     def prefill(self, config: EngineConfig, *lengths: int) -> float:  # noqa: ARG002
         return self.each * len(lengths) + self.token * sum(lengths)
@@ -130,23 +132,22 @@ def test_drafts_for_long_rows_only_are_compared_and_change_no_token(monkeypatch:
     assert set(predicted) == {0, 24}
     assert {c.config.draft_from for c in found.candidates if c.turns} == {0}, "the final would see one kind of rows"
     for chosen in predicted:
-        made = Engine(tiny.model(), tiny.model(seed=1), replace(found.config, draft_from=chosen))
+        made = Engine(tiny.model(), tiny.model(seed=1), replace(shape, draft_from=chosen))
         assert tiny.decode(made, rows) == tiny.greedy(tiny.model(), tiny.prompts(14), 10)
     asked = replace(shape, draft_from=24)
     assert probe_shape(Models(tiny.model(), None), asked, {"drafter": "suffix"}, ()).draft_from == 0, "all rounds draft"
 
 
 def test_drafts_for_long_rows_only_are_chosen_if_they_are_faster_by_a_margin() -> None:
-    plain = replace(PLAIN, predicted=100.0)
-    split = Candidate(replace(SHAPE, draft_from=24), 120.0)
-    assert later(plain, "", [plain, split]) == (
-        split,
-        "model, K=3 from 24 tokens is predicted to be 1.20 times as fast as plain",
-    )
-    assert later(plain, "why", [plain, replace(split, predicted=105.0)]) == (plain, "why")
-    assert later(plain, "why", [plain, raced(5)]) == (plain, "why")
-    fixed = Candidate(replace(SHAPE, draft_from=24), 100.0)
-    assert later(fixed, "why", [fixed, split]) == (fixed, "why")
+    """The final corrects the prediction of the drafter."""
+    plain, always = raced(0, 100, 100, 100), replace(raced(3, 80, 80, 80), predicted=100.0)
+    split = Candidate(replace(SHAPE, draft_from=24), 150.0)
+    chosen, reason = later(plain, "why", [plain, always], [plain, always, split])
+    assert (chosen, reason) == (split, "model, K=3 from 24 tokens should be 1.20 times as fast as plain, by prediction")
+    for predicted, finalists in [(130.0, [plain, always]), (150.0, [plain]), (150.0, [])]:
+        worse = replace(split, predicted=predicted)
+        assert later(plain, "why", finalists, [plain, always, worse]) == (plain, "why")
+    assert later(split, "why", [split, always], [split, always]) == (split, "why")
 
 
 def test_rows_are_only_kept_apart_where_their_forwards_have_different_widths() -> None:

@@ -51,7 +51,11 @@ def test_drafting_that_costs_nothing_is_worth_its_tokens() -> None:
     useless = Drafting("", TARGET._replace(held=0.0))
     assert bounds.times_plain(1000, useless) < 1
     assert bounds.pays_from(useless) is None
-    assert bounds.times_plain(1000, Drafting("", DRAFT._replace(held=2.0**30))) == 0, "it does not fit"
+    large = Drafting("", Sizes(2.0**30, 0.0, 0.0, 0.0))
+    assert (bounds.times_plain(1000, large), bounds.pays_from(large)) == (0, None), "it does not fit"
+    greedy = Drafting("", Sizes(0.0, 0.0, 0.0, 1e5))
+    assert bounds.times_plain(16000, greedy) == 0, "one row of 16,000 tokens does not fit"
+    assert bounds.pays_from(greedy) is None
 
 
 def test_drafts_are_worth_more_the_longer_the_text() -> None:
