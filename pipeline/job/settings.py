@@ -205,10 +205,12 @@ class Job(Decoding):
 
     @field_validator(*(n for n in AUTO if SETTINGS[n].kind is int), "rows_per_chunk", mode="before")
     @classmethod
-    def _auto(cls, value: Any) -> Any:
+    def _auto(cls, value: Any, info: ValidationInfo) -> Any:
         number = int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
-        if number != "auto" and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
-            raise ValueError("expected a whole number from 1 up, or auto")
+        known = SETTINGS.get(str(info.field_name))
+        least = int(known.limits["ge"]) if known else 1
+        if number != "auto" and (not isinstance(number, int) or isinstance(number, bool) or number < least):
+            raise ValueError(f"expected a whole number from {least} up, or auto")
         return number
 
     @field_validator("template_arguments", mode="before")

@@ -19,9 +19,8 @@ BASE: dict[str, Any] = {"target": "t", "input": "in", "output": "out"}
 CHANGES: dict[str, tuple[Any, Any]] = {
     "method": ("exspec", "plain"), "drafter": ("suffix", "early_exit"), "threshold": (0.5, 0.9),
     "draft_length": ("fixed", "both"), "exit_depth": (1, 2), "check_depth": (2, 3), "exit_tokens": (1, 3),
-    "batch_size": (4, 8), "window": (16, 32), "draft_tokens": (3, 4), "bucket": (32, 64), "capacity": (64, 96),
-    "exact": (True, False), "draft_window": (40, 50),
-    "draft_chosen": (40, 50),
+    "batch_size": (4, 8), "window": (16, 32), "draft_tokens": (3, 4), "draft_from": (0, 64), "bucket": (32, 64),
+    "capacity": (64, 96), "exact": (True, False), "draft_window": (40, 50), "draft_chosen": (40, 50),
 }  # fmt: skip
 
 
