@@ -61,7 +61,7 @@ def test_a_real_pair_gives_what_generate_gives(pair: jobs.Pair, source: Path, tm
 @pytest.mark.slow
 def test_what_is_auto_is_measured_once_and_kept(pair: jobs.Pair, source: Path, tmp_path: Path, capsys: Any) -> None:
     """The job stores its shape: a resumed run uses it, does not calibrate, and gives the same rows."""
-    auto = dict.fromkeys(("method", "drafter", "batch_size", "window", "draft_tokens", "bucket"), "auto")
+    auto = dict.fromkeys(("method", "drafter", "batch_size", "window", "draft_tokens", "draft_from", "bucket"), "auto")
     out = tmp_path / "out"
     job = jobs.job(pair, source, out, tune_from=60, tune_seconds=1.5, **auto)
     assert set(prepare(job).shape.free) == {*auto, "kernels", "prefill"}
