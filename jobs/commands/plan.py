@@ -139,13 +139,19 @@ def _on_cards(prepared: Prepared) -> Table:
     sizes = [Sizes.of(model, torch.bfloat16) for model in (target, *drafts)]
     title = f"computed tokens/s relative to plain decoding, by text length (bfloat16, acceptance {ACCEPTANCE})"
     table = Table("GPU", "drafter", *map(str, LENGTHS), "pays from", title=title, box=None, title_justify="left")
+    for cells in card_rows(*sizes):
+        table.add_row(*cells)
+    return table
+
+
+def card_rows(target: Sizes, draft: Sizes | None = None) -> Iterator[list[str]]:
+    """A row of the table for each GPU and way to draft."""
     for name, card in CARDS.items():
-        for drafting in draftings(*sizes):
-            bounds = Roofline(card, sizes[0])
+        bounds = Roofline(card, target)
+        for drafting in draftings(target, draft):
             ratios = [bounds.times_plain(length, drafting) for length in LENGTHS]
             cells = [f"{ratio:.2f}" if ratio else "too large" for ratio in ratios]
-            table.add_row(name, drafting.name, *cells, str(bounds.pays_from(drafting) or "never"))
-    return table
+            yield [name, drafting.name, *cells, str(bounds.pays_from(drafting) or "never")]
 
 
 def _notes(prepared: Prepared) -> list[str]:

@@ -17,9 +17,10 @@ from transformers import AutoConfig
 from exspec.actors.engine import EngineConfig
 from exspec.actors.engine.shape.candidates import PREFILLS, ROWS
 from exspec.actors.engine.shape.plan import SHARE, fit, plan_memory
-from exspec.actors.engine.shape.roofline import CARDS, LENGTHS, Roofline, Sizes, draftings
+from exspec.actors.engine.shape.roofline import CARDS, Roofline, Sizes, draftings
 from exspec.jobs.benchmarks.shapes import SHAPES
 from exspec.jobs.cli import app
+from exspec.jobs.commands.plan import card_rows
 from exspec.pipeline.shape import LONGEST
 from tests.k8s import checks, policy, schemas
 from tests.k8s.manifests import K8S, OVERLAYS, ROOT, Manifest, combinations, needs_renderer, of_kind, one, render
@@ -261,12 +262,7 @@ def test_the_rows_per_hour_follow_from_the_formula(sizes: list[Sizes]) -> None:
             assert cell == f"{round(found / unit) * unit:,}"
 
 
-def test_the_table_of_long_texts_follows_from_the_formula(sizes: list[Sizes]) -> None:
-    found = iter(table("GPU | drafter"))
-    for name, card in CARDS.items():
-        bounds = Roofline(card, sizes[0])
-        for drafting in draftings(*sizes):
-            ratios = [bounds.times_plain(length, drafting) for length in LENGTHS]
-            cells = [f"{ratio:.2f}" if ratio else "too large" for ratio in ratios]
-            assert next(found) == [name, drafting.name, *cells, str(bounds.pays_from(drafting) or "never")]
-    assert not list(found)
+def test_the_table_of_long_texts_is_the_one_that_plan_prints(sizes: list[Sizes]) -> None:
+    found = table("GPU | drafter")
+    assert len(found) == 3 * len(CARDS)
+    assert found == list(card_rows(*sizes))

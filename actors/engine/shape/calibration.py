@@ -6,6 +6,7 @@
    chosen first, with kernels that need no compiler; then the rest, with compiled kernels if these are faster.
 3. Final: the best candidates run in turns, and the fastest is taken: the plainest, unless another one is faster in
    nearly all turns.
+4. Where rows are of different lengths, a shape that drafts for long rows only replaces it if it should be much faster.
 """
 
 import gc
