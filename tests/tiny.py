@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from exspec.actors.engine import Completion, Engine, EngineConfig, Request, Sampling, SequenceStatistics
 from exspec.actors.engine.config import COMPILED
 from exspec.actors.engine.drafters.clover_head import CloverConfig, CloverHead
+from exspec.actors.engine.drafters.dflash_head import DFlashConfig, DFlashHead
 from exspec.actors.engine.drafters.drafter import Draft, Drafter, MakeDrafter
 from exspec.actors.engine.drafters.eagle3_head import Eagle3Config, Eagle3Head
 from exspec.actors.engine.drafters.lookup import drafter_class
@@ -104,12 +105,29 @@ def clover(target: PreTrainedModel, seed: int = 1, dtype: torch.dtype = torch.fl
     return CloverHead(CloverConfig(**_head_shape(target) | changes)).to(dtype).eval()  # type: ignore[no-any-return]
 
 
+def dflash(target: PreTrainedModel, seed: int = 1, dtype: torch.dtype = torch.float32, **changes: Any) -> DFlashHead:
+    """A DFlash head with random weights, of two layers."""
+    text = target.config.get_text_config()
+    layers = {"num_hidden_layers": 2, "head_dim": 8, "target_hidden_size": text.hidden_size, "block_size": 7,
+              "aux_layers": [1, text.num_hidden_layers - 1], "mask_token_id": 5}  # fmt: skip
+    if changes.get("sliding_window"):
+        layers |= {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True}
+    torch.manual_seed(seed)
+    made = DFlashHead(DFlashConfig(**_head_shape(target) | layers | changes))
+    if "d2t" in dict(made.named_buffers()):
+        made.d2t += torch.randperm(text.vocab_size)[: len(made.d2t)].sort().values - torch.arange(len(made.d2t))
+    if made.mask_embedding is not None:
+        torch.nn.init.normal_(made.mask_embedding)
+    return made.to(dtype).eval()  # type: ignore[no-any-return]
+
+
+HEADS: dict[str, Callable[..., PreTrainedModel]] = {"clover": clover, "dflash": dflash, "eagle3": head}
+
+
 def draft_of(drafter: str, target: PreTrainedModel, seed: int = 1) -> PreTrainedModel | None:
     """The draft model or head that a drafter needs, if any."""
-    if drafter == "eagle3":
-        return head(target, seed, target.dtype)
-    if drafter == "clover":
-        return clover(target, seed, target.dtype)
+    if drafter in HEADS:
+        return HEADS[drafter](target, seed, target.dtype)
     return model(seed=seed, dtype=target.dtype) if drafter_class(drafter).needs_draft else None
 
 

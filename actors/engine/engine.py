@@ -109,7 +109,8 @@ class Engine:
         recorder = compiling(recorder or recorder_for(self.device, config), config)
         parts = build(target, draft, config, recorder, drafter)
         self.target, self.drafter, self.drafter_context, self.draft_length, self.grouping, self.prefill, store = parts
-        self.pool = Pool(config.slots, store, config.width)
+        ahead = 0 if self.drafter.window else self.drafter.ahead  # a window's KV is not in the pool's pages
+        self.pool = Pool(config.slots, store, config.width, ahead, config.capacity)
         self.samplers = SamplerState(config.slots, self.vocabulary, self.device, recorder.wrap)
         self.fill, self._forward = recorder.wrap(self.target.fill), recorder.wrap(self.target.forward)
         self.choose, self._pick = recorder.wrap(self._choices), recorder.wrap(picked)
@@ -333,8 +334,8 @@ class Engine:
         on_device = self._to_device(values)
         allowed = Draft(on_device[:, 1:], on_device[:, 0], counts=draft.counts)
         replaced = any(tokens != drafted[row][: len(tokens)] for row, tokens in enumerate(walked))
-        if replaced and not self.drafter.follows:
-            self.drafter.prefill(self._drafted(group, allowed))
+        if replaced:
+            self.drafter.replace(self._drafted(group, allowed))
         return allowed
 
     def _drafted(self, group: Group, draft: Draft) -> Batch:

@@ -115,7 +115,7 @@ def build(
     )
     if config.method == "eqspec":
         prefill = WholePrefill()
-    verifier = cached(target, None)
+    verifier = cached(target, None, config.widest)
     step = config.bucket if few_shapes else config.page_size
     context = DrafterContext(target, verifier, draft, config, cached, recorder, step)
     proposer = drafter(context) if config.drafts else NoDraft()
@@ -126,13 +126,13 @@ def _stores(target: PreTrainedModel, config: EngineConfig) -> tuple[Store, MakeC
     """The store of the slots' KV, and a function that wraps a model with KV for the slots. Models without a window
     share one page table."""
     if config.method == "eqspec":
-        return Boundless(), lambda model, _: RealignedModel(model, config.batch_size, config.kernels == "packed")
+        return Boundless(), lambda model, *_: RealignedModel(model, config.batch_size, config.kernels == "packed")
     slots, size, longest = config.slots, config.page_size, config.capacity + config.widest  # dead columns reach past it
     pages = Pages(slots, config.page_count, size, config.prefill_columns, longest, target.device)
     attention = IN_PLACE if config.attention == "in_place" else GATHERED
 
-    def cached(model: PreTrainedModel, window: int | None) -> PagedModel:
-        ring = Rings(slots, window, config.widest, size, longest, target.device) if window else None
+    def cached(model: PreTrainedModel, window: int | None, widest: int) -> PagedModel:
+        ring = Rings(slots, window, widest, size, longest, target.device) if window else None
         return PagedModel(model, ring or pages, attention, config.kernels)
 
     return pages, cached

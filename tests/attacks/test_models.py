@@ -21,7 +21,7 @@ from exspec.pipeline import weights
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.prepare import prepare
 from tests import tiny
-from tests.actors.engine.drafters.test_heads import HEADS, save
+from tests.actors.engine.drafters.test_heads import save
 from tests.pipeline import jobs
 
 Change = Callable[[Path], Any]
@@ -214,7 +214,7 @@ def test_an_attention_on_the_hub_is_ignored(
     assert asked == []
 
 
-@pytest.mark.parametrize("drafter", HEADS)
+@pytest.mark.parametrize("drafter", tiny.HEADS)
 def test_an_attention_on_the_hub_is_ignored_in_a_head(drafter: str, tmp_path: Path, asked: list[Any]) -> None:
     target = tiny.model()
     folder = save(drafter, target, tmp_path / "head")

@@ -10,6 +10,7 @@ from exspec.pipeline.errors import JobError
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
 from tests import tiny
+from tests.actors.engine.drafters import test_dflash
 from tests.actors.engine.drafters.test_eagle3 import as_published
 from tests.pipeline import jobs
 
@@ -28,6 +29,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         jobs.tokenizer().save_pretrained(folder / name)
     as_published(tiny.head(target), folder / "authors", "authors")
     as_published(tiny.head(target, embeds=True), folder / "speculators", "speculators")
+    test_dflash.as_published(tiny.dflash(target), folder / "dflash", "speculators")
     tiny.clover(target).save_pretrained(folder / "clover")
     tiny.clover(target, hidden_size=64).save_pretrained(folder / "wide")
     as_published(tiny.head(tiny.deep(LAYERS), vocab_size=62), folder / "foreign", "authors")
@@ -41,6 +43,7 @@ def test_the_drafter_may_change_between_the_runs_of_a_job(models: dict[str, str]
         (30, "authors", {}, "eagle3"),
         (40, "speculators", {"drafter": "eagle3"}, "eagle3"),
         (45, "clover", {}, "clover"),
+        (47, "dflash", {}, "dflash"),
         (50, None, {"drafter": "early_exit", "exit_depth": 1, "check_depth": 3, "exit_tokens": 1}, "early_exit 1/3/1"),
         (55, None, {"drafter": "sparse", "draft_window": 33}, "sparse 33"),
         (60, None, {"drafter": "none", "method": "plain"}, "none"),
@@ -67,6 +70,7 @@ def test_the_drafter_may_change_between_the_runs_of_a_job(models: dict[str, str]
             {"drafter": "clover", "method": "eqspec"},
             "drafter clover: method eqspec moves the KV, but not the features of the head",
         ),
+        ("dflash", {"drafter": "eagle3"}, "drafter eagle3: it needs a head of EAGLE-3 as its draft"),
         ("authors", {"drafter": "model"}, "drafter model: the draft is a head for eagle3"),
         ("draft", {"drafter": "clover"}, "drafter clover: it needs a head of Clover as its draft"),
         ("draft", {"drafter": "eagle3"}, "drafter eagle3: it needs a head of EAGLE-3 as its draft"),
@@ -87,6 +91,11 @@ def test_what_cannot_draft_is_refused_before_anything_is_loaded(
 
 def test_a_head_drafts_no_more_than_it_was_trained_for(models: dict[str, str], source: Path, tmp_path: Path) -> None:
     """Unless the job says so: the other columns of a round would be unused."""
-    for draft, asked, drafted in (("clover", "auto", 3), ("authors", "auto", 5), ("clover", 4, 4)):
+    for draft, asked, drafted in (
+        ("clover", "auto", 3),
+        ("dflash", "auto", 5),
+        ("authors", "auto", 5),
+        ("clover", 4, 4),
+    ):
         job = jobs.job((models["target"], models[draft]), source, tmp_path / "out", draft_tokens=asked)
         assert prepare(job).shape.config.draft_tokens == drafted

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from exspec.actors.engine.drafters.clover_head import NAME, CloverConfig, CloverHead, read_config
-from exspec.actors.engine.drafters.drafter import Draft, DrafterContext, DraftRows
+from exspec.actors.engine.drafters.drafter import DrafterContext, DraftRows
 from exspec.actors.engine.drafters.head import HeadDrafter, filled, read_tensors
 from exspec.actors.engine.drafters.model import Step
 from exspec.actors.engine.kv.batch import Batch
-from exspec.actors.engine.scheduling.group import Group
 
 
 class Clover(HeadDrafter):
@@ -46,9 +45,8 @@ class Clover(HeadDrafter):
         return (target.get_text_config().num_hidden_layers,)
 
     @classmethod
-    def lengths_with(cls, draft: PretrainedConfig | None) -> tuple[int, ...]:
-        heads = draft.heads if isinstance(draft, CloverConfig) else 1  # `refusal` excludes other drafts
-        return tuple(range(1, heads + 1))
+    def longest(cls, draft: PretrainedConfig) -> int:
+        return int(draft.heads)
 
     @classmethod
     def build(cls, context: DrafterContext) -> Self:
@@ -56,10 +54,6 @@ class Clover(HeadDrafter):
         score: Any = context.target.get_output_embeddings()
         drafter.embedding, drafter.score = score.weight, drafter.target.model.get_output_embeddings()
         return drafter
-
-    def propose(self, group: Group, limits: list[int]) -> Draft:
-        most = self.head.model.config.heads
-        return super().propose(group, [min(limit, most) for limit in limits])
 
     def _first(self, rows: DraftRows) -> Step:
         batch = rows.batch(rows.pending[:, None], -1)

@@ -77,7 +77,7 @@ class DraftRows(NamedTuple):
         return narrowed(logits, drafted, self.must, self.masks)
 
 
-MakeCached = Callable[[PreTrainedModel, int | None], CachedModel]
+MakeCached = Callable[[PreTrainedModel, int | None, int], CachedModel]
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ class DrafterContext:
     """What a drafter is built from.
 
     target: the model that verifies. verifier: the target with its KV. draft: a draft model or head, if there is one.
-    config: resolved. cached: wraps a model with KV for the engine's slots, all of it or that of a window of tokens.
-    recorder: records functions of fixed shapes. step: a draft's KV columns are rounded up to a multiple of it, so that
-    shapes are few.
+    config: resolved. cached: wraps a model with KV for the engine's slots; its other arguments are the window of tokens
+    that the KV is limited to, if it is, and the columns of the widest forward. recorder: records functions of fixed
+    shapes. step: a draft's KV columns are rounded up to a multiple of it, so that shapes are few.
     """
 
     target: PreTrainedModel
@@ -116,7 +116,8 @@ class Drafter(ABC):
     column right after verification, rejected columns included. lengths: the values of K that are worth a trial.
     probed_with: the K that calibration measures first and extrapolates from. learns: whether it uses finished
     completions. caches: its KV, which the engine checks. window: tokens that its KV is limited to, in addition to the
-    first page: `prefill` gets only these of a sequence that is admitted, once the target has all.
+    first page: `prefill` gets only these of a sequence that is admitted, once the target has all. ahead: how many
+    positions, from the pending token's on, a draft writes KV of; 0 if never more than the verify.
     """
 
     needs_draft: ClassVar[bool] = False
@@ -126,6 +127,7 @@ class Drafter(ABC):
     learns: ClassVar[bool] = False
     caches: Sequence[CachedModel] = ()
     window: int | None = None
+    ahead: int = 0
 
     @classmethod
     def reads(cls, values: dict[str, Any]) -> bool:
@@ -152,9 +154,15 @@ class Drafter(ABC):
         cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig, dtype: torch.dtype
     ) -> MemoryPlan:
         """The memory that it takes in addition to the target's."""
-        # Two columns: no step of a draft computes logits of more, unless a drafter overrides this.
-        plans = (model_memory(m, config, dtype, columns=2, window=config.draft_window) for m in cls.models(draft))
-        return sum(plans, start=MemoryPlan())
+        # Two columns: a step has logits of no more, or of no more than the target's verify, which counts them.
+        shape: dict[str, Any] = {"columns": 2, "window": config.draft_window, "widest": cls.widest(draft, config)}
+        return sum((model_memory(m, config, dtype, **shape) for m in cls.models(draft)), start=MemoryPlan())
+
+    @classmethod
+    def widest(cls, draft: PretrainedConfig | None, config: EngineConfig) -> int:
+        """Columns of its widest forward."""
+        del draft
+        return config.widest
 
     @classmethod
     def lengths_with(cls, draft: PretrainedConfig | None) -> tuple[int, ...]:
@@ -180,7 +188,12 @@ class Drafter(ABC):
         """Put a sequence into a slot. tokens: prompt and committed tokens; copy the list to keep it, since it grows."""
 
     def prefill(self, batch: Batch) -> None:
-        """Take in tokens of a prompt, or tokens that replace a draft. Cached tokens are not fed again."""
+        """Take in tokens of a prompt. Cached tokens are not fed again."""
+
+    def replace(self, batch: Batch) -> None:
+        """Take in the pending token and the tokens that a constraint has put in the draft's place."""
+        if not self.follows:
+            self.prefill(batch)
 
     @abstractmethod
     def propose(self, group: Group, limits: list[int]) -> Draft:

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from exspec.actors.engine.drafters.head import checked, filled, read_tensors
+from exspec.actors.engine.drafters.head import check_proposed, checked, filled, read_tensors, widened
 
 NAME = "eagle3"
 AUTHORS, OURS = "midlayer.", "layers.0."  # prefixes of the layer's tensors; speculators uses ours
@@ -156,15 +156,9 @@ class Eagle3Head(PreTrainedModel):
             past_key_values=past_key_values,
             position_embeddings=self.rotary_emb(embedding, position_ids),
         )
-        return CausalLMOutput(logits=self.widened(self.lm_head(self.norm(hidden[:, -logits_to_keep:]))))
-
-    def widened(self, logits: Tensor) -> Tensor:
-        """Logits [..., V] over the target's vocabulary, from logits [..., V'] over the tokens that can be proposed."""
-        size, own = self.config.vocab_size, logits.shape[-1]
-        if own == size:
-            return logits
-        wide = logits.new_full((*logits.shape[:-1], size), torch.finfo(logits.dtype).min)
-        return wide.index_copy_(-1, torch.arange(own, device=logits.device) + self.d2t, logits)
+        logits = self.lm_head(self.norm(hidden[:, -logits_to_keep:]))
+        size = self.config.vocab_size
+        return CausalLMOutput(logits=logits if logits.shape[-1] == size else widened(logits, self.d2t, size))
 
 
 AutoConfig.register(NAME, Eagle3Config)
@@ -175,7 +169,8 @@ def is_head(values: dict[str, Any]) -> bool:
     """Whether the values of a config.json describe a head of EAGLE-3, in one of its published formats."""
     architectures = [str(name).lower() for name in values.get("architectures") or []]
     named = values.get("speculators_model_type") == NAME or any(NAME in name for name in architectures)
-    return named or "draft_vocab_size" in values  # some heads of the authors name the architecture Llama
+    other = "speculators_model_type" in values or "dflash_config" in values
+    return named or ("draft_vocab_size" in values and not other)  # some of the authors' name the architecture Llama
 
 
 def load_head(
@@ -192,7 +187,5 @@ def load_head(
     if config.draft_vocab_size == config.vocab_size:
         weights.setdefault("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
     filled(head, weights, folder, "a head of EAGLE-3", dtype, device)
-    proposed = weights["d2t"] + torch.arange(len(weights["d2t"]))
-    if not ((proposed >= 0) & (proposed < config.vocab_size)).all():
-        raise ValueError(f"{folder}: d2t has tokens outside the vocabulary of {config.vocab_size} tokens")
+    check_proposed(weights["d2t"], config.vocab_size, folder)
     return head

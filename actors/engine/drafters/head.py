@@ -14,12 +14,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from exspec.actors.engine.config import EngineConfig
-from exspec.actors.engine.drafters.drafter import DrafterContext
+from exspec.actors.engine.drafters.drafter import Draft, DrafterContext
 from exspec.actors.engine.drafters.model import DraftModel
 from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.kv.cached_model import PagedModel
 from exspec.actors.engine.kv.memory import MemoryPlan, states_memory
 from exspec.actors.engine.kv.trial import spans_trial
+from exspec.actors.engine.scheduling.group import Group
 
 M = TypeVar("M", bound=PreTrainedModel)
 C = TypeVar("C", bound=PretrainedConfig)
@@ -42,6 +43,19 @@ class HeadDrafter(DraftModel):
     aux_layers: tuple[int, ...]
     target: PagedModel
     head: PagedModel
+
+    @classmethod
+    def longest(cls, draft: PretrainedConfig) -> int | None:
+        """The most tokens that the head can draft; None if there is no limit."""
+        del draft
+        return None
+
+    @classmethod
+    def lengths_with(cls, draft: PretrainedConfig | None) -> tuple[int, ...]:
+        longest = cls.longest(draft) if isinstance(draft, cls.configures) else None
+        if longest is None:
+            return cls.lengths
+        return (*(n for n in cls.lengths if n < longest), longest)
 
     @classmethod
     @abstractmethod
@@ -88,7 +102,7 @@ class HeadDrafter(DraftModel):
     @classmethod
     def build(cls, context: DrafterContext) -> Self:
         assert context.draft is not None
-        head, target = context.cached(context.draft, context.config.draft_window), context.verifier
+        head, target = cls.cached_draft(context, context.draft), context.verifier
         assert isinstance(head, PagedModel)
         assert isinstance(target, PagedModel)
         drafter = cls(context, context.draft, head)
@@ -99,6 +113,10 @@ class HeadDrafter(DraftModel):
             head.remember(cls.remembers)
         target.remember(drafter.aux_layers)
         return drafter
+
+    def propose(self, group: Group, limits: list[int]) -> Draft:
+        longest = self.longest(self.head.model.config)
+        return super().propose(group, limits if longest is None else [min(limit, longest) for limit in limits])
 
     def _fill(self, batch: Batch) -> None:
         batch = batch.shifted(-1)
@@ -138,13 +156,18 @@ def read_tensors(folder: Path, allow_pickle: bool) -> dict[str, Tensor]:
         raise ValueError(f"{folder}: no weights; expected {safe.name} or {pickled.name}")
     if not allow_pickle:
         raise ValueError(f"{folder}: the weights are not safetensors; expected {safe.name}, or allow_pickle: true")
-    try:
-        tensors = torch.load(pickled, map_location="cpu", weights_only=True)
-    except (EOFError, RuntimeError, UnpicklingError) as error:
-        raise ValueError(f"{pickled}: not a file of tensors ({' '.join(str(error).split()[:12])})") from error
+    tensors = read_pickled(pickled)
     if not (isinstance(tensors, dict) and all(isinstance(t, Tensor) for t in tensors.values())):
         raise ValueError(f"{pickled}: not a file of tensors; expected tensors by name")
     return tensors
+
+
+def read_pickled(file: Path) -> Any:
+    """What a pickled file holds: tensors, numbers and collections of them. Raises ValueError naming the file."""
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except (EOFError, RuntimeError, UnpicklingError) as error:
+        raise ValueError(f"{file}: not a file of tensors ({' '.join(str(error).split()[:12])})") from error
 
 
 def filled(
@@ -166,3 +189,18 @@ def filled(
     placed.to(device=device, dtype=dtype).eval()
     placed.rotary_emb = LlamaRotaryEmbedding(placed.config).to(device)  # its factors are not weights, and stay float32
     return head
+
+
+def check_proposed(d2t: Tensor, vocabulary: int, folder: Path) -> None:
+    """Raises ValueError if a head can propose a token that the target lacks. d2t: token i of the head's own vocabulary
+    is the target's token i + d2t[i]."""
+    proposed = d2t + torch.arange(len(d2t), device=d2t.device)
+    if not ((proposed >= 0) & (proposed < vocabulary)).all():
+        raise ValueError(f"{folder}: d2t has tokens outside the vocabulary of {vocabulary} tokens")
+
+
+def widened(logits: Tensor, d2t: Tensor, size: int) -> Tensor:
+    """Logits [..., V] over the target's vocabulary of `size` tokens, from logits [..., V'] over the tokens that the
+    head can propose. Its other tokens have the lowest logit."""
+    wide = logits.new_full((*logits.shape[:-1], size), torch.finfo(logits.dtype).min)
+    return wide.index_copy_(-1, torch.arange(len(d2t), device=logits.device) + d2t, logits)

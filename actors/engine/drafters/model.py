@@ -63,7 +63,12 @@ class DraftModel(Drafter):
     @classmethod
     def build(cls, context: DrafterContext) -> Self:
         assert context.draft is not None, "`refusal` excludes this"
-        return cls(context, context.draft, context.cached(context.draft, context.config.draft_window))
+        return cls(context, context.draft, cls.cached_draft(context, context.draft))
+
+    @classmethod
+    def cached_draft(cls, context: DrafterContext, draft: PreTrainedModel) -> CachedModel:
+        """The draft with its KV."""
+        return context.cached(draft, context.config.draft_window, cls.widest(draft.config, context.config))
 
     def __init__(self, context: DrafterContext, model: PreTrainedModel, cached: CachedModel) -> None:
         vocabulary, targets = (m.config.get_text_config().vocab_size for m in (model, context.target))
@@ -84,7 +89,7 @@ class DraftModel(Drafter):
         self._feed(batch)
 
     def propose(self, group: Group, limits: list[int]) -> Draft:
-        kv_columns = self.context.kv_columns(group.longest + max(*limits, 1))
+        kv_columns = self.context.kv_columns(group.longest + max(*limits, self.ahead, 1))
         return Draft(*self._loop(DraftRows.of(group, limits, kv_columns)))
 
     def _fill(self, batch: Batch) -> None:

@@ -5,6 +5,7 @@ DRAFTERS = {  # by name, in the order of preference
     "model": "exspec.actors.engine.drafters.model:DraftModel",
     "eagle3": "exspec.actors.engine.drafters.eagle3:Eagle3",
     "clover": "exspec.actors.engine.drafters.clover:Clover",
+    "dflash": "exspec.actors.engine.drafters.dflash:DFlash",
     "suffix": "exspec.actors.engine.drafters.suffix:Suffix",
     "early_exit": "exspec.actors.engine.drafters.early_exit:EarlyExit",
     "sparse": "exspec.actors.engine.drafters.sparse:Sparse",

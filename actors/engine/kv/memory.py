@@ -49,13 +49,18 @@ class MemoryPlan:
 
 
 def model_memory(
-    model: PretrainedConfig, config: EngineConfig, dtype: torch.dtype, columns: int, window: int | None = None
+    model: PretrainedConfig,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    columns: int,
+    window: int | None = None,
+    widest: int | None = None,
 ) -> MemoryPlan:
     """The memory of a model with KV in the engine's slots. columns: per row, those whose logits a forward computes.
-    window: tokens that its KV is limited to."""
+    window: tokens that its KV is limited to. widest: columns of its widest forward; default: of the target's."""
     return MemoryPlan(
         weights=_weights(model.to_json_string(), config.packs) * dtype.itemsize,
-        kv=_kv(model, config, window) * dtype.itemsize,
+        kv=_kv(model, config, window, widest) * dtype.itemsize,
         logits=int(config.batch_size * columns * model.get_text_config().vocab_size * LOGIT),
         activations=_activations(model, config) * dtype.itemsize,
     )
@@ -66,11 +71,11 @@ def states_memory(config: EngineConfig, width: int, dtype: torch.dtype, window: 
     return MemoryPlan(kv=_columns(config, window) * width * dtype.itemsize)
 
 
-def _columns(config: EngineConfig, window: int | None) -> int:
+def _columns(config: EngineConfig, window: int | None, widest: int | None = None) -> int:
     """Tokens that all pages hold, including the bin."""
     pages = config.page_count
     if window is not None:
-        pages = config.slots * ring_pages(window, config.widest, config.page_size)
+        pages = config.slots * ring_pages(window, widest or config.widest, config.page_size)
     return (pages + 1) * config.page_size
 
 
@@ -84,9 +89,9 @@ def _weights(config: str, packed: bool) -> int:
     return int(held + (linear if packed else 0))
 
 
-def _kv(model: PretrainedConfig, config: EngineConfig, window: int | None) -> int:
+def _kv(model: PretrainedConfig, config: EngineConfig, window: int | None, widest: int | None) -> int:
     layers, heads, head_size = kv_shape(model)
-    columns = _columns(config, window)
+    columns = _columns(config, window, widest)
     if config.method == "eqspec":  # rows reach up to a verify width past the capacity; a layer is copied to realign it
         columns = config.batch_size * (config.capacity + config.width) * (layers + 1) // layers
     return 2 * layers * heads * columns * head_size

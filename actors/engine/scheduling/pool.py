@@ -68,13 +68,14 @@ class Sequence:
 class Pool:
     """W slots and their sequences, the oldest first; other sequences wait in order of arrival.
 
-    store: allocates the slots' KV. width: tokens of each sequence that a round feeds.
+    store: allocates the slots' KV. width: tokens of each sequence that a round feeds. ahead: positions from the pending
+    token on that a draft writes to, up to the capacity.
 
     Invariant: every slot is either free or held by exactly one running sequence.
     """
 
-    def __init__(self, slots: int, store: Store, width: int) -> None:
-        self.slots, self.store, self.width = slots, store, width
+    def __init__(self, slots: int, store: Store, width: int, ahead: int = 0, capacity: int = 0) -> None:
+        self.slots, self.store, self.width, self.ahead, self.capacity = slots, store, width, ahead, capacity
         self.free = list(range(slots))
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
@@ -118,8 +119,9 @@ class Pool:
         return [s for s in sequences if s.slot >= 0]
 
     def _reach(self, sequence: Sequence) -> int:
-        """The most tokens that the sequence may have cached after its next round."""
-        return min(sequence.length + self.width, sequence.limit)
+        """The most tokens that the sequence may have cached in its next round."""
+        drafted = min(sequence.length + self.ahead, self.capacity)
+        return max(min(sequence.length + self.width, sequence.limit), drafted)
 
     def _preempt(self, sequence: Sequence) -> None:
         self._leave(sequence)

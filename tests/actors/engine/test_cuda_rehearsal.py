@@ -97,7 +97,7 @@ def weights(made: Engine) -> list[Tensor]:
 
 
 @pytest.mark.fast("compiled-in_place-model")
-@pytest.mark.parametrize("drafter", [*DRAFTERS, "model 16", "eagle3 16", "clover 16"])
+@pytest.mark.parametrize("drafter", [*DRAFTERS, "model 16", "eagle3 16", "clover 16", "dflash 16"])
 @pytest.mark.parametrize(
     ("kernels", "attention"), [("eager", "in_place"), ("eager", "gathered"), ("compiled", "in_place")]
 )

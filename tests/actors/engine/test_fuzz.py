@@ -14,7 +14,7 @@ from exspec.actors.engine.drafters.registry import DRAFTERS, NONE
 from tests import tiny
 
 COUNT, FIRST = int(os.environ.get("EXSPEC_FUZZ", "12")), int(os.environ.get("EXSPEC_FUZZ_FROM", "0"))
-DEEP = ("early_exit", "eagle3", "clover")  # they use the target's layers
+DEEP = ("early_exit", *tiny.HEADS)  # they use the target's layers
 
 
 def shape(rng: random.Random) -> dict[str, Any]:
@@ -77,6 +77,8 @@ def test_a_random_engine_equals_a_slow_loop(seed: int) -> None:
     draft = tiny.model(family, seed + rng.randint(0, 1))
     if settings["drafter"] == "eagle3":
         draft = tiny.head(target, seed, size=rng.choice([20, tiny.VOCABULARY]))
+    if settings["drafter"] == "dflash":
+        draft = tiny.dflash(target, seed, block_size=rng.choice([2, 5, 13]), sliding_window=rng.choice([None, 6]))
     if settings["drafter"] == "clover":
         draft = tiny.clover(target, seed, heads=rng.choice([1, 3, 5]))
     trunk = [rng.randrange(tiny.VOCABULARY) for _ in range(33)]

@@ -255,7 +255,7 @@ def test_requests_decode_to_the_tokens_of_the_cpu(
 ) -> None:
     """With every drafter, shared prefixes, sliding windows and preemption."""
     tiny.need("in_place")
-    if family and drafter in ("early_exit", "eagle3"):
+    if family and drafter in ("early_exit", "eagle3", "dflash"):
         family = family | {"num_hidden_layers": 4}
     rows = tiny.requests(PROMPTS, 9)
     expected = tiny.decode(engine(drafter, family), rows)

@@ -25,7 +25,7 @@ from tests.actors.engine.test_graphs import Traced
 NEW = "ngram"
 # A number behind the name is a window: the drafter reads so many tokens of KV beside the first page of 8. A second one
 # counts tokens of chosen pages.
-WINDOWED = ["model 16", "eagle3 9", "clover 8", "sparse 16", "sparse 8+16"]
+WINDOWED = ["model 16", "eagle3 9", "clover 8", "dflash 8", "sparse 16", "sparse 8+16"]
 NAMES = [*(name for name in DRAFTERS if name not in (NONE, "sparse")), *WINDOWED, NEW]
 # Prompts that repeat themselves and each other, for drafters that look tokens up; and prompts that do not.
 PROMPTS = [[*([7, 8, 9, 10] * 5), i % 3] for i in range(9)] + tiny.prompts(8)
@@ -44,7 +44,8 @@ class Watched(Drafter):
     """Wraps a drafter. Checks that the engine tells it every token, and that its drafts stay within the limits."""
 
     def __init__(self, drafter: Drafter) -> None:
-        self.drafter, self.caches, self.window = drafter, drafter.caches, drafter.window
+        self.drafter, self.caches = drafter, drafter.caches
+        self.window, self.ahead = drafter.window, drafter.ahead
         self.tokens: dict[int, list[int]] = {}
         self.proposed = self.ended = 0
 
@@ -54,6 +55,9 @@ class Watched(Drafter):
 
     def prefill(self, batch: Batch) -> None:
         self.drafter.prefill(batch)
+
+    def replace(self, batch: Batch) -> None:
+        self.drafter.replace(batch)
 
     def propose(self, group: Group, limits: list[int]) -> Draft:
         for row, sequence in enumerate(group.sequences):
@@ -150,7 +154,7 @@ def reference(sampling: Sampling | None = None) -> dict[Any, list[int]]:
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_equal_a_slow_loop(name: str, config: dict[str, Any], sampling: Sampling | None) -> None:
     tiny.need(config.get("attention"), config.get("kernels"))
-    if name in ("early_exit", "eagle3", "clover", *WINDOWED) and config.get("method") == "eqspec":
+    if name in ("early_exit", *tiny.HEADS, *WINDOWED) and config.get("method") == "eqspec":
         with pytest.raises(ValueError, match="method eqspec moves the KV"):
             engine(name, **config)
         return
@@ -233,7 +237,8 @@ def test_every_drafter_is_planned_for_and_calibrated(name: str) -> None:
 
 
 def test_a_missing_draft_or_unknown_drafter_is_refused() -> None:
-    needed = {"model": "a draft model", "clover": "a head of Clover", "eagle3": "a head of EAGLE-3"}
+    heads = {"clover": "Clover", "eagle3": "EAGLE-3", "dflash": "DFlash"}
+    needed = {"model": "a draft model"} | {name: f"a head of {title}" for name, title in heads.items()}
     for name, draft in needed.items():
         with pytest.raises(ValueError, match=f"method exspec with the drafter {name}: it needs {draft}"):
             Engine(tiny.model(), None, EngineConfig(drafter=name))

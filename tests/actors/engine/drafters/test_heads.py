@@ -1,4 +1,4 @@
-"""What holds for the heads of Clover and of EAGLE-3 alike."""
+"""What holds for the heads of every drafter that has one."""
 
 from itertools import islice
 from pathlib import Path
@@ -17,29 +17,32 @@ from exspec.jobs.demo.messages import examples
 from exspec.jobs.training.clover import train
 from exspec.jobs.training.demo import prompt_text
 from tests import tiny
+from tests.actors.engine.drafters import test_dflash, test_eagle3
 from tests.actors.engine.drafters.slow import Slow, slow_engine
 from tests.actors.engine.drafters.test_clover import SlowClover
-from tests.actors.engine.drafters.test_eagle3 import SlowEagle3, as_published
+from tests.actors.engine.drafters.test_dflash import SlowDFlash
+from tests.actors.engine.drafters.test_eagle3 import SlowEagle3
 from tests.tools import train_eagle3
 
-HEADS: dict[str, Any] = {"clover": tiny.clover, "eagle3": tiny.head}
-both = pytest.mark.parametrize("drafter", HEADS)
+SLOW: dict[str, type[Slow]] = {"clover": SlowClover, "eagle3": SlowEagle3, "dflash": SlowDFlash}
+PUBLISHED: dict[str, Any] = {"eagle3": test_eagle3.as_published, "dflash": test_dflash.as_published}
+every = pytest.mark.parametrize("drafter", SLOW)
 
 
 def save(drafter: str, target: Any, folder: Path, layout: str = "authors") -> Path:
-    head = HEADS[drafter](target)
-    if drafter == "eagle3":
-        return as_published(head, folder, layout)
+    head: Any = tiny.HEADS[drafter](target)
+    if drafter in PUBLISHED:
+        return PUBLISHED[drafter](head, folder, layout)  # type: ignore[no-any-return]
     head.save_pretrained(folder)
     return folder
 
 
-@pytest.mark.parametrize(("slow", "drafter"), [(SlowClover, "clover"), (SlowEagle3, "eagle3")], ids=HEADS)
-def test_drafts_are_right_after_cached_tokens(slow: type[Slow], drafter: str) -> None:
+@every
+def test_drafts_are_right_after_cached_tokens(drafter: str) -> None:
     """Cached tokens come with the features that the head needs. EAGLE-3 lacks the last one, so the prompts come one
     by one here."""
     target = tiny.deep(5, 0.3)
-    engine = slow_engine(slow, target, HEADS[drafter](target), batch_size=1, window=1)
+    engine = slow_engine(SLOW[drafter], target, tiny.HEADS[drafter](target), batch_size=1, window=1)
     trunk = tiny.prompts(3)[2][:24]
     for tail in ([3], [4, 5], [3, 9]):
         found = tiny.decode(engine, tiny.requests([[*trunk, *tail]], 9))
@@ -59,6 +62,9 @@ def test_drafts_are_right_after_cached_tokens(slow: type[Slow], drafter: str) ->
         ("eagle3", "fc.weight", torch.ones(32, 32),
          r"fc.weight is \[32, 32\], but its config.json asks for \[32, 96\]"),
         ("eagle3", "fc_norm.0.weight", torch.ones(32), "a head of EAGLE-3 has no tensor fc_norm.0.weight"),
+        ("dflash", "layers.1.self_attn.q_norm.weight", None, r"no tensor layers.1.self_attn.q_norm.weight"),
+        ("dflash", "fc.weight", torch.ones(32, 32), r"fc.weight is .*, but its config.json asks for \[32, 64\]"),
+        ("dflash", "mask_hidden", torch.ones(32), "a head of DFlash has no tensor mask_hidden"),
         ("eagle3", "d2t", torch.full((41,), tiny.VOCABULARY), "d2t has tokens outside the vocabulary of 61 tokens"),
     ],
 )  # fmt: skip
@@ -76,7 +82,7 @@ def test_a_wrong_tensor_is_refused_by_name(
         tiny.load_head(folder)
 
 
-@both
+@every
 def test_rotary_factors_stay_in_float32(drafter: str, tmp_path: Path) -> None:
     folder = save(drafter, tiny.deep(5), tmp_path / "head")
     rounded, whole = (tiny.load_head(folder, dtype) for dtype in (torch.bfloat16, torch.float32))
@@ -84,7 +90,7 @@ def test_rotary_factors_stay_in_float32(drafter: str, tmp_path: Path) -> None:
     assert torch.equal(rounded.rotary_emb.inv_freq, whole.rotary_emb.inv_freq)
 
 
-@both
+@every
 def test_a_pair_of_a_target_and_a_head_loads(drafter: str, tmp_path: Path) -> None:
     """A head has no tokenizer; its config says what it is."""
     folder = save(drafter, load_pair(str(TARGET), None).target, tmp_path / "head", "speculators")
@@ -98,7 +104,7 @@ def test_a_pair_of_a_target_and_a_head_loads(drafter: str, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@both
+@pytest.mark.parametrize("drafter", ["clover", "eagle3"])
 def test_drafts_of_a_head_trained_for_a_minute_are_accepted(drafter: str, tmp_path: Path) -> None:
     pair = load_pair(str(TARGET), None, torch.float32)
     words, stream = pair.tokenizer, examples(seed=78)
