@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, rms_norm, silu
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from exspec.actors.engine.drafters.head import checked
+from exspec.actors.engine.drafters.head import HeadModel, checked
 
 NAME = "clover"
 EPSILON = 1e-6  # of the norm; far below the mean square of a row of the head
@@ -47,14 +47,12 @@ def read_config(values: dict[str, Any]) -> CloverConfig:
     return checked(CloverConfig, CloverHead, {key: value for key, value in values.items() if key != "model_type"})
 
 
-class CloverHead(PreTrainedModel):
+class CloverHead(HeadModel):
     """A causal language model whose forward also takes features [R, Q, D] and returns h_0 [R, Q, D] in place of logits.
     The target's output head is not part of the model."""
 
     config: CloverConfig
     config_class = CloverConfig
-    _supports_attention_backend = True
-    _supports_sdpa = True
 
     def __init__(self, config: CloverConfig) -> None:
         super().__init__(config)
@@ -65,9 +63,6 @@ class CloverHead(PreTrainedModel):
         self.mlps = nn.ModuleList([nn.Linear(size, size) for _ in range(config.heads)])
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.post_init()  # type: ignore[no-untyped-call]
-
-    def get_output_embeddings(self) -> Any:
-        return None
 
     def forward(
         self,

@@ -112,7 +112,5 @@ class DFlash(HeadDrafter):
     @torch.inference_mode()
     def _logits(self, states: Tensor) -> Tensor:
         """Logits [R, K, V] of states [R, K, D]."""
-        logits: Tensor = self.score(states.contiguous())
         head: Any = self.head.model
-        size = head.config.vocab_size
-        return logits if logits.shape[-1] == size else widened(logits, head.d2t, size)
+        return widened(self.score(states.contiguous()), head.d2t, head.config.vocab_size)

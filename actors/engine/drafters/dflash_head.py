@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import (
@@ -28,7 +28,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
-from exspec.actors.engine.drafters.head import check_proposed, checked, filled, read_pickled, read_tensors
+from exspec.actors.engine.drafters.head import HeadModel, check_proposed, checked, filled, read_pickled, read_tensors
 
 NAME, SLIDING = "dflash", "sliding_attention"
 IGNORED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")  # the inverse of d2t; copies of the target's
@@ -47,9 +47,9 @@ OWN = ("model_type", "architectures", "auto_map", "dflash_config", "tie_word_emb
 class DFlashConfig(Qwen3Config):
     """aux_layers: the target's layers whose outputs are the features, counted from 1. block_size: columns of a block,
     the pending token's included. mask_token_id: the token in the other columns. embedding_scale: a factor of the
-    tokens' embeddings. causal: by layer, whether it is.
-    target_layers: of the target, if it is known. draft_vocab_size: how many tokens the head can propose. embeds,
-    scores: whether the head has its own embedding and output head. masks: whether it has an embedding of the mask.
+    tokens' embeddings. causal: by layer, whether it is. target_layers: of the target, if it is known. draft_vocab_size:
+    how many tokens the head can propose. embeds, scores: whether the head has its own embedding and output head. masks:
+    whether it has an embedding of the mask.
     """
 
     model_type = NAME
@@ -185,15 +185,13 @@ class DFlashLayer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))  # type: ignore[no-any-return]
 
 
-class DFlashHead(PreTrainedModel):
+class DFlashHead(HeadModel):
     """A causal language model whose forward also takes features and returns the last states [R, N, D] in place of
     logits. It only runs over pages. A head without an embedding or an output head uses the target's."""
 
     config: DFlashConfig
     config_class = DFlashConfig
-    _supports_attention_backend = True
-    _supports_sdpa = True
-    d2t: Tensor
+    d2t: Tensor | None
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)
@@ -205,18 +203,9 @@ class DFlashHead(PreTrainedModel):
         self.layers = nn.ModuleList([DFlashLayer(config, n) for n in range(config.num_hidden_layers)])
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False) if config.scores else None
         self.rotary_emb = Qwen3RotaryEmbedding(config)
-        if config.draft_vocab_size != config.vocab_size:
-            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+        few = config.draft_vocab_size != config.vocab_size
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long) if few else None)
         self.post_init()  # type: ignore[no-untyped-call]
-
-    def get_input_embeddings(self) -> Any:
-        return self.embed_tokens
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.embed_tokens = value
-
-    def get_output_embeddings(self) -> Any:
-        return self.lm_head
 
     def forward(
         self,
@@ -278,23 +267,28 @@ def load_head(
     Raises ValueError naming the file, and the tensor that is missing, unknown or of another shape.
     """
     tensors = {name: t for name, t in read_tensors(folder, allow_pickle).items() if name not in IGNORED}
-    values, mask = json.loads((folder / "config.json").read_text()), folder / MASK_FILE
+    mask = folder / MASK_FILE
+    names = {*tensors, STORED["masks"]} if mask.exists() else set(tensors)
+    config = read_config(json.loads((folder / "config.json").read_text()), names)
     if mask.exists():
-        if not allow_pickle:
-            raise ValueError(f"{mask}: the embedding of the mask is not safetensors; expected allow_pickle: true")
-        found = read_pickled(mask)
-        if isinstance(found, dict):
-            token, found = found.get("mask_token_id"), found.get("embedding")
-            own = (values.get("dflash_config") or values).get("mask_token_id")
-            if token not in (None, own):
-                raise ValueError(f"{mask}: the embedding of token {token!r}; expected that of token {own!r}")
-        if not isinstance(found, Tensor):
-            raise ValueError(f"{mask}: expected a tensor, or one named embedding")
-        tensors["mask_embedding"] = found.flatten()
-    config = read_config(values, set(tensors))
+        tensors[STORED["masks"]] = read_mask(mask, config.mask_token_id, allow_pickle)
     if config.draft_vocab_size == config.vocab_size:
         tensors.pop("d2t", None)
     head = filled(DFlashHead(config), tensors, folder, "a head of DFlash", dtype, device)
-    if config.draft_vocab_size != config.vocab_size:
+    if head.d2t is not None:
         check_proposed(head.d2t, config.vocab_size, folder)
     return head
+
+
+def read_mask(file: Path, token: int, allow_pickle: bool) -> Tensor:
+    """The embedding [D] of the mask token, from a pickled file. Raises ValueError naming the file."""
+    if not allow_pickle:
+        raise ValueError(f"{file}: the embedding of the mask is not safetensors; expected allow_pickle: true")
+    found = read_pickled(file)
+    if isinstance(found, dict):
+        if (other := found.get("mask_token_id")) not in (None, token):
+            raise ValueError(f"{file}: the embedding of token {other!r}; expected that of token {token}")
+        found = found.get("embedding")
+    if not isinstance(found, Tensor):
+        raise ValueError(f"{file}: expected a tensor, or one named embedding")
+    return found.flatten()

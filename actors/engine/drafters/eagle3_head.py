@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from exspec.actors.engine.drafters.head import check_proposed, checked, filled, read_tensors, widened
+from exspec.actors.engine.drafters.head import HeadModel, check_proposed, checked, filled, read_tensors, widened
 
 NAME = "eagle3"
 AUTHORS, OURS = "midlayer.", "layers.0."  # prefixes of the layer's tensors; speculators uses ours
@@ -106,15 +106,13 @@ class Eagle3Layer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))  # type: ignore[no-any-return]
 
 
-class Eagle3Head(PreTrainedModel):
+class Eagle3Head(HeadModel):
     """A causal language model whose forward also takes features [R, Q, D]. Its logits cover the target's vocabulary:
     tokens that the head cannot propose have the lowest logit."""
 
     config: Eagle3Config
     d2t: Tensor
     config_class = Eagle3Config
-    _supports_attention_backend = True
-    _supports_sdpa = True
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config)
@@ -127,15 +125,6 @@ class Eagle3Head(PreTrainedModel):
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         self.post_init()  # type: ignore[no-untyped-call]
-
-    def get_input_embeddings(self) -> Any:
-        return self.embed_tokens
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.embed_tokens = value
-
-    def get_output_embeddings(self) -> Any:
-        return self.lm_head
 
     def forward(
         self,
@@ -157,8 +146,7 @@ class Eagle3Head(PreTrainedModel):
             position_embeddings=self.rotary_emb(embedding, position_ids),
         )
         logits = self.lm_head(self.norm(hidden[:, -logits_to_keep:]))
-        size = self.config.vocab_size
-        return CausalLMOutput(logits=logits if logits.shape[-1] == size else widened(logits, self.d2t, size))
+        return CausalLMOutput(logits=widened(logits, self.d2t, self.config.vocab_size))
 
 
 AutoConfig.register(NAME, Eagle3Config)

@@ -9,7 +9,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -127,6 +127,23 @@ class HeadDrafter(DraftModel):
         return self.target.recall(self.aux_layers, batch)
 
 
+class HeadModel(PreTrainedModel):
+    """The common base of heads, as models of transformers. A head without `embed_tokens` or `lm_head` uses the
+    target's."""
+
+    _supports_attention_backend = True
+    _supports_sdpa = True
+
+    def get_input_embeddings(self) -> Any:
+        return getattr(self, "embed_tokens", None)
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.embed_tokens = value
+
+    def get_output_embeddings(self) -> Any:
+        return getattr(self, "lm_head", None)
+
+
 def checked(configures: type[C], makes: type[PreTrainedModel], values: dict[str, Any]) -> C:
     """A head's config with these values. Raises ValueError if no head can be made with it."""
     try:
@@ -199,8 +216,11 @@ def check_proposed(d2t: Tensor, vocabulary: int, folder: Path) -> None:
         raise ValueError(f"{folder}: d2t has tokens outside the vocabulary of {vocabulary} tokens")
 
 
-def widened(logits: Tensor, d2t: Tensor, size: int) -> Tensor:
+def widened(logits: Tensor, d2t: Tensor | None, size: int) -> Tensor:
     """Logits [..., V] over the target's vocabulary of `size` tokens, from logits [..., V'] over the tokens that the
-    head can propose. Its other tokens have the lowest logit."""
+    head can propose. The target's other tokens have the lowest logit. d2t: may be None if the head can propose all."""
+    if logits.shape[-1] == size:
+        return logits
+    assert d2t is not None
     wide = logits.new_full((*logits.shape[:-1], size), torch.finfo(logits.dtype).min)
     return wide.index_copy_(-1, torch.arange(len(d2t), device=logits.device) + d2t, logits)
