@@ -17,6 +17,7 @@ from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 from exspec.actors.engine.faults import first_line
 from exspec.jobs.benchmarks.settings import SHAPE, BenchSettings, SyntheticSettings
 from exspec.jobs.options import GroupedCommand, with_flags, with_settings
+from exspec.jobs.training.settings import TrainSettings
 from exspec.pipeline.cluster.connect import leave, show_token
 from exspec.pipeline.errors import JobError, counted, kept_traceback
 from exspec.pipeline.job.labels import LabelJob
@@ -365,6 +366,30 @@ def synthetic(
     from exspec.jobs.benchmarks import synthetic as job
 
     job.measure(replace(settings, pair=pair), output)
+
+
+@command(
+    "exspec train out/ head/ --drafter dflash",
+    "exspec train out/ draft/ --drafter model --rows 2000 --minutes 20",
+    "exspec train messages.parquet head/ --regenerate --target Qwen/Qwen3-8B --drafter eagle3",
+)
+@with_flags(TrainSettings)
+def train(
+    settings: TrainSettings,
+    output: Annotated[str, typer.Argument(help="Output folder of a job, or with --regenerate an input: path or URL.")],
+    folder: Annotated[Path, typer.Argument(help="New or empty folder for the drafter.")],
+    storage_options: StorageOptions = None,
+) -> None:
+    """Train a drafter for a job's target on the rows that the job has finished. To go on with a training that was
+    stopped, run the same command again.
+
+    The last printed line is a JSON object. Its accept length is that of rows that were held out, as they are decoded.
+
+    Exit codes: 0 the drafter is written; 2 refused.
+    """
+    from exspec.jobs.commands import train as job
+
+    job.train(output, storage_options or {}, folder, settings)
 
 
 @command(

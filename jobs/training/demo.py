@@ -11,7 +11,6 @@ arXiv:2404.16710).
 
 import json
 import random
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,11 +21,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from exspec.actors.engine.engine import model_end_ids
+from exspec.actors.engine.learners.learner import Lesson, Outcome
 from exspec.actors.exactness import transformers_generate
 from exspec.actors.hardware import describe_hardware
 from exspec.jobs.demo import PAIR
 from exspec.jobs.demo.messages import examples
-from exspec.jobs.training.examples import Batch, batches, optimizers_of
+from exspec.jobs.training.examples import batched, padded
+from exspec.jobs.training.trainer import Trainer
 
 MESSAGE, RECORD, END = "<|message|>", "<|record|>", "<|end|>"
 CHAT_TEMPLATE = """\
@@ -46,6 +47,7 @@ _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 TARGET = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, **_HEADS}
 DRAFT = {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 2, **_HEADS}
 EXITS = (1, 2)  # layers after which the target learns to predict the next token too
+STEPS = 10**9  # the minutes end a training
 EXIT_WEIGHT = 0.3  # weight of the loss at an exit; the last layer's is 1
 
 
@@ -91,7 +93,7 @@ def prompt_text(message: str) -> str:
     return f"{MESSAGE}{message}{RECORD}"
 
 
-def stream_of(seed: int, longest: int, tokenizer: PreTrainedTokenizerFast) -> Iterator[Batch]:
+def lessons_of(seed: int, longest: int, tokenizer: PreTrainedTokenizerFast) -> Iterator[Lesson]:
     """Endless batches of messages with at most `longest` characters, and their records."""
     end = tokenizer.vocab[END]
     shuffle = random.Random(0)
@@ -100,7 +102,32 @@ def stream_of(seed: int, longest: int, tokenizer: PreTrainedTokenizerFast) -> It
         chunk = [next(stream) for _ in range(2048)]
         prompts = tokenizer([prompt_text(e.message) for e in chunk])["input_ids"]
         records = tokenizer([e.completion for e in chunk])["input_ids"]
-        yield from batches([(p, [*r, end]) for p, r in zip(prompts, records, strict=True)], shuffle)
+        made = batched([(p, [*r, end]) for p, r in zip(prompts, records, strict=True)])
+        shuffle.shuffle(made)
+        yield from (Lesson(*padded(batch), torch.empty(0)) for batch in made)
+
+
+class Pretraining:
+    """Trains a whole model. Only tokens of records have a loss, so only they get logits.
+
+    exits: layers whose hidden states, through the final norm and the head, learn to predict the next token too.
+    """
+
+    def __init__(self, model: Any, exits: Sequence[int], rate: float) -> None:
+        self.model, self.exits, self.rate = model, exits, rate
+
+    def matrices(self) -> list[torch.nn.Parameter]:
+        return [p for p in self.model.model.layers.parameters() if p.ndim == 2]
+
+    def outcome(self, lesson: Lesson) -> Outcome:
+        own, model = lesson.own[:, 1:], self.model
+        output = model.model(input_ids=lesson.tokens[:, :-1], use_cache=False, output_hidden_states=bool(self.exits))
+        states = [output.last_hidden_state[own]]  # [tokens, D]
+        states += [model.model.norm(output.hidden_states[n][own]) for n in self.exits]
+        logits, wanted = [model.lm_head(h).float() for h in states], lesson.tokens[:, 1:][own]
+        losses = [torch.nn.functional.cross_entropy(rows, wanted) for rows in logits]
+        right = (logits[0].argmax(-1) == wanted)[:, None]
+        return Outcome(losses[0] + EXIT_WEIGHT * sum(losses[1:]), right, torch.ones_like(right))
 
 
 def train(
@@ -112,55 +139,25 @@ def train(
     exits: Sequence[int] = (),
     rate: float = 0.004,
 ) -> dict[str, Any]:
-    """Train for so many minutes. The learning rate warms up shortly, stays flat, then falls linearly to zero.
+    """Train for so many minutes, with short messages first."""
+    short, every = (lessons_of(seed, longest, tokenizer) for longest in (SHORT, 100_000))
+    tokens = 0
 
-    Muon optimizes the layers' matrices, AdamW the rest. Only record tokens have a loss, so only they get logits.
-    exits: layers whose hidden states, through the final norm and the head, learn to predict the next token too.
-    """
-    model.to(device).train()
-    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
-    optimizers = optimizers_of(model, matrices, rate)
-    short, every = (stream_of(seed, longest, tokenizer) for longest in (SHORT, 100_000))
-    start, step, tokens, running = time.monotonic(), 0, 0, [0.0] * (1 + len(exits))
-    while (share := (time.monotonic() - start) / (60 * minutes)) < 1:
-        ids, labels = (t.to(device) for t in next(short if share < 0.3 and not exits else every))
-        losses = _losses(model, ids, labels, exits, device)
-        (losses[0] + EXIT_WEIGHT * sum(losses[1:])).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scale = min(1.0, (step + 1) / 50, (1 - share) / 0.6)
-        for optimizer in optimizers:
-            optimizer.param_groups[0]["lr"] = rate * scale
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        kept = 0.98 if step else 0.0
-        running = [kept * old + (1 - kept) * new.item() for old, new in zip(running, losses, strict=True)]
-        step, tokens = step + 1, tokens + ids.numel()
-        if step % 50 == 0:
-            figures = "  ".join(f"{loss:.4f}" for loss in running)
-            seconds = 60 * minutes * share
-            print(f"step {step:5d}  {seconds:5.0f} s  {tokens / 1e6:6.2f} M tokens  loss {figures}", flush=True)
+    def lesson(_: int, share: float) -> Lesson:
+        nonlocal tokens
+        found = next(short if share < 0.3 and not exits else every).to(torch.device(device))
+        tokens += found.tokens.numel()
+        return found
+
+    trainer = Trainer(Pretraining(model.to(device), exits, rate), lesson, minutes, STEPS)
+    trainer.run(lambda line: print(line, flush=True))
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
-        "minutes": round((time.monotonic() - start) / 60, 1),
-        "steps": step,
+        "minutes": round(trainer.seconds / 60, 1),
+        "steps": trainer.step,
         "tokens": tokens,
-        "loss": round(running[0], 5),
-    } | (
-        {"loss_at_exits": {str(n): round(loss, 4) for n, loss in zip(exits, running[1:], strict=True)}} if exits else {}
-    )
-
-
-def _losses(
-    model: Any, ids: torch.Tensor, labels: torch.Tensor, exits: Sequence[int], device: str
-) -> list[torch.Tensor]:
-    """Cross-entropy of the last layer's tokens, then of each exit's tokens."""
-    on_record = labels != -100
-    with torch.autocast(device, dtype=torch.bfloat16):
-        output = model.model(input_ids=ids, use_cache=False, output_hidden_states=bool(exits))
-        states = [output.last_hidden_state[on_record]]  # [tokens, D]
-        states += [model.model.norm(output.hidden_states[n][on_record]) for n in exits]
-        logits = [model.lm_head(h) for h in states]
-    return [torch.nn.functional.cross_entropy(rows.float(), labels[on_record]) for rows in logits]
+        "loss": round(trainer.records[-1].loss, 5),
+    }
 
 
 @torch.no_grad()

@@ -1,41 +1,145 @@
-"""Batches and optimizers, which all trainings share."""
+"""What a target has written, in batches, with its hidden states."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedModel
+
+from exspec.actors.engine import Request
+from exspec.actors.engine.config import EngineConfig
+from exspec.actors.engine.engine import model_end_ids
+from exspec.actors.engine.kv.batch import Batch
+from exspec.actors.engine.kv.cached_model import GATHERED, IN_PLACE, PagedModel
+from exspec.actors.engine.kv.pages import Pages
+from exspec.actors.engine.kv.trial import attention_trial
+from exspec.actors.engine.learners.learner import Lesson
+from exspec.actors.models import Pair
+from exspec.jobs.finished import FinishedRow
 
 TOKENS_PER_STEP = 3072
-Batch = tuple[Tensor, Tensor]  # ids [B, S], and labels [B, S]: the next token if it is learned, else -100
+ROWS_PER_STEP = 64
 Example = tuple[list[int], list[int]]  # tokens of a prompt, and of its completion
 
 
-def batches(examples: Sequence[Example], shuffle: random.Random) -> Iterator[Batch]:
-    """Every example once, in batches of about TOKENS_PER_STEP tokens, right-padded with zeros.
+def example_of(row: FinishedRow, pair: Pair) -> Example | None:
+    """The tokens of a row; None without a completion, or if it does not encode to the tokens that were counted."""
+    if row.request is None or row.completion is None:
+        return None
+    tokens = list(pair.tokenizer(row.completion, add_special_tokens=False)["input_ids"])
+    if row.tokens == len(tokens) + 1 < row.request.max_new_tokens:
+        tokens += _end(row.request, pair)
+    elif row.tokens != len(tokens):
+        return None
+    return (list(row.request.prompt), tokens) if tokens else None
 
-    Examples of similar length share a batch. Only the completions' tokens are learned.
-    """
+
+def _end(request: Request, pair: Pair) -> list[int]:
+    """The token that ended the completion, or nothing if it could have been one of several."""
+    ends = model_end_ids(pair.target) | request.end_ids
+    return list(ends) if len(ends) == 1 and request.stop is None and not request.ignore_end else []
+
+
+def counts_of(examples: Iterable[Example]) -> Counter[int]:
+    """How often the target wrote each token."""
+    return Counter(token for _, completion in examples for token in completion)
+
+
+def batched(examples: Sequence[Example]) -> list[list[Example]]:
+    """Every example once, in batches of about TOKENS_PER_STEP tokens. Examples of similar length share a batch."""
     made: list[list[Example]] = [[]]
     for row in sorted(examples, key=lambda row: sum(map(len, row))):
-        if made[-1] and (len(made[-1]) + 1) * sum(map(len, row)) > TOKENS_PER_STEP:
+        size = len(made[-1])
+        if size == ROWS_PER_STEP or (size and (size + 1) * sum(map(len, row)) > TOKENS_PER_STEP):
             made.append([])
         made[-1].append(row)
-    shuffle.shuffle(made)
-    for batch in made:
-        width = max(len(p) + len(r) for p, r in batch) - 1
-        ids, labels = torch.zeros(len(batch), width, dtype=torch.long), torch.full((len(batch), width), -100)
-        for i, (p, r) in enumerate(batch):
-            ids[i, : len(p) + len(r) - 1] = torch.tensor([*p, *r[:-1]])
-            labels[i, len(p) - 1 : len(p) + len(r) - 1] = torch.tensor(r)
-        yield ids, labels
+    return made
 
 
-def optimizers_of(model: Any, matrices: list[torch.nn.Parameter], rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices, AdamW for the model's other parameters."""
-    others = [p for p in model.parameters() if not any(p is m for m in matrices)]
-    return [
-        torch.optim.Muon(matrices, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
+def padded(batch: Sequence[Example]) -> tuple[Tensor, Tensor]:
+    """Tokens [R, S] of a batch, padded with zeros on the right, and which of them are completions [R, S]."""
+    width = max(len(p) + len(c) for p, c in batch)
+    tokens, own = torch.zeros(len(batch), width, dtype=torch.long), torch.zeros(len(batch), width, dtype=torch.bool)
+    for i, (prompt, completion) in enumerate(batch):
+        tokens[i, : len(prompt) + len(completion)] = torch.tensor([*prompt, *completion])
+        own[i, len(prompt) : len(prompt) + len(completion)] = True
+    return tokens, own
+
+
+class TargetStates:
+    """Computes the hidden states of a target after some of its layers, by a forward over pages as in the engine.
+
+    longest: tokens of the longest text.
+    """
+
+    def __init__(self, target: PreTrainedModel, layers: Sequence[int], longest: int) -> None:
+        config, self.layers = EngineConfig(), tuple(layers)
+        size, self.chunk = config.page_size, config.prefill_columns
+        self.longest = -(-longest // self.chunk) * self.chunk
+        count = ROWS_PER_STEP + (TOKENS_PER_STEP + self.longest) // size
+        self.pages = Pages(ROWS_PER_STEP, count, size, self.chunk, self.longest, target.device)
+        works = attention_trial(target.config, target.device, target.dtype, size) is None
+        self.model = PagedModel(target, self.pages, IN_PLACE if works else GATHERED)
+        self.model.remember(set(layers))
+
+    def of(self, tokens: Tensor) -> Tensor:
+        """The states [R, S, F] of texts [R, S]."""
+        rows, width = tokens.shape
+        for slot in range(rows):
+            begun = self.pages.begin(slot, [], 0, width)
+            assert begun is not None, "there are pages for a whole batch"
+        slots = torch.arange(rows, device=tokens.device)
+        whole = Batch(slots, tokens, torch.zeros_like(slots), width)
+        for start in range(0, width, self.chunk):
+            part = tokens[:, start : start + self.chunk]
+            self.model.fill(whole._replace(tokens=part, starts=whole.starts + start), last=max(self.layers))
+        states = self.model.recall(self.layers, whole)
+        for slot in range(rows):
+            self.pages.end(slot)
+        return states.clone()
+
+
+class Lessons:
+    """Batches of examples with the target's hidden states. The batches of an epoch come in an order of its own.
+
+    cache: a folder of this process's, which keeps states for the next epoch, up to `budget` bytes in all.
+    """
+
+    def __init__(
+        self, examples: Sequence[Example], states: TargetStates, cache: Path, budget: float, device: Any
+    ) -> None:
+        self.batches = batched(examples)
+        self.states, self.cache, self.budget, self.device = states, cache, budget, device
+        cache.mkdir(parents=True, exist_ok=True)
+        self.kept = sum(file.stat().st_size for file in cache.glob("*.safetensors"))
+
+    def at(self, step: int) -> Lesson:
+        """The lesson of a step."""
+        epoch, place = divmod(step, len(self.batches))
+        order = random.Random(epoch).sample(range(len(self.batches)), len(self.batches))
+        return self._lesson(order[place])
+
+    def _lesson(self, number: int) -> Lesson:
+        tokens, own = (t.to(self.device) for t in padded(self.batches[number]))
+        file = self.cache / f"{number}.safetensors"
+        if file.exists():
+            return Lesson(tokens, own, load_file(file, device=str(self.device))["states"])
+        states = self.states.of(tokens)
+        size = states.numel() * states.element_size()
+        if self.kept + size <= self.budget:
+            part = file.with_suffix(".part")
+            try:
+                save_file({"states": states.contiguous()}, part)
+            except SafetensorError:  # the disk is full
+                part.unlink(missing_ok=True)
+                self.budget = 0
+            else:
+                part.replace(file)
+                self.kept += size
+        return Lesson(tokens, own, states)

@@ -20,7 +20,11 @@ SHOWN = 30  # classes of a confusion matrix
 LENGTHS = 40  # bars of the plot of lengths
 LONG = 300  # characters shown of a completion
 
-PAGE = Path(__file__).with_name("page.html")
+
+def template(name: str) -> jinja2.Template:
+    """A page of this folder."""
+    loader = jinja2.FileSystemLoader(Path(__file__).parent, encoding="utf-8")
+    return jinja2.Environment(autoescape=True, loader=loader).get_template(name)
 
 
 def render(
@@ -35,7 +39,7 @@ def render(
     reasons = Reasons()
     reasons.merge(figures["errors_by_reason"])
     changed, others = _settings(written)
-    return jinja2.Environment(autoescape=True).from_string(PAGE.read_text(encoding="utf-8")).render(
+    return template("page.html").render(
         title=f"{'Labels' if written['kind'] == 'label' else 'Completions'} in {url.rstrip('/').rpartition('/')[2]}",
         subtitle=_subtitle(written, figures, url),
         verdict=_verdict(figures),
@@ -137,11 +141,11 @@ def _plots(totals: Totals, figures: dict[str, Any]) -> list[tuple[str, str]]:
     rows: dict[str, int] = defaultdict(int, figures["rows_by_actor"])
     names = [f"actor {i}" for i in range(1, len(rows) + 1)]
     plots = [
-        _plot("Tokens by time", "seconds", "tokens/s", lambda a: a.stairs(speeds, seconds, fill=True)),
-        _plot("Lengths of completions", "tokens", "rows", lambda a: a.hist(values, bins=edges, weights=counts)),
+        plot("Tokens by time", "seconds", "tokens/s", lambda a: a.stairs(speeds, seconds, fill=True)),
+        plot("Lengths of completions", "tokens", "rows", lambda a: a.hist(values, bins=edges, weights=counts)),
     ]
     if len(names) > 1:
-        plots.append(_plot("Rows by actor", "rows", "", lambda a: a.barh(names, list(rows.values()))))
+        plots.append(plot("Rows by actor", "rows", "", lambda a: a.barh(names, list(rows.values()))))
     if figures["acceptance_by_position"]:
         rates = [rate or 0 for rate in figures["acceptance_by_position"]]
 
@@ -149,11 +153,12 @@ def _plots(totals: Totals, figures: dict[str, Any]) -> list[tuple[str, str]]:
             axes.bar(range(1, len(rates) + 1), rates)
             axes.set_ylim(0, 1)
 
-        plots.insert(1, _plot("Accepted drafts by position", "position in the draft", "accepted / drafted", paint))
+        plots.insert(1, plot("Accepted drafts by position", "position in the draft", "accepted / drafted", paint))
     return plots
 
 
-def _plot(title: str, x_label: str, y_label: str, paint: Callable[[Any], Any]) -> tuple[str, str]:
+def plot(title: str, x_label: str, y_label: str, paint: Callable[[Any], Any]) -> tuple[str, str]:
+    """A title and a plot of it as SVG. paint: draws on the axes of matplotlib."""
     with _drawing() as pyplot:
         from matplotlib.ticker import MaxNLocator
 

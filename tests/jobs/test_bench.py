@@ -13,12 +13,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from exspec.actors.engine.drafters.registry import DRAFTERS
+from exspec.actors.engine.learners.clover import CloverLearner
+from exspec.actors.engine.learners.learner import Growth
 from exspec.actors.models import load_pair
 from exspec.jobs import cli
 from exspec.jobs.benchmarks.bench import read_column
 from exspec.jobs.commands.tables import bench_tables
 from exspec.jobs.demo import DRAFT, TARGET
-from exspec.jobs.training.clover import new_head
 
 SPEC_BENCH = Path(__file__).parents[3] / "shared" / "data" / "spec_bench.jsonl"
 SMALL = ["--kernels", "eager", "--limit", "6", "--repeats", "1", "--batch-size", "4", "--window", "6",
@@ -56,7 +57,7 @@ def test_the_last_line_holds_every_method_and_its_figures() -> None:
 @pytest.mark.slow
 def test_of_several_drafts_each_drafter_takes_the_first_that_it_can_use(tmp_path: Path) -> None:
     for heads in (1, 3):
-        new_head(load_pair(str(TARGET), None).target, heads).save_pretrained(tmp_path / f"{heads}")
+        CloverLearner.grow(load_pair(str(TARGET), None).target, Growth(heads)).save_pretrained(tmp_path / f"{heads}")
     drafts = [word for name in (DRAFT, tmp_path / "1", tmp_path / "3") for word in ("--draft", str(name))]
     methods = "plain,exspec,exspec@model:2,exspec@clover:3"
     printed = run("--target", str(TARGET), *drafts, "--methods", methods)

@@ -44,8 +44,10 @@ def test_texts_of_mixed_lengths() -> None:
 
 
 @pytest.mark.slow
-def test_drafters_are_measured_in_turns(tmp_path: Path) -> None:
+def test_drafters_are_measured_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All give the tokens of plain decoding."""
+    monkeypatch.setattr(long_texts, "ROWS", 2)
+    monkeypatch.setattr(long_texts, "NEW", 64)
     for role in long_texts.SIZES:
         long_texts.untrained(role).save_pretrained(tmp_path / role)
     figures = tmp_path / "figures.jsonl"

@@ -24,6 +24,7 @@ class Clover(HeadDrafter):
 
     asks: ClassVar[str] = "a head of Clover"
     configures: ClassVar[type[PretrainedConfig]] = CloverConfig
+    learner = "exspec.actors.engine.learners.clover:CloverLearner"
     embedding: Tensor
     score: nn.Module
 

@@ -32,6 +32,7 @@ class DFlash(HeadDrafter):
     probed_with: ClassVar[int] = 15
     asks: ClassVar[str] = "a head of DFlash"
     configures: ClassVar[type[PretrainedConfig]] = DFlashConfig
+    learner = "exspec.actors.engine.learners.dflash:DFlashLearner"
     score: nn.Module
 
     @classmethod

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import (
@@ -28,7 +28,15 @@ from transformers.models.qwen3.modeling_qwen3 import (
     rotate_half,
 )
 
-from exspec.actors.engine.drafters.head import HeadModel, check_proposed, checked, filled, read_pickled, read_tensors
+from exspec.actors.engine.drafters.head import (
+    HeadModel,
+    check_proposed,
+    checked,
+    filled,
+    read_pickled,
+    read_tensors,
+    write_speculators,
+)
 
 NAME, SLIDING = "dflash", "sliding_attention"
 IGNORED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")  # the inverse of d2t; copies of the target's
@@ -292,3 +300,20 @@ def read_mask(file: Path, token: int, allow_pickle: bool) -> Tensor:
     if not isinstance(found, Tensor):
         raise ValueError(f"{file}: expected a tensor, or one named embedding")
     return found.flatten()
+
+
+def write_head(head: DFlashHead, target: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
+    """Write a head in the format of speculators."""
+    config = head.config
+    values = {
+        "architectures": ["DFlashDraftModel"],
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "aux_hidden_state_layer_ids": config.aux_layers,
+        "draft_vocab_size": config.draft_vocab_size,
+        "num_target_layers": config.target_layers,
+        "input_embedding_scale": config.embedding_scale,
+        "target_hidden_size": None if config.target_hidden_size == config.hidden_size else config.target_hidden_size,
+    }
+    tensors = {name: t if name == "d2t" else t.to(dtype) for name, t in head.state_dict().items()}
+    write_speculators(folder, NAME, "qwen3", head, target, config.block_size - 1, values, tensors)

@@ -117,7 +117,8 @@ class Drafter(ABC):
     probed_with: the K that calibration measures first and extrapolates from. learns: whether it uses finished
     completions. caches: its KV, which the engine checks. window: tokens that its KV is limited to, in addition to the
     first page: `prefill` gets only these of a sequence that is admitted, once the target has all. ahead: how many
-    positions, from the pending token's on, a draft writes KV of; 0 if never more than the verify.
+    positions, from the pending token's on, a draft writes KV of; 0 if never more than the verify. learner:
+    MODULE:CLASS of what trains it, see `learners`; None if it cannot be trained.
     """
 
     needs_draft: ClassVar[bool] = False
@@ -125,6 +126,7 @@ class Drafter(ABC):
     lengths: ClassVar[tuple[int, ...]] = (1, 2, 3, 4, 5, 6, 8)
     probed_with: ClassVar[int] = 5
     learns: ClassVar[bool] = False
+    learner: ClassVar[str | None] = None
     caches: Sequence[CachedModel] = ()
     window: int | None = None
     ahead: int = 0

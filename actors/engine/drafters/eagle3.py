@@ -24,6 +24,7 @@ class Eagle3(HeadDrafter):
     asks: ClassVar[str] = "a head of EAGLE-3"
     configures: ClassVar[type[PretrainedConfig]] = Eagle3Config
     remembers: ClassVar[tuple[int, ...]] = (1,)
+    learner = "exspec.actors.engine.learners.eagle3:Eagle3Learner"
 
     @classmethod
     def reads(cls, values: dict[str, Any]) -> bool:

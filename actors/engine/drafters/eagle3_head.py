@@ -14,11 +14,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from exspec.actors.engine.drafters.head import HeadModel, check_proposed, checked, filled, read_tensors, widened
+from exspec.actors.engine.drafters.head import (
+    HeadModel,
+    check_proposed,
+    checked,
+    filled,
+    read_tensors,
+    widened,
+    write_speculators,
+)
 
 NAME = "eagle3"
 AUTHORS, OURS = "midlayer.", "layers.0."  # prefixes of the layer's tensors; speculators uses ours
@@ -177,3 +185,17 @@ def load_head(
     filled(head, weights, folder, "a head of EAGLE-3", dtype, device)
     check_proposed(weights["d2t"], config.vocab_size, folder)
     return head
+
+
+def write_head(head: Eagle3Head, target: PreTrainedModel, folder: Path, dtype: torch.dtype, drafts: int) -> None:
+    """Write a head in the format of speculators. drafts: K that it was trained for."""
+    config = head.config
+    values = {
+        "architectures": ["Eagle3Speculator"],
+        "draft_vocab_size": config.draft_vocab_size,
+        "norm_before_residual": config.norm_before_residual,
+        "eagle_aux_hidden_state_layer_ids": config.aux_layers,
+        "target_hidden_size": None if config.target_hidden_size == config.hidden_size else config.target_hidden_size,
+    }
+    tensors = {name: t if name == "d2t" else t.to(dtype) for name, t in head.state_dict().items()}
+    write_speculators(folder, NAME, "llama", head, target, drafts, values, tensors)

@@ -1,5 +1,6 @@
 """The common base of drafters with a head: a small network for one target that reads the target's hidden states."""
 
+import json
 from abc import abstractmethod
 from pathlib import Path
 from pickle import UnpicklingError
@@ -8,7 +9,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -211,9 +212,15 @@ def filled(
 def check_proposed(d2t: Tensor, vocabulary: int, folder: Path) -> None:
     """Raises ValueError if a head can propose a token that the target lacks. d2t: token i of the head's own vocabulary
     is the target's token i + d2t[i]."""
-    proposed = d2t + torch.arange(len(d2t), device=d2t.device)
-    if not ((proposed >= 0) & (proposed < vocabulary)).all():
+    tokens = d2t + torch.arange(len(d2t), device=d2t.device)
+    if not ((tokens >= 0) & (tokens < vocabulary)).all():
         raise ValueError(f"{folder}: d2t has tokens outside the vocabulary of {vocabulary} tokens")
+
+
+def proposed(head: Any) -> Tensor:
+    """The tokens that a head can propose, [V'], in the order of its own vocabulary."""
+    tokens = torch.arange(head.config.draft_vocab_size, device=head.device)
+    return tokens if head.d2t is None else tokens + head.d2t
 
 
 def widened(logits: Tensor, d2t: Tensor | None, size: int) -> Tensor:
@@ -224,3 +231,51 @@ def widened(logits: Tensor, d2t: Tensor | None, size: int) -> Tensor:
     assert d2t is not None
     wide = logits.new_full((*logits.shape[:-1], size), torch.finfo(logits.dtype).min)
     return wide.index_copy_(-1, torch.arange(len(d2t), device=logits.device) + d2t, logits)
+
+
+LAYER = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim",
+         "num_key_value_heads", "hidden_act", "rms_norm_eps", "max_position_embeddings", "rope_parameters",
+         "attention_bias", "mlp_bias", "layer_types", "initializer_range")  # fmt: skip
+
+
+def write_speculators(
+    folder: Path, kind: str, layers: str, head: PreTrainedModel, target: PreTrainedModel, drafts: int,
+    values: dict[str, Any], tensors: dict[str, Tensor],
+) -> None:  # fmt: skip
+    """Write a head in the format of the library speculators.
+
+    kind: of head. layers: model_type of its layers. drafts: K that it was trained for. values: its own settings.
+    """
+    layer = {name: getattr(head.config, name) for name in LAYER if getattr(head.config, name, None) is not None}
+    theta = (layer.get("rope_parameters") or {}).get("rope_theta")
+    layer |= {"model_type": layers} | ({} if theta is None else {"rope_theta": theta})
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": drafts,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    verifier = {"name_or_path": target.config.name_or_path, "architectures": target.config.architectures or []}
+    speculators = {
+        "algorithm": kind,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [proposal],
+        "verifier": verifier,
+    }
+    config = values | {
+        "speculators_model_type": kind,
+        "speculators_version": "0.5.0",
+        "speculators_config": speculators,
+        "transformer_layer_config": layer,
+        "dtype": str(next(t.dtype for t in tensors.values() if t.is_floating_point())).removeprefix("torch."),
+    }
+    if config["draft_vocab_size"] == layer["vocab_size"]:
+        tensors.pop("d2t", None)
+    else:
+        tensors["t2d"] = torch.zeros(layer["vocab_size"], dtype=torch.bool)
+        tensors["t2d"][proposed(head).cpu()] = True
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_file(
+        {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}, folder / "model.safetensors"
+    )

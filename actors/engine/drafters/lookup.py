@@ -9,12 +9,19 @@ from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.drafters.drafter import Drafter
 from exspec.actors.engine.drafters.head import HeadDrafter
 from exspec.actors.engine.drafters.registry import DRAFTERS, NONE, check_name
+from exspec.actors.engine.learners.learner import Learner
 
 
 def drafter_class(name: str) -> type[Drafter]:
     """The drafter with this name. Raises ValueError for a drafter that is not registered."""
     check_name(name)
     return cast(type[Drafter], resolve_name(DRAFTERS[name]))
+
+
+def learner_class(name: str) -> type[Learner] | None:
+    """What trains the drafter with this name; None if it cannot be trained."""
+    place = drafter_class(name).learner
+    return None if place is None else cast(type[Learner], resolve_name(place))
 
 
 def kind(config: EngineConfig) -> type[Drafter]:

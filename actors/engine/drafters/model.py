@@ -1,6 +1,6 @@
 """A draft model: a smaller model with the same vocabulary."""
 
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ class DraftModel(Drafter):
     """
 
     needs_draft = True
+    learner: ClassVar[str | None] = "exspec.actors.engine.learners.model:ModelLearner"
 
     @classmethod
     def refusal(cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig) -> str | None:

@@ -25,6 +25,7 @@ class Sparse(DraftModel):
     """
 
     needs_draft: ClassVar[bool] = False
+    learner = None
     lengths: ClassVar[tuple[int, ...]] = (2, 3, 4, 5, 6, 8)
     probed_with: ClassVar[int] = 4
 

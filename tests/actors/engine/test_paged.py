@@ -112,7 +112,7 @@ def test_compiling_without_a_cache_works(tmp_path: Path) -> None:
     ]
     empty = {name: value for name, value in os.environ.items() if name != FOLDER} | {"EXSPEC_TEST_CACHE": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n0", *tests],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n0", "-m", "not slow", *tests],
         env=empty,
         capture_output=True,
         text=True,

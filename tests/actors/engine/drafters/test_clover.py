@@ -12,11 +12,12 @@ from exspec.actors.engine import Engine, Sampling
 from exspec.actors.engine.drafters.clover import Clover
 from exspec.actors.engine.drafters.clover_head import CloverHead
 from exspec.actors.engine.layers.spans import layers_of
+from exspec.actors.engine.learners.clover import CloverLearner
+from exspec.actors.engine.learners.learner import Growth
 from exspec.actors.engine.shape.calibration import calibrate
 from exspec.actors.engine.shape.candidates import candidates
 from exspec.actors.engine.shape.plan import Models
 from exspec.actors.source import ModelError
-from exspec.jobs.training.clover import LastHidden, new_head
 from tests import tiny
 from tests.actors.engine.drafters.slow import ENGINES, PROMPTS, Slow, check_drafts
 
@@ -40,11 +41,13 @@ class SlowClover(Slow, Clover):
     @torch.inference_mode()
     def slow(self, tokens: list[int], count: int) -> list[int]:
         """The head's layer over the output of the target's last one; then one step per token, first the pending one."""
-        ids, last = torch.tensor([tokens[:-1]]), LastHidden(self.whole)
+        ids, outputs = torch.tensor([tokens[:-1]]), list[Any]()
+        hook = list(layers_of(self.whole))[-1].register_forward_hook(lambda *seen: outputs.append(seen[2]))
         self.whole(input_ids=ids)
-        last.remove()
+        hook.remove()
+        last: Tensor = outputs[0][0] if isinstance(outputs[0], tuple) else outputs[0]
         positions = torch.arange(ids.shape[1])[None]
-        hidden = self.own(input_ids=ids, features=last.hidden, position_ids=positions).logits[0, -1]
+        hidden = self.own(input_ids=ids, features=last, position_ids=positions).logits[0, -1]
         drafted = [tokens[-1]]
         for i in range(min(count, self.own.config.heads)):
             hidden, output = step(self.own, i, hidden, self.whole.lm_head.weight[drafted[-1]])
@@ -141,7 +144,7 @@ def test_calibration_tries_no_more_tokens_than_the_head_can_draft(heads: int) ->
 def test_training_starts_from_the_last_layer_of_a_llama(family: str) -> None:
     """For other families its layer is random. The steps from token to token change nothing at first."""
     target = tiny.model(family)
-    head = new_head(target, 2)
+    head: Any = CloverLearner.grow(target, Growth(2))
     if family in ("llama", "mistral"):
         own, last = head.layers[0].state_dict(), list(layers_of(target))[-1].state_dict()
         assert {n: t.tolist() for n, t in own.items()} == {n: t.tolist() for n, t in last.items()}

@@ -1,6 +1,5 @@
 """What holds for the heads of every drafter that has one."""
 
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -9,20 +8,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from exspec.actors.engine import Engine, EngineConfig
 from exspec.actors.models import load_pair
 from exspec.actors.source import ModelError
 from exspec.jobs.demo import TARGET
-from exspec.jobs.demo.messages import examples
-from exspec.jobs.training.clover import train
-from exspec.jobs.training.demo import prompt_text
 from tests import tiny
 from tests.actors.engine.drafters import test_dflash, test_eagle3
 from tests.actors.engine.drafters.slow import Slow, slow_engine
 from tests.actors.engine.drafters.test_clover import SlowClover
 from tests.actors.engine.drafters.test_dflash import SlowDFlash
 from tests.actors.engine.drafters.test_eagle3 import SlowEagle3
-from tests.tools import train_eagle3
 
 SLOW: dict[str, type[Slow]] = {"clover": SlowClover, "eagle3": SlowEagle3, "dflash": SlowDFlash}
 PUBLISHED: dict[str, Any] = {"eagle3": test_eagle3.as_published, "dflash": test_dflash.as_published}
@@ -101,25 +95,3 @@ def test_a_pair_of_a_target_and_a_head_loads(drafter: str, tmp_path: Path) -> No
     other = save(drafter, tiny.deep(5), tmp_path / "other")
     with pytest.raises(ModelError, match="other: the head is for a vocabulary of 61"):
         load_pair(str(TARGET), str(other))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("drafter", ["clover", "eagle3"])
-def test_drafts_of_a_head_trained_for_a_minute_are_accepted(drafter: str, tmp_path: Path) -> None:
-    pair = load_pair(str(TARGET), None, torch.float32)
-    words, stream = pair.tokenizer, examples(seed=78)
-    prompts = [words(prompt_text(next(stream).message))["input_ids"] for _ in range(16)]
-    head: Any
-    if drafter == "eagle3":
-        train_eagle3.main(tmp_path / "head", minutes=1000, steps=60)
-        head = load_pair(str(TARGET), str(tmp_path / "head"), torch.float32).draft
-    else:
-        end = words.convert_tokens_to_ids("<|end|>")
-        rows = [
-            (words(prompt_text(e.message))["input_ids"], [*words(e.completion)["input_ids"], end])
-            for e in islice(stream, 512)
-        ]
-        head = train(pair.target, rows, 3, minutes=1000, steps=60).eval()
-    engine = Engine(pair.target, head, EngineConfig(drafter=drafter, draft_tokens=3, capacity=1024))
-    rate = tiny.total(tiny.run(engine, tiny.requests(prompts, 60))).acceptance_rate
-    assert rate > 0.15, "an untrained head has less than 0.01"

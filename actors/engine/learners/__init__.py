@@ -1,0 +1,1 @@
+"""What trainable drafters grow from a target, and their losses."""

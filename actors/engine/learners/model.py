@@ -1,0 +1,60 @@
+"""A draft model learns the target's distribution of every token that the target wrote (arXiv:2310.07177)."""
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
+
+from exspec.actors.engine.layers.spans import layers_of
+from exspec.actors.engine.learners.learner import Growth, Learner, Lesson, Outcome, final_norm, runs, spread
+
+
+class ModelLearner(Learner):
+    """A new draft model consists of some of the target's own layers, its embedding and its output head."""
+
+    @classmethod
+    def grow(cls, target: PreTrainedModel, growth: Growth) -> PreTrainedModel:
+        layers = layers_of(target)
+        total = len(layers)
+        count = growth.layers or max(1, total // 4)
+        if count > total:
+            raise ValueError(f"a draft model of {count} layers cannot be made from the {total} layers of the target")
+        chosen = spread(count, 0, total - 1)
+        config: Any = deepcopy(target.config)
+        text = config.get_text_config()
+        text.num_hidden_layers = count
+        if getattr(text, "layer_types", None):
+            text.layer_types = [text.layer_types[n] for n in chosen]
+        make: Any = type(target)
+        model: PreTrainedModel = make(config)
+        place = next(name for name, module in target.named_modules() if module is layers)
+        renamed = {f"{place}.{old}.": f"{place}.{new}." for new, old in enumerate(chosen)}
+        weights = {}
+        for name, tensor in target.state_dict().items():
+            if not name.startswith(f"{place}."):
+                weights[name] = tensor
+            for old, new in renamed.items():
+                if name.startswith(old):
+                    weights[new + name.removeprefix(old)] = tensor
+        model.load_state_dict(weights)
+        return model
+
+    def __init__(self, target: PreTrainedModel, model: PreTrainedModel, drafts: int) -> None:
+        super().__init__(target, model, drafts)
+        self.layers = (target.config.get_text_config().num_hidden_layers,)
+        self.norm = final_norm(target)
+
+    def outcome(self, lesson: Lesson) -> Outcome:
+        own = lesson.own[:, 1:]
+        with torch.no_grad():
+            wanted = self.score(self.norm(lesson.states[:, :-1][own])).float()
+        # Padding is on the right, so no token before it sees it.
+        hidden = self.model.base_model(input_ids=lesson.tokens[:, :-1], use_cache=False).last_hidden_state
+        logits = self.model.get_output_embeddings()(hidden[own]).float()
+        shared = min(logits.shape[-1], wanted.shape[-1])
+        right = torch.zeros_like(own)
+        right[own] = logits.argmax(-1) == lesson.tokens[:, 1:][own]
+        loss = cross_entropy(logits[..., :shared], wanted[..., :shared].softmax(-1))
+        return Outcome(loss, *runs(right, own, self.count))

@@ -1,0 +1,146 @@
+"""`exspec train`: trains a drafter for a job's target on the rows of the job."""
+
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from transformers.utils.logging import disable_progress_bar
+
+from exspec.jobs.commands import run as jobs
+from exspec.jobs.demo import TARGET
+from exspec.jobs.training.examples import TOKENS_PER_STEP
+from exspec.jobs.training.page import render
+from exspec.jobs.training.run import MADE, Training, measure, use_cores
+from exspec.jobs.training.settings import TrainSettings
+from exspec.pipeline.errors import JobError, counted
+from exspec.pipeline.job.settings import Job
+from exspec.pipeline.progress import Progress
+from exspec.pipeline.secrets import anonymous
+
+WORK = "_training"  # of the drafter's folder: what an unfinished training needs to go on
+ASKED, CONFIG, FIGURES = "asked.json", "config.json", "training.json"
+SPEEDS = ("workers", "cache_gib")  # settings that may change when a training goes on
+
+
+def train(output: str, options: dict[str, Any], folder: Path, settings: TrainSettings) -> None:
+    """Train a drafter and write it. Prints one JSON object at last."""
+    if not settings.regenerate and (settings.target or settings.max_new_tokens):
+        raise JobError("--target and --max-new-tokens: expected --regenerate with them; a job has its own")
+    work, asked = folder / WORK, _asked(output, settings)
+    _check_folder(folder, {name: value for name, value in asked.items() if name not in SPEEDS})
+    disable_progress_bar()
+    use_cores(1)
+    with Progress(quiet=False) as progress:
+        if not (folder / CONFIG).exists():
+            _make(output, options, folder, settings, asked, progress)
+        shutil.rmtree(work)
+        figures = json.loads((folder / FIGURES).read_text())
+        progress.stop()
+        progress.tell(json.dumps({name: value for name, value in figures.items() if name != "asked"}))
+
+
+def _make(
+    output: str, options: dict[str, Any], folder: Path, settings: TrainSettings, asked: dict[str, Any],
+    progress: Progress,
+) -> None:  # fmt: skip
+    """Train a drafter and write all files of its folder."""
+    work, rows_of = folder / WORK, output
+    if settings.regenerate:
+        rows_of = _answered(output, options, work / "answers", settings, progress)
+    training = Training(rows_of, options, settings, work)
+    progress.stage("loading the target")
+    job, pair = training.load()
+    progress.stage("reading rows")
+    rows = training.rows(job, pair)
+    if rows.long:
+        progress.say(f"{counted(rows.long, 'row')} of more than {TOKENS_PER_STEP:,} tokens left out")
+    tokens = sum(len(completion) for _, completion in rows.learned)
+    others = "of other shards" if rows.by_shard else "of the same shard"
+    progress.say(
+        f"{counted(len(rows.learned), 'row')} with {tokens:,} tokens to learn; {len(rows.held)} {others} held out"
+    )
+    learner = training.learner(pair, rows.learned)  # before anything is written: it may be impossible
+    _note(work, asked | {"learned": rows.digest})
+    try:
+        with FileLock(work / "lock", timeout=0):
+            if settings.workers > 1:
+                del learner
+                target: Any = pair.target
+                place = target.device
+                target.to("cpu")  # the processes need the device
+                training.run_together(job)
+                target.to(place)
+            else:
+                training.run(learner, pair, rows.learned, progress.say)
+            progress.stage("decoding the rows that were held out")
+            pair, drafts, records = training.made(pair, job)
+            found = measure(pair, rows.held, settings.drafter, drafts)
+            figures = {
+                "drafter": settings.drafter,
+                "draft_tokens": drafts,
+                "accept_length": round(found.mean_accepted_length, 3),
+                "acceptance_rate": round(found.acceptance_rate, 4),
+                "rows": len(rows.learned),
+                "seconds": round(records[-1].seconds, 1),
+            }
+            made = work / MADE
+            (made / "training.html").write_text(render(records, figures, asked, anonymous(output)), encoding="utf-8")
+            (made / FIGURES).write_text(json.dumps(figures | {"asked": asked}, indent=2) + "\n")
+            for file in sorted(made.iterdir(), key=lambda file: file.name == CONFIG):  # last what makes it a drafter
+                file.replace(folder / file.name)
+    except Timeout as error:
+        raise JobError(f"{folder}: another command trains into this folder") from error
+
+
+def _check_folder(folder: Path, asked: dict[str, Any]) -> None:
+    """Raise JobError if the drafter may not be written there."""
+    file = folder / WORK / ASKED
+    if file.exists():
+        before: dict[str, Any] = json.loads(file.read_text())
+        if other := [name for name, value in asked.items() if before.get(name) != value]:
+            raise JobError(
+                f"{folder}: holds an unfinished training with {other[0]} {before.get(other[0])!r}, not "
+                f"{asked[other[0]]!r}; ask for the same to go on, or choose a new folder"
+            )
+    elif not (folder / WORK).exists() and folder.exists() and any(folder.iterdir()):
+        raise JobError(f"{folder}: holds something; expected an empty or a new folder, or an unfinished training")
+
+
+def _asked(output: str, settings: TrainSettings) -> dict[str, Any]:
+    """What was asked for, without secrets."""
+    asked = {"output": output} | asdict(settings)
+    return {name: anonymous(value) if isinstance(value, str) else value for name, value in asked.items()}
+
+
+def _note(work: Path, asked: dict[str, Any]) -> None:
+    """From now on the folder holds an unfinished training. Raises JobError if its training has other rows."""
+    file = work / ASKED
+    if file.exists():
+        if json.loads(file.read_text())["learned"] != asked["learned"]:
+            raise JobError(f"{work.parent}: its training began with other rows of the job; choose a new folder")
+        return
+    work.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(asked))
+    part.replace(file)
+
+
+def _answered(files: str, options: dict[str, Any], answers: Path, settings: TrainSettings, progress: Progress) -> str:
+    """The output of a job in which the target answers the messages of files."""
+    asked: dict[str, Any] = {} if settings.max_new_tokens is None else {"max_new_tokens": settings.max_new_tokens}
+    job = Job(
+        target=settings.target or str(TARGET),
+        input=[files],
+        output=str(answers),
+        limit=settings.rows,
+        storage_options=options,
+        trust_remote_code=settings.trust_remote_code,
+        allow_pickle=settings.allow_pickle,
+        **asked,
+    )
+    if code := jobs.run(job, False, False, None, progress):
+        raise JobError(f"{files}: the target has not answered all messages (exit code {code})")
+    return str(answers)

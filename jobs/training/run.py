@@ -1,0 +1,217 @@
+"""Trains a drafter on the rows of a job: reads them, trains, writes the drafter, and decodes rows held out."""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import distributed
+
+from exspec.actors.engine import Engine, EngineConfig, Request, SequenceStatistics
+from exspec.actors.engine.drafters.lookup import learner_class
+from exspec.actors.engine.faults import first_line
+from exspec.actors.engine.learners.learner import Growth, Learner
+from exspec.actors.models import Pair, load_draft
+from exspec.actors.source import Source
+from exspec.jobs.finished import check_map, choose, read_rows
+from exspec.jobs.training.examples import TOKENS_PER_STEP, Example, Lessons, TargetStates, counts_of, example_of
+from exspec.jobs.training.settings import TrainSettings
+from exspec.jobs.training.trainer import Record, Trainer
+from exspec.pipeline.cluster.connect import connect, device
+from exspec.pipeline.errors import JobError
+from exspec.pipeline.input.snapshot import vanished
+from exspec.pipeline.job.kinds import stored_job
+from exspec.pipeline.job.settings import Job
+from exspec.pipeline.output.owner import read_output
+from exspec.pipeline.shape import device_here, pair_of
+from exspec.pipeline.storage import Folder
+from exspec.pipeline.weights import local_model
+
+MADE, RECORDS = "drafter", "records.json"  # of the folder of a training
+HELD_OUT = 0.1  # share of the rows
+HELD_ROWS = 64  # of them that are decoded, at most
+FEWEST = 16  # rows
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Rows:
+    """learned: examples to learn from. held: requests that were held out. by_shard: whether no shard has both. long:
+    how many were left out because they are too long."""
+
+    learned: list[Example]
+    held: list[Request]
+    by_shard: bool
+    long: int
+
+    @property
+    def digest(self) -> str:
+        return sha256(repr(self.learned).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Training:
+    """output: of the job whose rows are learned. options: of its file system, as fsspec takes them. work: a folder for
+    what an unfinished training needs to go on."""
+
+    output: str
+    options: dict[str, Any]
+    settings: TrainSettings
+    work: Path
+
+    @property
+    def drafts(self) -> int:
+        """K."""
+        return self.settings.draft_tokens or self.kind.drafts
+
+    @property
+    def kind(self) -> type[Learner]:
+        """What trains this kind of drafter."""
+        kind = learner_class(self.settings.drafter)
+        assert kind is not None
+        return kind
+
+    def load(self) -> tuple[Job, Pair]:
+        """The job, its target, and the draft to train further if there is one. Raises JobError or ModelError."""
+        own = self.settings
+        if own.draft is not None and own.layers is not None:
+            raise JobError("--layers: is of a new drafter, and --draft names one")
+        permissions = {"trust_remote_code": own.trust_remote_code, "allow_pickle": own.allow_pickle}
+        done = read_output(Folder(self.output, self.options))
+        job = stored_job(done.state.description, self.options).model_copy(update=permissions)
+        check_map(job, self.output)
+        pair = pair_of(job, device_here(job), draft=False)
+        pair.target.requires_grad_(False)
+        if own.draft is None:
+            return job, pair
+        source = Source(local_model(own.draft, self.options), None, own.trust_remote_code, own.allow_pickle)
+        draft = load_draft(pair, source, job.target)
+        if (made_for := getattr(draft.config, "head_for", "model")) != own.drafter:
+            raise JobError(f"--draft {own.draft}: is a draft for {made_for}, not {own.drafter}")
+        return job, replace(pair, draft=draft)
+
+    def rows(self, job: Job, pair: Pair) -> Rows:
+        """The rows to learn. Rows without a completion are left out, and so are rows whose text does not encode to the
+        tokens that were counted, and rows too short to have a draft or too long. Raises JobError if too few are
+        left."""
+        shortest, long = self.drafts + 3, 0
+        done = read_output(Folder(self.output, self.options))
+        gone = vanished(done.state.plan.shards, job.storage_options)
+        shards: dict[str, list[tuple[Request, Example]]] = {}
+        for row in read_rows(job, done, pair, choose(done, self.settings.rows, None, 0, gone)):
+            example = example_of(row, pair)
+            if example is None or len(example[1]) < 2 or (size := sum(map(len, example))) < shortest:
+                continue
+            if size > TOKENS_PER_STEP:
+                long += 1
+            else:
+                assert row.request is not None
+                shards.setdefault(row.shard, []).append((row.request, example))
+        total = sum(map(len, shards.values()))
+        wanted, names = max(1, int(HELD_OUT * total)), sorted(shards, key=lambda name: (-len(shards[name]), name))
+        held: list[Request] = []
+        if by_shard := len(names) > 1:
+            while len(names) > 1 and len(held) < wanted:
+                held += [request for request, _ in shards[names.pop()]]
+        else:
+            for rows in shards.values():
+                held = [request for request, _ in rows[-wanted:]]
+                del rows[-wanted:]
+        learned = [example for name in names for _, example in shards[name]]
+        if len(learned) < FEWEST:
+            raise JobError(
+                f"{self.output}: {len(learned)} rows, without those held out, have a completion of at least 2 tokens, "
+                f"and {shortest} to {TOKENS_PER_STEP:,} tokens with the prompt; expected at least {FEWEST} such rows"
+            )
+        return Rows(learned, held[:: max(1, len(held) // HELD_ROWS)][:HELD_ROWS], by_shard, long)
+
+    def learner(self, pair: Pair, learned: Sequence[Example]) -> Learner:
+        """What trains the pair's draft, or a new one. Raises ValueError if none can be made."""
+        torch.manual_seed(0)
+        growth = Growth(self.drafts, self.settings.layers, counts_of(learned))
+        model: Any = pair.draft or self.kind.grow(pair.target, growth)
+        return self.kind(pair.target, model.float().to(pair.target.device), self.drafts)
+
+    def run(self, learner: Learner, pair: Pair, learned: Sequence[Example], say: Callable[[str], None]) -> None:
+        """Train, and write the drafter and the records of the training into `work`."""
+        longest = max(len(prompt) + len(completion) for prompt, completion in learned)
+        states = TargetStates(pair.target, learner.layers, longest)
+        rank = distributed.get_rank() if distributed.is_initialized() else 0
+        cache, budget = self.work / f"states-{rank}", self.settings.cache_gib * GIB / self.settings.workers
+        lessons = Lessons(learned, states, cache, budget, pair.target.device)
+        trainer = Trainer(
+            learner, lambda step, _: lessons.at(step), self.settings.minutes, self.settings.steps,
+            self.work / "checkpoint.pt",
+        )  # fmt: skip
+        trainer.run(say)
+        if trainer.rank:
+            return
+        try:
+            learner.save(self.work / MADE, pair.target.dtype)
+            if self.settings.drafter == "model":
+                pair.tokenizer.save_pretrained(self.work / MADE)
+        except SafetensorError as error:
+            raise JobError(f"{self.work / MADE}: the drafter cannot be written ({error})") from error
+        records = [asdict(record) for record in trainer.records]
+        (self.work / RECORDS).write_text(json.dumps({"draft_tokens": learner.count, "records": records}))
+
+    def run_together(self, job: Job) -> None:
+        """Train in several processes, which Ray Train starts, each on a GPU if the cluster has any. All must reach
+        `work`. Raises JobError."""
+        import ray
+        from ray.train import RunConfig, ScalingConfig, TrainingFailedError
+        from ray.train.torch import TorchTrainer
+
+        connect(job)
+        kind, count = "GPU" if device(job) == "cuda" else "CPU", self.settings.workers
+        if (found := ray.cluster_resources().get(kind, 0)) < count:
+            raise JobError(f"--workers {count}: each needs a {kind}, and the cluster has {found:.0f}")
+        trainer = TorchTrainer(
+            _worker,
+            train_loop_config={"training": self, "folder": Path.cwd()},
+            scaling_config=ScalingConfig(num_workers=count, use_gpu=kind == "GPU"),
+            run_config=RunConfig(storage_path=str(self.work.resolve() / "ray")),
+        )
+        try:
+            trainer.fit()
+        except TrainingFailedError as error:
+            raise JobError(f"training in {count} processes failed: {first_line(error)}") from error
+
+    def made(self, pair: Pair, job: Job) -> tuple[Pair, int, list[Record]]:
+        """The pair with the drafter that was trained, its K, and the records."""
+        found = json.loads((self.work / RECORDS).read_text())
+        records = [Record(**values) for values in found["records"]]
+        return replace(pair, draft=load_draft(pair, str(self.work / MADE), job.target)), found["draft_tokens"], records
+
+
+def _worker(given: dict[str, Any]) -> None:
+    """One of several processes."""
+    training: Training = given["training"]
+    os.chdir(given["folder"])  # paths are relative to the driver's
+    use_cores(training.settings.workers)
+    job, pair = training.load()
+    learned = training.rows(job, pair).learned
+    say = (lambda _: None) if distributed.get_rank() else print
+    training.run(training.learner(pair, learned), pair, learned, say)
+
+
+def use_cores(processes: int) -> None:
+    """Let torch use this process's share of the cores."""
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
+
+
+def measure(pair: Pair, requests: Sequence[Request], drafter: str, drafts: int) -> SequenceStatistics:
+    """Decode requests with the pair's draft."""
+    longest = max(len(r.prompt) + r.max_new_tokens for r in requests)
+    config = EngineConfig(
+        method="exspec", drafter=drafter, draft_tokens=drafts, batch_size=min(8, len(requests)), capacity=longest
+    )
+    engine = Engine(pair.target, pair.draft, config)
+    for request in requests:
+        engine.submit(request)
+    return sum((c.statistics for c in engine.run()), start=SequenceStatistics())
