@@ -74,6 +74,8 @@ class DFlashLearner(Learner):
         if self.model.lm_head is not None:
             self.score = self.model.lm_head
         self.proposed = proposed(self.model)
+        self.numbers = torch.full((config.vocab_size,), -1, device=self.proposed.device)  # -1: it cannot propose that
+        self.numbers[self.proposed] = torch.arange(len(self.proposed), device=self.proposed.device)
         for module in (self.model.embed_tokens, self.model.lm_head):
             if module is not None:
                 module.requires_grad_(False)
@@ -99,10 +101,11 @@ class DFlashLearner(Learner):
             wanted = self.target_score(self.norm(lesson.states[:, :-1, -size:][begins])).float()
             wanted = wanted[:, self.proposed].softmax(-1)
             column = number.gather(1, (inside[..., 1:] - 1).flatten(1)).view_as(known)[known]
-            hits = self.proposed == expected[:, None]  # at most one in a row
+            own_number = self.numbers[expected]
+            can = own_number >= 0
             chances, losses = (torch.zeros(known.shape, device=tokens.device) for _ in range(2))
-            chances[known] = (logs.exp() * hits).sum(-1)
-        losses[known] = -(wanted[column] * logs).sum(-1) * hits.any(-1)
+            chances[known] = logs.gather(-1, own_number.clamp(min=0)[:, None])[:, 0].exp() * can
+        losses[known] = -(wanted[column] * logs).sum(-1) * can
         right = torch.zeros_like(known)
         right[known] = self.proposed[logs.argmax(-1)] == expected
         begun = known[..., 0]
