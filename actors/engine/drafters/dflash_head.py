@@ -310,10 +310,7 @@ def write_head(head: DFlashHead, target: PreTrainedModel, folder: Path, dtype: t
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
         "aux_hidden_state_layer_ids": config.aux_layers,
-        "draft_vocab_size": config.draft_vocab_size,
         "num_target_layers": config.target_layers,
         "input_embedding_scale": config.embedding_scale,
-        "target_hidden_size": None if config.target_hidden_size == config.hidden_size else config.target_hidden_size,
     }
-    tensors = {name: t if name == "d2t" else t.to(dtype) for name, t in head.state_dict().items()}
-    write_speculators(folder, NAME, "qwen3", head, target, config.block_size - 1, values, tensors)
+    write_speculators(folder, NAME, "qwen3", head, target, config.block_size - 1, values, dtype)

@@ -192,10 +192,7 @@ def write_head(head: Eagle3Head, target: PreTrainedModel, folder: Path, dtype: t
     config = head.config
     values = {
         "architectures": ["Eagle3Speculator"],
-        "draft_vocab_size": config.draft_vocab_size,
         "norm_before_residual": config.norm_before_residual,
         "eagle_aux_hidden_state_layer_ids": config.aux_layers,
-        "target_hidden_size": None if config.target_hidden_size == config.hidden_size else config.target_hidden_size,
     }
-    tensors = {name: t if name == "d2t" else t.to(dtype) for name, t in head.state_dict().items()}
-    write_speculators(folder, NAME, "llama", head, target, drafts, values, tensors)
+    write_speculators(folder, NAME, "llama", head, target, drafts, values, dtype)

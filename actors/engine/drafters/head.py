@@ -240,13 +240,14 @@ LAYER = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", 
 
 def write_speculators(
     folder: Path, kind: str, layers: str, head: PreTrainedModel, target: PreTrainedModel, drafts: int,
-    values: dict[str, Any], tensors: dict[str, Tensor],
+    values: dict[str, Any], dtype: torch.dtype,
 ) -> None:  # fmt: skip
     """Write a head in the format of the library speculators.
 
     kind: of head. layers: model_type of its layers. drafts: K that it was trained for. values: its own settings.
     """
-    layer = {name: getattr(head.config, name) for name in LAYER if getattr(head.config, name, None) is not None}
+    config, own, wide = head.config, head.config.draft_vocab_size, head.config.target_hidden_size
+    layer = {name: getattr(config, name) for name in LAYER if getattr(config, name, None) is not None}
     theta = (layer.get("rope_parameters") or {}).get("rope_theta")
     layer |= {"model_type": layers} | ({} if theta is None else {"rope_theta": theta})
     proposal = {
@@ -262,20 +263,23 @@ def write_speculators(
         "proposal_methods": [proposal],
         "verifier": verifier,
     }
-    config = values | {
+    written = values | {
+        "draft_vocab_size": own,
+        "target_hidden_size": None if wide == config.hidden_size else wide,
         "speculators_model_type": kind,
         "speculators_version": "0.5.0",
         "speculators_config": speculators,
         "transformer_layer_config": layer,
-        "dtype": str(next(t.dtype for t in tensors.values() if t.is_floating_point())).removeprefix("torch."),
+        "dtype": str(dtype).removeprefix("torch."),
     }
-    if config["draft_vocab_size"] == layer["vocab_size"]:
+    tensors = {name: t if name == "d2t" else t.to(dtype) for name, t in head.state_dict().items()}
+    if own == config.vocab_size:
         tensors.pop("d2t", None)
     else:
-        tensors["t2d"] = torch.zeros(layer["vocab_size"], dtype=torch.bool)
+        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool)
         tensors["t2d"][proposed(head).cpu()] = True
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n")
     save_file(
         {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}, folder / "model.safetensors"
     )

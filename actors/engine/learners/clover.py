@@ -36,8 +36,9 @@ class CloverLearner(Learner):
         with torch.no_grad():
             if alike:
                 head.layers[0].load_state_dict(deepcopy(list(layers_of(target))[-1].state_dict()))
-                for norm in (head.input_norm, head.norm):
-                    copy_norm(final_norm(target), norm)
+                norm = final_norm(target)
+                copy_norm(norm, head.input_norm)
+                copy_norm(norm, head.norm)
             for matrix in (head.q_proj.weight, head.k_proj.weight):
                 matrix.copy_(torch.eye(len(matrix)) + NOISE * torch.randn_like(matrix))
             for tensor in (head.v_proj.weight, *head.mlps.parameters()):
@@ -68,9 +69,4 @@ class CloverLearner(Learner):
                 hit[here] = logits.argmax(-1) == wanted[here]
             for found, values in ((right, hit), (known, here)):
                 found.append(pad(values, (0, i)))
-        begun = known[0]
-        return Outcome(
-            torch.stack(losses).sum(),
-            torch.stack([t[begun] for t in right], dim=-1),
-            torch.stack([t[begun] for t in known], dim=-1),
-        )
+        return Outcome.of_steps(losses, right, known)

@@ -93,12 +93,7 @@ class Eagle3Learner(Learner):
             hit[learned] = self.proposed[logits.argmax(-1)] == tokens[:, 2 + i : 2 + i + width][learned]
             right.append(hit)
             known.append(learned)
-        begun = known[0]
-        return Outcome(
-            torch.stack(losses).sum(),
-            torch.stack([t[begun] for t in right], dim=-1),
-            torch.stack([t[begun] for t in known], dim=-1),
-        )
+        return Outcome.of_steps(losses, right, known)
 
     def save(self, folder: Path, dtype: torch.dtype) -> None:
         write_head(self.model, self.target, folder, dtype, self.count)

@@ -45,6 +45,13 @@ class Outcome(NamedTuple):
     right: Tensor
     known: Tensor
 
+    @classmethod
+    def of_steps(cls, losses: list[Tensor], right: list[Tensor], known: list[Tensor]) -> "Outcome":
+        """The outcome of drafts in steps. right, known: of each step, [R, S]; place s is where a draft began."""
+        begun = known[0]
+        found, there = (torch.stack([t[begun] for t in each], dim=-1) for each in (right, known))
+        return cls(torch.stack(losses).sum(), found, there)
+
 
 @dataclass(frozen=True)
 class Growth:
