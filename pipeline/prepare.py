@@ -32,6 +32,7 @@ from exspec.pipeline.input.shards import Since, find_shards
 from exspec.pipeline.job.fingerprint import cures, differences, fingerprint
 from exspec.pipeline.job.generation import OwnSettings, load_generation_config, note, own_settings, with_own
 from exspec.pipeline.job.settings import Job
+from exspec.pipeline.learning import with_trained
 from exspec.pipeline.output.columns import added_columns, carried_columns, output_schema
 from exspec.pipeline.output.owner import Output
 from exspec.pipeline.output.state import State
@@ -174,6 +175,7 @@ def prepare(job: Job, restart: bool = False, mending: bool = False) -> Prepared:
     folder = Folder(job.output, job.storage_options)
     check(lambda: _refuse_overlap(job, folder))
     output = check(lambda: _open(folder))
+    job = check(lambda: with_trained(job)) or job
     known = check(lambda: resolved(job))
     models = check(lambda: _check_models(known)) if known else None
     if known and models:

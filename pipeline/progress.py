@@ -94,8 +94,8 @@ class Progress:
                 if self.live:
                     self.bar.update(self.bar.task_ids[-1], completed=done, description=line)
                 else:
-                    if report.rows_now and now.seconds:
-                        line += f", {duration((report.planned - done) * now.seconds / report.rows_now)} left"
+                    if (rows := report.phase["rows"]) and now.seconds:
+                        line += f", {duration((report.planned - done) * now.seconds / rows)} left"
                     print(f"{done}/{report.planned} rows, {line}", file=sys.stderr, flush=True)
                 if waiting and not said and (why := lacking(time.monotonic() - began > PATIENCE)):
                     said = True

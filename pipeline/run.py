@@ -27,6 +27,7 @@ from exspec.pipeline.errors import BrokenOffError, JobError, StoppedError, count
 from exspec.pipeline.input.plan import Plan, Shard, Task
 from exspec.pipeline.input.snapshot import changed
 from exspec.pipeline.job.settings import Job
+from exspec.pipeline.learning import Learning, Phase, up_to
 from exspec.pipeline.output.collect import Collector, StopError, collect
 from exspec.pipeline.output.columns import carried_schema
 from exspec.pipeline.output.contents import samples, tables
@@ -59,11 +60,13 @@ def execute(
     load: Any = None,
     progress: Progress | None = None,
     repair: Repair | None = None,
+    learning: Learning | None = None,
 ) -> int:
     """Run what is missing, and with retry_errors the rows that failed. Returns the exit code.
 
     load: makes engine and tokenizer in an actor; default: the job's pair. progress: default is quiet. repair: adds
-    corrected rows to the plan; they are decoded again, with the other error rows of their chunks.
+    corrected rows to the plan; they are decoded again, with the other error rows of their chunks. learning: decides
+    what the job does between phases.
     Raises BusyError if another run owns the output, BrokenOffError if the job did not finish, StoppedError if it was
     interrupted.
     """
@@ -78,7 +81,7 @@ def execute(
         progress.say(f"note: {prepared.note}")
     action = "restart" if prepared.restart else "repair" if repair else "retry" if retry_errors else "run"
     stop_on_signals()
-    run = _Run(prepared, load, progress)
+    run = _Run(prepared, load, progress, learning or Learning())
     try:
         with last_words():
             if output.state.job is None and output.state.taken is None:
@@ -129,10 +132,10 @@ class _Run:
 
     writer: Writer
 
-    def __init__(self, prepared: Prepared, load: Any, progress: Progress) -> None:
-        self.prepared, self.load, self.progress = prepared, load, progress
+    def __init__(self, prepared: Prepared, load: Any, progress: Progress, learning: Learning) -> None:
+        self.prepared, self.load, self.progress, self.learning = prepared, load, progress, learning
         self.job, self.folder, self.plan = prepared.job, prepared.folder, prepared.plan
-        self.connected = False
+        self.connected = self.early = False
 
     def run(self, writer: Writer, retry_errors: bool, repair: Repair | None) -> int:
         self.writer = writer
@@ -151,13 +154,14 @@ class _Run:
             state.decode_again(self.plan)
             if self.prepared.changed(state):
                 state.decode_again()
-        only: Literal["mendable", "again"] = "mendable" if retry_errors else "again"
+        self.only: Literal["mendable", "again"] = "mendable" if retry_errors else "again"
         retries = retry_errors or state.failed("again")
-        tried = (state.failed(only), sum(s.errors for s in state.summaries())) if retries else None
+        tried = (state.failed(self.only), sum(s.errors for s in state.summaries())) if retries else None
         if fresh:
             self.connect(self.plan.rows)
             self.plan = replace(self.plan, rows_per_chunk=self.job.chunk_rows(self.plan.rows))
-        tasks, again = self._tasks(fresh, only)
+        again = self._tasks(fresh)[1]
+        tasks = self.learning.arranged(lambda: self._tasks(fresh)[0])
         first = next(tasks, None)
         if first is None:
             self._update(self.prepared.changed(state))
@@ -177,12 +181,12 @@ class _Run:
                 stopped = self._decode(chain([first], tasks), again, config, report)
             return self._finish(report, stopped, tried)
 
-    def _tasks(self, fresh: bool, only: Literal["mendable", "again"]) -> tuple[Iterator[Task], Counter[str]]:
+    def _tasks(self, fresh: bool) -> tuple[Iterator[Task], Counter[str]]:
         """Missing chunks and these chunks with errors; and the number of the latter by file."""
         if fresh:
             return (Task(chunk) for chunk in self.plan.chunks()), Counter()
         missing = (Task(chunk) for chunk in self.plan.chunks(self.writer.state.held()))
-        found = self.writer.state.chunks(only)
+        found = self.writer.state.chunks(self.only)
         # URLs in the log have no secrets; read the shards by the URLs found now.
         failed = [Task(replace(c, shard=self.plan.shards[c.number]), file, start) for c, file, start in found]
         return chain(missing, failed), Counter(str(task.file) for task in failed)
@@ -218,12 +222,14 @@ class _Run:
         if not fresh:
             self._update({"job": prepared.job.published()} | prepared.changed(state))
             return settled.config
+        prompts = self.prepared.prompts.within(self.prepared.room(settled.config))
+        config = self.learning.begin(job, settled, self.plan.rows, partial(sample, job, self.plan, prompts))
         description = {
             "format": 1,  # older versions can read it until rows are repaired
             "kind": job.kind,
             "job": prepared.job.published(),
             "fingerprint": prepared.fingerprint(job.device),
-            "shape": stored_shape(settled.config),
+            "shape": stored_shape(config),
             "calibration": settled.candidates,
             "device": job.device,
             "versions": {n: version(n) for n in ("exspec", "torch", "transformers", "ray", "pyarrow")}
@@ -232,7 +238,7 @@ class _Run:
         if self.prepared.restart and self.writer.state.job is not None:
             self.progress.say(f"the old output is now in {anonymous(self.writer.keep_old().url)}")
         self.writer.begin(description, self.plan)
-        return settled.config
+        return config
 
     def _update(self, description: dict[str, Any]) -> None:
         """Write to the log what this run changes in the description and the plan of the job."""
@@ -268,21 +274,42 @@ class _Run:
         return settled
 
     def _decode(self, tasks: Iterator[Task], again: Counter[str], config: EngineConfig, report: Report) -> str | None:
-        """Run the tasks and commit the results. Returns the reason if the job was stopped early."""
+        """Run the tasks in phases. Returns the reason if the job was stopped early."""
+        writer, planned, learning = self.writer, self.plan.rows, self.learning
+        finished = writer.state.rows
+        self.job, config = learning.resume(self.job, config, writer)
+        while True:
+            report.begin_phase()
+            ledger, self.early = RayLedger(), False
+            part = up_to(tasks, learning.rows(writer.state.rows, planned))
+            stopped = self._phase(part, again, config, report, finished, ledger)
+            if self.early:
+                tasks, again = self._tasks(False)
+            ahead = next(tasks, None)
+            if stopped or ahead is None:
+                return stopped
+            tasks = chain([ahead], tasks)
+            tokens, seconds = report.phase["completion_tokens"], ledger.signs().seconds
+            phase = Phase(self.job, config, planned, tokens, seconds)
+            self.job, config = learning.pause(phase, writer, report)
+
+    def _phase(
+        self, tasks: Iterator[Task], again: Counter[str], config: EngineConfig, report: Report, finished: int,
+        ledger: RayLedger,
+    ) -> str | None:  # fmt: skip
+        """Run the tasks and commit the results. Returns the reason if the job was stopped early. finished: rows that
+        were done before this run."""
         job, schema, writer = self.job, self.prepared.schema, self.writer
         carried = carried_schema(job, self.prepared.mapped)
         answers, last = job.answer_columns(), job.map_output
         sink = PartSink(self.folder, str(writer.state.job), writer.prefix, carried, answers, last)
         make = self.load or PairLoader(job, config, job.device, writer.state.names()[-LATEST:])
-        ledger = RayLedger()
         chunk = self.plan.rows_per_chunk
         room = self.prepared.room(config)
-        watched = self.progress.decoding(
-            report, writer.state.rows, job.actor_range[0], ledger.signs, partial(lacking, job)
-        )
+        watched = self.progress.decoding(report, finished, job.actor_range[0], ledger.signs, partial(lacking, job))
         with watched, closing(results(job, config.slots, chunk, room, tasks, schema, sink, make, ledger)) as found:
             try:
-                collect(job, found, report, Collector(writer, again))
+                collect(job, self._watched(found, report), report, Collector(writer, again))
             except RayError as error:
                 raise BrokenOffError(
                     f"the job broke off: {cause(error)}; committed rows are kept; run it again to resume; details: "
@@ -291,6 +318,14 @@ class _Run:
             except StopError as error:
                 return str(error)
         return None
+
+    def _watched(self, results: Iterator[dict[str, Any]], report: Report) -> Iterator[dict[str, Any]]:
+        """The results, until the phase ends early."""
+        for result in results:
+            yield result
+            if self.learning.ends(report.now):
+                self.early = True
+                return
 
     def _finish(self, report: Report, stopped: str | None, tried: tuple[int, int] | None) -> int:
         """Check that every planned row is in a file, write the report, and `_SUCCESS` if the job succeeded."""

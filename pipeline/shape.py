@@ -192,13 +192,15 @@ def sample(job: Job, plan: Plan, prompts: Prompts) -> list[Request]:
 @dataclass(frozen=True)
 class Settled:
     """config: what the job decodes with. candidates: shapes with predicted and measured tokens/s, if calibrated.
-    reason: why this shape, if it was measured. compiled: what calibration compiled, and where it is cached."""
+    reason: why this shape, if it was measured. compiled: what calibration compiled, and where it is cached.
+    row_seconds: of a row on one device, as calibration expects it."""
 
     config: EngineConfig
     candidates: list[dict[str, Any]]
     seconds: float = 0.0
     reason: str | None = None
     compiled: str | None = None
+    row_seconds: float | None = None
 
     def __str__(self) -> str:
         c = self.config
@@ -246,7 +248,7 @@ def settle(job: Job, shape: Shape, requests: list[Request], device: str, digests
             pair.target, pair.draft, requests, shape.config, shape.free, job.tune_seconds, budget, kept=kept
         )
         config = found.config if job.threshold is None else replace(found.config, threshold=job.threshold)
-        return Settled(config, found.table(), found.seconds, found.reason, found.compiled)
+        return Settled(config, found.table(), found.seconds, found.reason, found.compiled, found.row_seconds)
     draft = pair.draft.config if pair.draft is not None else None
     shape = recalled(shape, kept, [pair.target.config, *filter(None, [draft])])
     fitted = fit(pair.target.config, draft, shape.config, pair.target.dtype, budget)

@@ -11,6 +11,7 @@ from exspec.jobs.commands.label import review
 from exspec.jobs.commands.plan import examined
 from exspec.jobs.commands.repair import repaired
 from exspec.jobs.commands.tables import candidates_table
+from exspec.jobs.training.learning import JobLearning
 from exspec.pipeline.errors import JobError, started
 from exspec.pipeline.job.labels import LabelJob
 from exspec.pipeline.job.settings import AUTO, Job
@@ -31,11 +32,19 @@ def run(job: Job, restart: bool, retry_errors: bool, repair: Path | None, progre
     with Folder(job.output, job.storage_options).untouched():  # by a job that is refused
         prepared = prepare(job, restart, mending=retry_errors or repair is not None)
         fixed = partial(repaired, repair, job.storage_options) if repair else None
-        code = execute(prepared, retry_errors, progress=progress, repair=fixed)
+        code = execute(prepared, retry_errors, progress=progress, repair=fixed, learning=_learning(job, progress))
     with started():
         if isinstance(job, LabelJob):
             review(job)
         return finish(job, file, code)
+
+
+def _learning(job: Job, progress: Progress) -> JobLearning | None:
+    if job.learn == "off":
+        return None
+    if not job.exact:
+        raise JobError("learn: needs exact; without it, tokens depend on the drafter")
+    return JobLearning(("model", "dflash") if job.learn == "auto" else (job.learn,), progress)
 
 
 def tune(job: Job) -> None:

@@ -74,10 +74,10 @@ def _make(
                 training.run_together(job)
                 target.to(place)
             else:
-                training.run(learner, pair, rows.learned, progress.say)
+                training.run(learner, pair, rows, progress.say)
             progress.stage("decoding the rows that were held out")
             pair, drafts, records = training.made(pair, job)
-            found = measure(pair, rows.held, settings.drafter, drafts)
+            found = measure(pair, [request for request, _ in rows.held], settings.drafter, drafts)
             figures = {
                 "drafter": settings.drafter,
                 "draft_tokens": drafts,

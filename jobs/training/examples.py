@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +124,10 @@ class Lessons:
         epoch, place = divmod(step, len(self.batches))
         order = random.Random(epoch).sample(range(len(self.batches)), len(self.batches))
         return self._lesson(order[place])
+
+    def all(self) -> Iterator[Lesson]:
+        """Every batch once."""
+        return map(self._lesson, range(len(self.batches)))
 
     def _lesson(self, number: int) -> Lesson:
         tokens, own = (t.to(self.device) for t in padded(self.batches[number]))

@@ -21,7 +21,7 @@ from exspec.actors.source import Source
 from exspec.jobs.finished import check_map, choose, read_rows
 from exspec.jobs.training.examples import TOKENS_PER_STEP, Example, Lessons, TargetStates, counts_of, example_of
 from exspec.jobs.training.settings import TrainSettings
-from exspec.jobs.training.trainer import Record, Trainer
+from exspec.jobs.training.trainer import Record, Tally, Trainer
 from exspec.pipeline.cluster.connect import connect, device
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.snapshot import vanished
@@ -41,11 +41,11 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Rows:
-    """learned: examples to learn from. held: requests that were held out. by_shard: whether no shard has both. long:
-    how many were left out because they are too long."""
+    """learned: examples to learn from. held: requests that were held out, and their examples. by_shard: whether no
+    shard has both. long: how many were left out because they are too long."""
 
     learned: list[Example]
-    held: list[Request]
+    held: list[tuple[Request, Example]]
     by_shard: bool
     long: int
 
@@ -114,13 +114,13 @@ class Training:
                 shards.setdefault(row.shard, []).append((row.request, example))
         total = sum(map(len, shards.values()))
         wanted, names = max(1, int(HELD_OUT * total)), sorted(shards, key=lambda name: (-len(shards[name]), name))
-        held: list[Request] = []
+        held: list[tuple[Request, Example]] = []
         if by_shard := len(names) > 1:
             while len(names) > 1 and len(held) < wanted:
-                held += [request for request, _ in shards[names.pop()]]
+                held += shards[names.pop()]
         else:
             for rows in shards.values():
-                held = [request for request, _ in rows[-wanted:]]
+                held = rows[-wanted:]
                 del rows[-wanted:]
         learned = [example for name in names for _, example in shards[name]]
         if len(learned) < FEWEST:
@@ -137,9 +137,14 @@ class Training:
         model: Any = pair.draft or self.kind.grow(pair.target, growth)
         return self.kind(pair.target, model.float().to(pair.target.device), self.drafts)
 
-    def run(self, learner: Learner, pair: Pair, learned: Sequence[Example], say: Callable[[str], None]) -> None:
-        """Train, and write the drafter and the records of the training into `work`."""
-        longest = max(len(prompt) + len(completion) for prompt, completion in learned)
+    def run(
+        self, learner: Learner, pair: Pair, rows: Rows, say: Callable[[str], None],
+        go_on: Callable[[Trainer, Callable[[], float]], bool] = lambda *_: True,
+    ) -> bool:  # fmt: skip
+        """Train, and write the drafter and the records of the training into `work`. go_on: is asked from time to time;
+        it gets a function that computes the accept length on rows that were held out. Returns its last answer."""
+        learned, held = rows.learned, [example for _, example in rows.held]
+        longest = max(len(prompt) + len(completion) for prompt, completion in [*learned, *held])
         states = TargetStates(pair.target, learner.layers, longest)
         rank = distributed.get_rank() if distributed.is_initialized() else 0
         cache, budget = self.work / f"states-{rank}", self.settings.cache_gib * GIB / self.settings.workers
@@ -148,17 +153,23 @@ class Training:
             learner, lambda step, _: lessons.at(step), self.settings.minutes, self.settings.steps,
             self.work / "checkpoint.pt",
         )  # fmt: skip
-        trainer.run(say)
-        if trainer.rank:
-            return
-        try:
-            learner.save(self.work / MADE, pair.target.dtype)
-            if self.settings.drafter == "model":
-                pair.tokenizer.save_pretrained(self.work / MADE)
-        except SafetensorError as error:
-            raise JobError(f"{self.work / MADE}: the drafter cannot be written ({error})") from error
+        others = Lessons(held, states, self.work / "states-held", budget, pair.target.device)
+        going = trainer.run(say, lambda trainer: go_on(trainer, lambda: accept_length(learner, others)))
+        if trainer.rank or not going:
+            return going
+        self.save(learner, pair, self.work / MADE)
         records = [asdict(record) for record in trainer.records]
         (self.work / RECORDS).write_text(json.dumps({"draft_tokens": learner.count, "records": records}))
+        return True
+
+    def save(self, learner: Learner, pair: Pair, folder: Path) -> None:
+        """Write the drafter. Raises JobError if it cannot be written."""
+        try:
+            learner.save(folder, pair.target.dtype)
+            if self.settings.drafter == "model":
+                pair.tokenizer.save_pretrained(folder)
+        except SafetensorError as error:
+            raise JobError(f"{folder}: the drafter cannot be written ({error})") from error
 
     def run_together(self, job: Job) -> None:
         """Train in several processes, which Ray Train starts, each on a GPU if the cluster has any. All must reach
@@ -195,9 +206,23 @@ def _worker(given: dict[str, Any]) -> None:
     os.chdir(given["folder"])  # paths are relative to the driver's
     use_cores(training.settings.workers)
     job, pair = training.load()
-    learned = training.rows(job, pair).learned
+    rows = training.rows(job, pair)
     say = (lambda _: None) if distributed.get_rank() else print
-    training.run(training.learner(pair, learned), pair, learned, say)
+    training.run(training.learner(pair, rows.learned), pair, rows, say)
+
+
+@torch.no_grad()
+def accept_length(learner: Learner, lessons: Lessons) -> float:
+    """Tokens that a round would commit, the bonus included, over the lessons."""
+    tally, model = Tally(), learner.model
+    model.eval()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for lesson in lessons.all():
+            with torch.autocast(model.device.type, dtype=torch.bfloat16):
+                tally.add(learner.outcome(lesson))
+    model.train()
+    return tally.record(0, 0.0).accept_length
 
 
 def use_cores(processes: int) -> None:

@@ -109,12 +109,13 @@ class Trainer:
         """How much of the training is done."""
         return max(self.seconds / self.limit, self.step / self.steps)
 
-    def run(self, say: Callable[[str], None]) -> None:
-        """Train to the end. say: prints a line of progress."""
+    def run(self, say: Callable[[str], None], go_on: Callable[["Trainer"], bool] = lambda _: True) -> bool:
+        """Train to the end, or until `go_on`, which is asked with every record, says no. Returns its last answer. say:
+        prints a line of progress."""
         model, device = self.learner.model, next(self.learner.model.parameters()).device.type
         model.train()
-        tally, saved = Tally(), time.monotonic()
-        while self.share < 1:
+        tally, saved, going = Tally(), time.monotonic(), True
+        while going and self.share < 1:
             began = time.monotonic()
             lesson = self.lesson(self.step * self.workers + self.rank, self.share)
             with torch.autocast(device, dtype=torch.bfloat16):
@@ -132,11 +133,12 @@ class Trainer:
             if self.step % SHOWN == 0 or self.share >= 1:
                 self.records.append(tally.record(self.step, self.seconds))
                 say(str(self.records[-1]))
-                tally = Tally()
+                tally, going = Tally(), go_on(self)
             if self.file and not self.rank and time.monotonic() - saved > EVERY:
                 self._save(self.file)
                 saved = time.monotonic()
         model.eval()
+        return going
 
     def _together(self) -> None:
         """Give every process the mean of all gradients."""

@@ -103,7 +103,7 @@ class Job(Decoding):
     kind: ClassVar[str] = "generate"
 
     target: str = _models(..., "Target model: hub id, folder or fsspec URL. Default: the demo pair.")
-    draft: str | None = _models(None, "Draft, or a head for the target: hub id, folder or fsspec URL.", "any if exact")
+    draft: str | None = _models(None, "Draft or head: hub id, folder, fsspec URL, or from:OUTPUT.", "any if exact")
     # Revisions may change: the fingerprint holds the commits that they stand for.
     target_revision: str | None = _models(None, "Revision of the target on the hub.", "any")
     draft_revision: str | None = _models(None, "Revision of the draft on the hub.", "any")
@@ -161,6 +161,9 @@ class Job(Decoding):
     seed: int = _sampling(0, "Seed of the job. Each row's seed is derived from it.", ge=0)
     stop: list[str] = _sampling([], "Strings that end a completion. They are not part of the output.")
 
+    learn: Literal["off", "auto", "model", "eagle3", "clover", "dflash"] = _decoding(
+        "off", "Train a drafter during the job if that saves time: auto, off, or which drafter.", "any"
+    )
     tune_seconds: float = _decoding(120.0, "Longest time of a calibration.", "any", gt=0)
     tune_from: int = _decoding(1000, "Calibrate jobs of this many rows or more; others use defaults.", "any", ge=1)
     memory_gib: float | None = _decoding(None, "Memory of an actor in GiB. Default: what is free.", "any", gt=0)
@@ -256,6 +259,8 @@ class Job(Decoding):
     @field_validator("target", "draft")
     @classmethod
     def _absolute_folder(cls, value: Any) -> Any:
+        if value is not None and value.startswith("from:"):
+            return f"from:{_absolute(value.removeprefix('from:'))}"
         return _absolute(value) if value is not None and Path(value).is_dir() else value
 
     @field_validator("since", mode="before")

@@ -25,6 +25,7 @@ from exspec.pipeline.storage import STAGED, Folder
 
 SUCCESS, DESCRIPTION = "_SUCCESS", "_job.json"
 REPORT, REPORT_PAGE, AUDIT, REVIEW = "_report.json", "_report.html", "_audit.json", "_review.csv"
+DRAFTERS = "_drafters"  # folder of the drafters that the job has trained
 BESIDE = (DESCRIPTION, REPORT, REPORT_PAGE, AUDIT, REVIEW)  # files next to the parts
 
 
@@ -44,7 +45,7 @@ class Output:
 
     def read(self) -> "Output":
         """Read new log entries. Raises JobError if one is not valid, or if a folder of the output is a link."""
-        self.folder.refuse_links(LOG, STAGED)
+        self.folder.refuse_links(LOG, STAGED, DRAFTERS)
         for entry in self.log.read():
             with job_errors(f"{self.folder.url}/{entry_name(self.log.length)}: not a valid log entry"):
                 self._check_format(entry.get("description", {}))
@@ -104,7 +105,7 @@ class Writer(Output):
 
     def begin(self, description: dict[str, Any], plan: Plan) -> None:
         """Start a new job in this output; remove the files of an old one."""
-        old, marked = self.state.names(), self._marked
+        old, marked = [*self.state.names(), *self._drafters()], self._marked
         job = uuid.uuid4().hex
         self._append({"kind": "begin", "job": job, "description": description, "plan": plan.to_json()})
         if self._aside is not None and marked:
@@ -124,10 +125,15 @@ class Writer(Output):
         beside = [name for name in BESIDE if name in there]
         log = [entry_name(n) for n in range(1, self.epoch)]
         self.folder.each(lambda name: self.folder.copy(name, aside), [*names, *log])
-        for name in beside:
+        for name in [*beside, *self._drafters()]:
             self._copy(name, aside)
         self._aside = aside
         return aside
+
+    def _drafters(self) -> list[str]:
+        """The files of the drafters that the job has trained."""
+        made = [f"{DRAFTERS}/{made['name']}" for made in self.state.description.get("drafters", [])]
+        return [f"{folder}/{name}" for folder in made for name in sorted(self.folder.names(folder))]
 
     def _copy(self, name: str, aside: Folder) -> None:
         with suppress(FileNotFoundError):  # a process that lost the output removed it

@@ -140,20 +140,34 @@ def _plots(totals: Totals, figures: dict[str, Any]) -> list[tuple[str, str]]:
     edges = range(0, longest + 2 + longest // LENGTHS, 1 + longest // LENGTHS)
     rows: dict[str, int] = defaultdict(int, figures["rows_by_actor"])
     names = [f"actor {i}" for i in range(1, len(rows) + 1)]
+    rounds = [totals.rounds[i] for i in range(start, end + 1)]
+    accepted = [totals.bins[start + i] / n if n else 0 for i, n in enumerate(rounds)]
+    swaps = [made["at"] - start * totals.width for made in figures["drafters"]]
+
+    def by_time(values: list[float]) -> Callable[[Any], Any]:
+        def paint(axes: Any) -> None:
+            axes.stairs(values, seconds, fill=True)
+            for at in swaps:
+                axes.axvline(at, color=INK, linestyle="--")
+
+        return paint
+
+    marked = " (dashed: a new drafter)" if swaps else ""
     plots = [
-        plot("Tokens by time", "seconds", "tokens/s", lambda a: a.stairs(speeds, seconds, fill=True)),
+        plot(f"Tokens by time{marked}", "seconds", "tokens/s", by_time(speeds)),
         plot("Lengths of completions", "tokens", "rows", lambda a: a.hist(values, bins=edges, weights=counts)),
     ]
     if len(names) > 1:
         plots.append(plot("Rows by actor", "rows", "", lambda a: a.barh(names, list(rows.values()))))
     if figures["acceptance_by_position"]:
+        plots.insert(1, plot(f"Accept length by time{marked}", "seconds", "tokens/round", by_time(accepted)))
         rates = [rate or 0 for rate in figures["acceptance_by_position"]]
 
         def paint(axes: Any) -> None:
             axes.bar(range(1, len(rates) + 1), rates)
             axes.set_ylim(0, 1)
 
-        plots.insert(1, plot("Accepted drafts by position", "position in the draft", "accepted / drafted", paint))
+        plots.insert(2, plot("Accepted drafts by position", "position in the draft", "accepted / drafted", paint))
     return plots
 
 

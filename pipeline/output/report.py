@@ -71,6 +71,7 @@ class Report:
     def __init__(self, description: dict[str, Any], planned: int) -> None:
         self.description, self.planned = description, planned
         self.now: Counter[str] = Counter()  # this run's sums
+        self.earlier: Counter[str] = Counter()  # those of its earlier phases
         self.engines: dict[str, EngineStatistics] = {}
         self.set_aside: list[str] = []
         self.totals = Totals()
@@ -86,9 +87,18 @@ class Report:
             self.set_aside.append(result["set_aside"])
         else:
             (summary,) = result["file"]["chunks"]
-            counts = {name: summary[name] for name in ("rows", "errors", "completion_tokens")}
+            counts = {name: summary[name] for name in ("rows", "errors", "completion_tokens", "rounds")}
             counts |= {name: sum(summary[f"{name}_by_position"]) for name in ("drafted", "accepted")}
             self.now.update(counts)
+
+    def begin_phase(self) -> None:
+        """A phase of the job begins: progress shows its own speed."""
+        self.earlier = self.now.copy()
+
+    @property
+    def phase(self) -> Counter[str]:
+        """The sums of this phase."""
+        return self.now - self.earlier
 
     def complete(self, state: State, answers: dict[str, Any]) -> None:
         """Add the chunks in files, the missing chunks, and figures of the answers."""
@@ -109,11 +119,12 @@ class Report:
 
     def line(self, signs: Signs) -> str:
         """A line of progress. As in the figures, only time during which a chunk is decoded counts."""
-        now, tokens = self.now, max(signs.tokens, self.now["completion_tokens"])
+        now = self.phase
+        tokens = max(signs.tokens, now["completion_tokens"])
         parts = [f"{tokens / signs.seconds:.0f} tokens/s"] if signs.seconds else []
         parts += [f"acceptance {now['accepted'] / now['drafted']:.2f}"] if now["drafted"] else []
         parts += [f"occupancy {self.engine.occupancy:.2f}"] if self.engines else []
-        return ", ".join([*parts, f"{now['errors']} errors"])
+        return ", ".join([*parts, f"{self.now['errors']} errors"])
 
     def figures(self) -> dict[str, Any]:
         """The numbers, all from the job's files, except the occupancy of this run's engines."""
@@ -144,6 +155,8 @@ class Report:
             "rows_by_actor": dict(totals.actors),
             "rows_by_hardware": {", ".join(kind): rows for kind, rows in totals.hardware.items()},
             "repeated_chunks": sums["repeated"],
+            "drafters": self.description.get("drafters", []),
+            "learning": self._learning(),
             "slowest_chunks": [
                 {"chunk": chunk, "seconds": round(seconds, 2), "tokens": count}
                 for seconds, chunk, count in sorted(totals.slowest, reverse=True)
@@ -152,6 +165,18 @@ class Report:
             "set_aside": [redacted(text) for text in self.set_aside],
             "missing": self.missing,
         }
+
+    def _learning(self) -> dict[str, float] | None:
+        """Seconds that the job spent on learning, and saved: how much longer its decoding would have taken, by the
+        speeds that trials measured, less what it spent. None if it has trained no drafter."""
+        trained, end = self.description.get("drafters", []), self.totals.spans[-1][1] if self.totals.spans else 0.0
+        if not trained:
+            return None
+        spent, saved, ratio = sum(made["seconds"] for made in trained), 0.0, 1.0
+        for made, until in zip(trained, [*(made["at"] for made in trained[1:]), end], strict=True):
+            ratio *= made["speedup"]
+            saved += (ratio - 1) * self.totals.decoding(made["at"], min(until, made.get("until", until)))
+        return {"seconds_spent": round(spent, 1), "seconds_saved": round(saved - spent, 1)}
 
     def closing_lines(self, f: dict[str, Any], url: str) -> list[str]:
         """The lines to print at the end. f: the figures."""
@@ -166,6 +191,10 @@ class Report:
             shown = ("acceptance_rate", "occupancy")
             speed += [f"{name.replace('_', ' ')} {f[name]}" for name in shown if f[name] is not None]
             lines.append(", ".join(speed))
+        if learning := f["learning"]:
+            lines.append(
+                "learning took {seconds_spent:.0f} s and saved {seconds_saved:.0f} s more than that".format(**learning)
+            )
         if cached := f["prompt_tokens_found"]:
             share = cached / (cached + f["prompt_tokens_computed"])
             lines.append(f"{share:.0%} of the prompt tokens were cached: another prompt began with the same tokens")

@@ -3,6 +3,7 @@
 import bisect
 import heapq
 from collections import Counter
+from collections.abc import Sequence
 from itertools import zip_longest
 from math import floor
 
@@ -17,8 +18,8 @@ SLOWEST = 5  # chunks
 class Totals:
     """Sums that take little memory, whatever the number of chunks.
 
-    spans: times during which any chunk was decoded, as (start, end) in seconds. bins: tokens by time, of `width`
-    seconds.
+    spans: times during which any chunk was decoded, as (start, end) in seconds. bins, rounds: tokens, and the rounds of
+    sequences, by time, of `width` seconds.
     """
 
     def __init__(self) -> None:
@@ -31,6 +32,7 @@ class Totals:
         self.slowest: list[tuple[float, str, int]] = []
         self.spans: list[tuple[float, float]] = []
         self.bins: Counter[int] = Counter()
+        self.rounds: Counter[int] = Counter()
         self.width = 1 / 16
         self.reasons = Reasons()
 
@@ -49,7 +51,10 @@ class Totals:
         self.slowest = heapq.nlargest(SLOWEST, [*self.slowest, (end - s.started, chunk, s.completion_tokens)])
         _cover(self.spans, s.started, end)
         self._widen()
-        self._spread(s.produced or [s.completion_tokens], s.started, end)
+        pieces = s.produced or [s.completion_tokens]
+        each = s.rounds / max(s.completion_tokens, 1)
+        _spread(self.bins, pieces, s.started, end, self.width)
+        _spread(self.rounds, [tokens * each for tokens in pieces], s.started, end, self.width)
 
     def length_figures(self) -> dict[str, int] | None:
         """Lower median and maximum of the completion lengths."""
@@ -64,17 +69,28 @@ class Totals:
         """Double the width of bins until all spans fit into a few: a clock that was wrong, or a pause between runs, may
         have put them years apart."""
         while (self.spans[-1][1] - self.spans[0][0]) / self.width > MOST_BINS:
-            wider: Counter[int] = Counter()
-            for i, tokens in self.bins.items():
-                wider[i // 2] += tokens
-            self.bins, self.width = wider, 2 * self.width
+            self.bins, self.rounds, self.width = _halved(self.bins), _halved(self.rounds), 2 * self.width
 
-    def _spread(self, pieces: list[float], start: float, end: float) -> None:
-        each = (end - start) / len(pieces)
-        for n, tokens in enumerate(pieces):
-            first, last = (floor((start + (n + k) * each) / self.width) for k in (0, 1))
-            for i in range(first, last + 1):
-                self.bins[i] += tokens / (last - first + 1)  # type: ignore[assignment]
+    def decoding(self, start: float, end: float) -> float:
+        """Seconds between two times during which any chunk was decoded."""
+        return sum(max(0.0, min(end, b) - max(start, a)) for a, b in self.spans)
+
+
+def _spread(bins: Counter[int], pieces: Sequence[float], start: float, end: float, width: float) -> None:
+    """Add pieces, which took the time from start to end in equal parts, to bins of this width."""
+    each = (end - start) / len(pieces)
+    for n, amount in enumerate(pieces):
+        first, last = (floor((start + (n + k) * each) / width) for k in (0, 1))
+        for i in range(first, last + 1):
+            bins[i] += amount / (last - first + 1)  # type: ignore[assignment]
+
+
+def _halved(bins: Counter[int]) -> Counter[int]:
+    """The bins, of twice the width."""
+    wider: Counter[int] = Counter()
+    for i, amount in bins.items():
+        wider[i // 2] += amount
+    return wider
 
 
 def _added(one: list[int], other: list[int]) -> list[int]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -87,6 +87,15 @@ class Calibration:
     seconds: float
     compiled: str | None = None
 
+    @property
+    def row_seconds(self) -> float:
+        """Seconds of a request of the sample."""
+        chosen = next(c for c in self.candidates if self._chose(c))
+        return mean(new for _, new in self.sample.lengths) / (chosen.measured or chosen.predicted)
+
+    def _chose(self, candidate: Candidate) -> bool:
+        return replace(candidate.config, threshold=self.config.threshold) == self.config
+
     def table(self) -> list[dict[str, Any]]:
         """The candidates as plain values, the measured ones first, with B, W and K as they are used."""
         return [
@@ -102,7 +111,7 @@ class Calibration:
                 "predicted": round(c.predicted, 1),
                 "measured": None if c.measured is None else round(c.measured, 1),
                 "turns": [round(speed, 1) for speed in c.turns],
-                "chosen": replace(c.config, threshold=self.config.threshold) == self.config,
+                "chosen": self._chose(c),
             }
             for c in sorted(self.candidates, key=lambda c: (c.measured is None, -(c.measured or c.predicted)))
         ]
@@ -287,15 +296,19 @@ class Calibrator:
                 feed = Feed(self.make(self.models.target, draft, candidate.config), sample)
                 feed.run(0.1)  # the first rounds admit sequences, compile, and record graphs
                 racing.append((candidate, feed))
-        end = max(min(time.monotonic() + self.seconds * FINAL, self.at(1)), time.monotonic() + 0.1)
-        for turn in range(TURNS if len(racing) > 1 else 0):
-            if turn == FIRST_TURNS:
-                racing = in_reach(racing)
-            left = end - time.monotonic()
-            if left <= 0 and turn >= FEWEST_TURNS:
-                break
-            for candidate, feed in racing:
-                candidate.turns.append(feed.run(left / ((TURNS - turn) * len(racing))))
+        race(racing, max(min(time.monotonic() + self.seconds * FINAL, self.at(1)), time.monotonic() + 0.1))
+
+
+def race(racing: list[tuple[Candidate, Feed]], end: float) -> None:
+    """Run the candidates in turns and note their tokens/s. end: a value of time.monotonic."""
+    for turn in range(TURNS if len(racing) > 1 else 0):
+        if turn == FIRST_TURNS:
+            racing = in_reach(racing)
+        left = end - time.monotonic()
+        if left <= 0 and turn >= FEWEST_TURNS:
+            break
+        for candidate, feed in racing:
+            candidate.turns.append(feed.run(left / ((TURNS - turn) * len(racing))))
 
 
 def partly(predicted: list[Candidate], sample: Sample) -> list[EngineConfig]:

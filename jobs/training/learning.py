@@ -1,0 +1,165 @@
+"""Training during a job: when to pause, and which drafter the job uses. The planner decides whether a training pays."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from exspec.actors.engine import EngineConfig
+from exspec.jobs.training.planner import BEST, MARGIN, SHARE, SMALL, Foreseen, Given, Taught, cost, foresee, teach
+from exspec.jobs.training.prospect import length_of
+from exspec.pipeline.cluster.connect import on_a_device
+from exspec.pipeline.cluster.failures import cause
+from exspec.pipeline.errors import kept_traceback
+from exspec.pipeline.input.plan import Task
+from exspec.pipeline.job.settings import Job
+from exspec.pipeline.learning import Learning, Phase, Sample, spread, used_of
+from exspec.pipeline.output.owner import DRAFTERS, Writer
+from exspec.pipeline.output.page import duration
+from exspec.pipeline.output.report import Report
+from exspec.pipeline.progress import Progress
+from exspec.pipeline.shape import Settled
+
+FEWEST = 2_000  # rows left; a job with fewer never trains
+FIRST, GROWTH = 0.02, 4  # the share of the rows before the first pause; each later pause has so many times as many
+WATCHED, KEPT = 0.02, 0.8  # of each such share of the rows, the accept length must be so much of that in training
+
+
+class JobLearning(Learning):
+    """Pauses a job to train a drafter on its finished rows. A drafter that was trained lies in the job's output.
+
+    choices: drafters that may be trained.
+    """
+
+    def __init__(self, choices: tuple[str, ...], progress: Progress) -> None:
+        self.choices, self.progress = choices, progress
+        self.trained: list[dict[str, Any]] = []  # in the log, as `Taught.figures`, with `used`
+        self.before: tuple[Job, EngineConfig] | None = None  # how the job decodes without the drafter that it uses
+        self.at: float | None = None  # rows of the job at the next pause
+        self.row_seconds: float | None = None  # of the job without learning
+        self.speed: float | None = None  # tokens/s of an actor without learning
+        self.spent = 0.0  # seconds on learning since the last training
+        self.over = False
+        self.seen: Counter[str] | None = None  # sums at the beginning of what is watched
+        self.watched, self.found = 0.0, 0.0  # rows to watch; the accept length of the last ones
+
+    def arranged(self, tasks: Callable[[], Iterator[Task]]) -> Iterator[Task]:
+        return spread(tasks, FIRST)
+
+    def begin(self, job: Job, settled: Settled, planned: int, sample: Sample) -> EngineConfig:
+        config, known = settled.config, settled.row_seconds
+        devices = job.actor_range[0]
+        whole = None if known is None else planned * known / devices
+        if planned < FEWEST or (whole is not None and whole < SMALL):
+            self._end(f"off: a job of {planned:,} rows" if whole is None else f"off: the job takes {duration(whole)}")
+            return config
+        began = time.monotonic()
+        self.progress.stage("trying whether a drafter can learn this job")
+        try:
+            given = job, config, self.choices, planned / devices, whole, sample()
+            foreseen: Foreseen = on_a_device(job, foresee, *given)
+        except Exception as error:  # of a library, or of memory: the job does not need it
+            foreseen = Foreseen(None, f"off: {cause(error)}; details: {kept_traceback(error)}")
+        if foreseen.drafter is None:
+            self._end(foreseen.reason)
+            return config
+        self.progress.say(f"learning: {foreseen.reason}")
+        self.choices, self.row_seconds, self.speed = (foreseen.drafter,), foreseen.seconds / planned, foreseen.speed
+        self.spent = time.monotonic() - began
+        return replace(config, columns=foreseen.columns)
+
+    def resume(self, job: Job, config: EngineConfig, writer: Writer) -> tuple[Job, EngineConfig]:
+        self.over |= config.width == 1  # there is no room for drafts
+        self.trained = list(writer.state.description.get("drafters", []))
+        used = used_of(writer.state.description)
+        self.over |= bool(self.trained) and used is None  # the last one was taken back
+        return (job, config) if used is None else self._swapped(job, config, used)
+
+    def rows(self, done: int, planned: int) -> int | None:
+        self.seen, self.watched = None, WATCHED * planned
+        if self.over or planned - done < FEWEST:
+            return None
+        if self.at is None:
+            self.at = self.trained[-1]["rows_before"] * GROWTH if self.trained else done + FIRST * planned
+        return max(1, int(self.at - done)) if self._again(planned - self.at) else None
+
+    def _again(self, left: float) -> bool:
+        """Whether a drafter that was trained could be so much better that it pays to train it further. left: rows."""
+        if not self.trained:
+            return True
+        last = self.trained[-1]
+        gain: float = 1 - last["accept_length"] / length_of(BEST, last["shape"]["draft_tokens"])
+        if self.row_seconds is None:
+            return gain > MARGIN * SHARE
+        seconds = left * self.row_seconds / prod(made["speedup"] for made in self.trained)
+        costs: float = max(cost(seconds), last["seconds"])
+        return gain * seconds > MARGIN * costs
+
+    def ends(self, now: "Counter[str]") -> bool:
+        if self.before is None:
+            return False
+        self.seen = self.seen or now.copy()
+        since = now - self.seen
+        if since["rows"] < self.watched:
+            return False
+        self.seen, self.found = now.copy(), since["completion_tokens"] / max(since["rounds"], 1)
+        return self._fell()
+
+    def _fell(self) -> bool:
+        promised: float = self.trained[-1]["accept_length"]
+        return 0 < self.found < KEPT * promised
+
+    def pause(self, phase: Phase, writer: Writer, report: Report) -> tuple[Job, EngineConfig]:
+        if self.before is not None and self._fell():
+            return self._taken_back(self.before, writer)
+        now, as_before = report.now, (phase.job, phase.config)
+        left = phase.planned - writer.state.rows
+        row_tokens = now["completion_tokens"] / max(now["rows"], 1)
+        seconds = left * row_tokens * phase.seconds / max(phase.tokens, 1)
+        if self.row_seconds is not None and not self.trained:  # the first phase is short, and actors compile in it
+            seconds = min(seconds, left * self.row_seconds)
+            self.spent += max(0.0, phase.seconds - now["rows"] * self.row_seconds)
+        if left < FEWEST or seconds < SMALL / 2:
+            self.over = True
+            return as_before
+        self.progress.stage(f"learning from the {writer.state.rows:,} finished rows, for about {cost(seconds):.0f} s")
+        began, name = time.monotonic(), f"{str(writer.state.job)[:8]}-{len(self.trained) + 1}"
+        try:
+            taught: Taught = on_a_device(phase.job, teach, Given(*as_before, self.choices, name, seconds, self.speed))
+        except Exception as error:  # the learner died: only its training is lost
+            self._end(f"ended: {cause(error)}; the job goes on as before; details: {kept_traceback(error)}")
+            return as_before
+        self.at = writer.state.rows * GROWTH
+        if taught.config is None:
+            self._end(taught.reason)
+            return as_before
+        self.progress.say(f"learning: {taught.reason}")
+        more = {"used": True, "rows_before": writer.state.rows, "at": time.time()}
+        more["seconds"] = round(self.spent + time.monotonic() - began, 1)
+        self.speed, self.spent = None, 0.0
+        self._note(writer, [*self.trained, taught.figures | more])
+        return self._swapped(*(self.before or as_before), self.trained[-1])
+
+    def _taken_back(self, before: tuple[Job, EngineConfig], writer: Writer) -> tuple[Job, EngineConfig]:
+        promised, self.before = self.trained[-1]["accept_length"], None
+        self._end(f"the accept length fell from {promised:.2f} to {self.found:.2f}; back to the old drafter")
+        last = self.trained[-1] | {"until": time.time()}
+        self._note(writer, [made | {"used": False} for made in (*self.trained[:-1], last)])
+        return before
+
+    def _end(self, reason: str) -> None:
+        self.over = True
+        self.progress.say(f"learning: {reason}")
+
+    def _note(self, writer: Writer, trained: list[dict[str, Any]]) -> None:
+        self.trained = trained
+        writer.describe({"drafters": trained})
+        writer.publish()
+
+    def _swapped(self, job: Job, config: EngineConfig, made: dict[str, Any]) -> tuple[Job, EngineConfig]:
+        """Job and config with a drafter of the job's own output."""
+        self.before, self.found = (job, config), 0.0
+        draft = f"{job.output}/{DRAFTERS}/{made['name']}"
+        return job.model_copy(update={"draft": draft, "draft_revision": None}), config.drafting(made["shape"])

@@ -1,0 +1,57 @@
+"""A job that learns is killed again and again, and run again."""
+
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.jobs.calls import rows_of
+from tests.jobs.test_learning import place, run, tokens_of
+from tests.pipeline import jobs
+
+__all__ = ["place"]
+ROWS, KILLS = 800, 5
+LEARNS, DECODES = "learning from the", "rows, "  # lines that it prints
+
+
+@pytest.mark.slow
+def test_a_job_that_learns_killed_at_random_moments(place: Path, tmp_path: Path) -> None:
+    """During the training, the trial and the swap, and while it decodes: every row once, as a plain job writes it."""
+    shutil.copytree(place / "target", tmp_path / "target")
+    jobs.write_shards(tmp_path / "in", rows=ROWS, shards=8)
+    run(tmp_path, tmp_path / "plain")
+    made = jobs.job(
+        (str(tmp_path / "target"), None),  # type: ignore[arg-type]
+        tmp_path / "in", tmp_path / "out", method="plain", rows_per_chunk=10, learn="model",
+    )  # fmt: skip
+    (tmp_path / "job.json").write_text(made.model_dump_json(exclude_unset=True))
+    command = [sys.executable, "-u", "-m", "tests.jobs.learning_driver", "run", "--job", str(tmp_path / "job.json")]
+    chance, at = random.Random(0), list[str]()
+
+    def kill(process: "subprocess.Popen[bytes]", printed: list[str]) -> None:
+        at.append(printed[-1])
+        process.kill()
+
+    while True:
+        with subprocess.Popen(command, cwd=jobs.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+            assert process.stdout is not None
+            printed, due = list[str](), len(at) < KILLS
+            for line in process.stdout:
+                printed.append(line.decode())
+                if due and (LEARNS in printed[-1] or (len(at) % 2 and DECODES in printed[-1])):
+                    threading.Timer(chance.uniform(0, 4), kill, (process, printed)).start()
+                    due = False
+            process.wait()
+        if process.returncode >= 0:
+            break
+        time.sleep(1)  # Ray's processes see that the driver is gone
+    assert process.returncode == 0, "".join(printed[-30:])
+    assert len(at) >= 3, f"killed only at {at}"
+    assert any(LEARNS in line for line in at), f"killed only at {at}"
+    assert len(rows_of(tmp_path / "out")) == ROWS
+    assert sorted(tokens_of(tmp_path / "out")) == sorted(tokens_of(tmp_path / "plain"))
