@@ -167,8 +167,8 @@ class Report:
         }
 
     def _learning(self) -> dict[str, float] | None:
-        """Seconds that the job spent on learning, and saved: how much longer its decoding would have taken, by the
-        speeds that trials measured, less what it spent. None if it has trained no drafter."""
+        """Seconds that the job spent on learning, and of decoding that this saved, by the speeds that trials measured.
+        None if it has trained no drafter."""
         trained, end = self.description.get("drafters", []), self.totals.spans[-1][1] if self.totals.spans else 0.0
         if not trained:
             return None
@@ -176,7 +176,7 @@ class Report:
         for made, until in zip(trained, [*(made["at"] for made in trained[1:]), end], strict=True):
             ratio *= made["speedup"]
             saved += (ratio - 1) * self.totals.decoding(made["at"], min(until, made.get("until", until)))
-        return {"seconds_spent": round(spent, 1), "seconds_saved": round(saved - spent, 1)}
+        return {"seconds_spent": round(spent, 1), "seconds_saved": round(saved, 1)}
 
     def closing_lines(self, f: dict[str, Any], url: str) -> list[str]:
         """The lines to print at the end. f: the figures."""
@@ -192,9 +192,8 @@ class Report:
             speed += [f"{name.replace('_', ' ')} {f[name]}" for name in shown if f[name] is not None]
             lines.append(", ".join(speed))
         if learning := f["learning"]:
-            lines.append(
-                "learning took {seconds_spent:.0f} s and saved {seconds_saved:.0f} s more than that".format(**learning)
-            )
+            took, saved = learning["seconds_spent"], learning["seconds_saved"]
+            lines.append(f"learning took {took:.0f} s and saved {saved:.0f} s of decoding")
         if cached := f["prompt_tokens_found"]:
             share = cached / (cached + f["prompt_tokens_computed"])
             lines.append(f"{share:.0%} of the prompt tokens were cached: another prompt began with the same tokens")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from exspec.actors.engine.engine import Engine
+from exspec.jobs.commands import run as command
 from exspec.jobs.training import learning, planner
 from exspec.jobs.training.learning import JobLearning
 from exspec.jobs.training.prospect import Prospect, chance_of, length_of
@@ -178,6 +179,14 @@ def test_the_report_shows_each_swap(place: Path, tmp_path: Path) -> None:
     assert "drafters" not in json.loads((tmp_path / "out" / "_job.json").read_text())
     (aside,) = tmp_path.glob("out-before-*")
     assert (aside / "_drafters" / made["name"] / "config.json").exists()
+
+
+def test_only_an_exact_job_learns(place: Path, tmp_path: Path) -> None:
+    given: Any = (str(place / "target"), None)
+    job = jobs.job(given, place / "in", tmp_path / "out", exact=False, learn="auto", method="plain")
+    with pytest.raises(JobError, match="learn: needs exact"):
+        command.run(job, False, False, None, Progress())
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.usefixtures("_quick")

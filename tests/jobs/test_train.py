@@ -103,7 +103,8 @@ def test_what_is_learned_are_the_tokens_of_the_target(done: tuple[str, Path]) ->
     rows = of.rows(job, pair)
     assert sorted(rows.learned) == sorted(learnable(0, HELD, pair.target))
     assert any(tokens[-1] == tiny.ENDS[0] for _, tokens in rows.learned), "the end is learned too"
-    assert sorted(list(r.prompt) for r in rows.held) == sorted(p for p, _ in learnable(HELD, ROWS, pair.target))
+    assert sorted(row for _, row in rows.held) == sorted(learnable(HELD, ROWS, pair.target))
+    assert all(list(request.prompt) == prompt for request, (prompt, _) in rows.held)
     pair.target.generation_config.eos_token_id = list(tiny.ENDS)  # which of them it was is not written
     again = of.rows(job, pair)
     assert not any(tiny.ENDS[0] in tokens for _, tokens in again.learned)
