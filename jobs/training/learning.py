@@ -93,7 +93,7 @@ class JobLearning(Learning):
         gain: float = 1 - last["accept_length"] / length_of(BEST, last["shape"]["draft_tokens"])
         if self.row_seconds is None:
             return gain > MARGIN * SHARE
-        seconds = left * self.row_seconds / prod(made["speedup"] for made in self.trained)
+        seconds: float = left * self.row_seconds / prod(made["speedup"] for made in self.trained)
         costs: float = max(cost(seconds), last["seconds"])
         return gain * seconds > MARGIN * costs
 

@@ -93,6 +93,7 @@ def drafters_of(output: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("_hopeful")
+@pytest.mark.fast("model")
 @pytest.mark.parametrize("drafter", TRAINED)
 def test_a_job_that_learns_writes_the_same_rows(
     drafter: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
