@@ -51,7 +51,7 @@ def test_a_job_that_learns_killed_at_random_moments(place: Path, tmp_path: Path)
             break
         time.sleep(1)  # Ray's processes see that the driver is gone
     assert process.returncode == 0, "".join(printed[-30:])
-    assert len(at) >= 3, f"killed only at {at}"
+    assert len(at) >= 2, f"killed only at {at}"
     assert any(LEARNS in line for line in at), f"killed only at {at}"
     assert len(rows_of(tmp_path / "out")) == ROWS
     assert sorted(tokens_of(tmp_path / "out")) == sorted(tokens_of(tmp_path / "plain"))
