@@ -4,9 +4,9 @@ No token depends on the drafter, so a swap changes no row.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 from exspec.actors.engine import EngineConfig, Request
@@ -55,9 +55,9 @@ class Phase:
 class Learning:
     """Decides what a job does between phases. This one never learns: the job has one phase."""
 
-    def arranged(self, tasks: Callable[[], Iterator[Task]]) -> Iterator[Task]:
-        """The tasks in the order in which they run. tasks: gives all of them, each time that it is called."""
-        return tasks()
+    def arranged(self, tasks: Iterator[Task]) -> Iterator[Task]:
+        """The tasks in the order in which they run."""
+        return tasks
 
     def begin(self, job: Job, settled: Settled, planned: int, sample: Sample) -> EngineConfig:  # noqa: ARG002
         """The shape of a new job. Its forwards have columns for the drafts to come."""
@@ -81,16 +81,19 @@ class Learning:
 
 
 def up_to(tasks: Iterator[Task], rows: int | None) -> Iterator[Task]:
-    """The next tasks, until they have so many rows; None: all."""
+    """The next tasks, until they have so many rows; None: all. Rows that are decoded again are all in one phase: a file
+    is replaced when the last of its rows is there."""
     for task in tasks:
         yield task
         if rows is not None:
             rows -= task.chunk.rows
-            if rows <= 0:
+            if rows <= 0 and task.file is None:
                 return
 
 
-def spread(tasks: Callable[[], Iterator[Task]], share: float) -> Iterator[Task]:
-    """The tasks, but first this share of them, from everywhere."""
-    step = round(1 / share)
-    return chain(islice(tasks(), 0, None, step), (task for i, task in enumerate(tasks()) if i % step))
+def spread(tasks: Iterable[Task], share: float) -> Iterator[Task]:
+    """The tasks, but first this share of the new ones, from everywhere, and last those that decode rows again."""
+    step, every = round(1 / share), list(tasks)  # a list: what is missing changes while the first ones run
+    new = [task for task in every if task.file is None]
+    others = (task for i, task in enumerate(new) if i % step)
+    return chain(new[::step], others, (task for task in every if task.file is not None))

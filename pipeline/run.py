@@ -160,8 +160,8 @@ class _Run:
         if fresh:
             self.connect(self.plan.rows)
             self.plan = replace(self.plan, rows_per_chunk=self.job.chunk_rows(self.plan.rows))
-        again = self._tasks(fresh)[1]
-        tasks = self.learning.arranged(lambda: self._tasks(fresh)[0])
+        tasks, again = self._tasks(fresh)
+        tasks = self.learning.arranged(tasks)
         first = next(tasks, None)
         if first is None:
             self._update(self.prepared.changed(state))

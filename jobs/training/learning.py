@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -45,7 +45,7 @@ class JobLearning(Learning):
         self.seen: Counter[str] | None = None  # sums at the beginning of what is watched
         self.watched, self.found = 0.0, 0.0  # rows to watch; the accept length of the last ones
 
-    def arranged(self, tasks: Callable[[], Iterator[Task]]) -> Iterator[Task]:
+    def arranged(self, tasks: Iterator[Task]) -> Iterator[Task]:
         return spread(tasks, FIRST)
 
     def begin(self, job: Job, settled: Settled, planned: int, sample: Sample) -> EngineConfig:

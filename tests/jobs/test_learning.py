@@ -1,8 +1,6 @@
 """Jobs that train a drafter on their way."""
 
 import json
-from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,8 @@ from exspec.jobs.training.learning import JobLearning
 from exspec.jobs.training.prospect import Prospect, chance_of, length_of
 from exspec.pipeline import run as run_module
 from exspec.pipeline.errors import JobError, StoppedError
-from exspec.pipeline.learning import spread
+from exspec.pipeline.input.plan import Chunk, Task
+from exspec.pipeline.learning import spread, up_to
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.progress import Progress
 from exspec.pipeline.run import execute
@@ -198,11 +197,17 @@ def test_where_drafts_do_not_pay_nothing_is_trained(place: Path, tmp_path: Path)
 
 
 def test_the_first_tasks_are_from_everywhere() -> None:
-    def tasks() -> Iterator[Any]:
-        return iter(range(100))
-
-    assert sorted(spread(tasks, 0.1)) == list(range(100))
-    assert list(islice(spread(tasks, 0.1), 11)) == [*range(0, 100, 10), 1]
+    """And those that decode rows of a file again are all in one phase, the last."""
+    shard: Any = None
+    new = [Task(Chunk(shard, 0, i, 1)) for i in range(100)]
+    again = [Task(Chunk(shard, 1, i, 1), "part") for i in range(5)]
+    order = list(spread([*again[:2], *new, *again[2:]], 0.1))
+    assert order[:11] == [*new[::10], new[1]]
+    assert order[-5:] == again
+    assert sorted(task.key for task in order) == sorted(task.key for task in (*new, *again))
+    rest = iter(order)
+    assert list(up_to(rest, 10)) == new[::10]
+    assert list(up_to(rest, 92))[-5:] == again
 
 
 def test_a_chance_and_its_accept_length() -> None:
