@@ -43,15 +43,15 @@ class ChunkRecord:
 
 
 class Ledger:
-    """The ledger in this process. part: a chunk's key.
+    """The ledger in this process. part: a chunk's key. slots: the most that an actor may have; None: no limit.
 
     Rows that are marked when a new attempt begins may have killed the process of the last one. A node that is preempted
     kills processes of innocent rows too. So a row is bad only if it was alone at two deaths.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, slots: int | None = None) -> None:
         self.chunks: defaultdict[str, ChunkRecord] = defaultdict(ChunkRecord)
-        self.slots: int | None = None
+        self.slots = slots
         self.signed: dict[str, tuple[float, int]] = {}  # by actor: time and number of tokens
         self.first: float | None = None  # when the first chunk was begun
 

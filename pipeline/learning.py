@@ -12,7 +12,7 @@ from typing import Any
 from exspec.actors.engine import EngineConfig, Request
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Task
-from exspec.pipeline.job.settings import Job
+from exspec.pipeline.job.settings import FROM, Job
 from exspec.pipeline.output.owner import DRAFTERS, Writer, read_output
 from exspec.pipeline.output.report import Report
 from exspec.pipeline.secrets import anonymous
@@ -20,7 +20,6 @@ from exspec.pipeline.shape import Settled
 from exspec.pipeline.storage import Folder
 
 Sample = Callable[[], list[Request]]  # of the job's requests
-FROM = "from:"  # a draft that another job has trained; its output follows
 
 
 def used_of(description: dict[str, Any]) -> dict[str, Any] | None:
@@ -71,7 +70,7 @@ class Learning:
         """Rows of the next phase; None: all that are left. done, planned: rows of the job."""
         return None
 
-    def ends(self, now: "Counter[str]") -> bool:  # noqa: ARG002
+    def ends(self, now: Counter[str]) -> bool:  # noqa: ARG002
         """Whether the phase ends early. now: its sums so far."""
         return False
 

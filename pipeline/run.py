@@ -278,9 +278,10 @@ class _Run:
         writer, planned, learning = self.writer, self.plan.rows, self.learning
         finished = writer.state.rows
         self.job, config = learning.resume(self.job, config, writer)
+        window = None
         while True:
             report.begin_phase()
-            ledger, self.early = RayLedger(), False
+            ledger, self.early = RayLedger(window), False
             part = up_to(tasks, learning.rows(writer.state.rows, planned))
             stopped = self._phase(part, again, config, report, finished, ledger)
             if self.early:
@@ -288,7 +289,7 @@ class _Run:
             ahead = next(tasks, None)
             if stopped or ahead is None:
                 return stopped
-            tasks = chain([ahead], tasks)
+            tasks, window = chain([ahead], tasks), ledger.window()
             tokens, seconds = report.phase["completion_tokens"], ledger.signs().seconds
             phase = Phase(self.job, config, planned, tokens, seconds)
             self.job, config = learning.pause(phase, writer, report)

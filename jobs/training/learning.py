@@ -3,7 +3,6 @@
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -34,7 +33,8 @@ class JobLearning(Learning):
     """
 
     def __init__(self, choices: tuple[str, ...], progress: Progress) -> None:
-        self.choices, self.progress = choices, progress
+        self.asked = self.choices = choices
+        self.progress = progress
         self.trained: list[dict[str, Any]] = []  # in the log, as `Taught.figures`, with `used`
         self.before: tuple[Job, EngineConfig] | None = None  # how the job decodes without the drafter that it uses
         self.at: float | None = None  # rows of the job at the next pause
@@ -60,21 +60,29 @@ class JobLearning(Learning):
         try:
             given = job, config, self.choices, planned / devices, whole, sample()
             foreseen: Foreseen = on_a_device(job, foresee, *given)
+        except ValueError as error:  # a target that these drafters are not for
+            foreseen = Foreseen(None, f"off: {error}")
         except Exception as error:  # of a library, or of memory: the job does not need it
             foreseen = Foreseen(None, f"off: {cause(error)}; details: {kept_traceback(error)}")
-        if foreseen.drafter is None:
+        if foreseen.drafter is None or foreseen.config is None:
             self._end(foreseen.reason)
             return config
         self.progress.say(f"learning: {foreseen.reason}")
         self.choices, self.row_seconds, self.speed = (foreseen.drafter,), foreseen.seconds / planned, foreseen.speed
         self.spent = time.monotonic() - began
-        return replace(config, columns=foreseen.columns)
+        return foreseen.config
 
     def resume(self, job: Job, config: EngineConfig, writer: Writer) -> tuple[Job, EngineConfig]:
+        known = writer.state.description
+        decided = known.get("learning", {})
+        if decided.get("asked") == list(self.asked):
+            self.choices, self.over = tuple(decided["choices"]), decided["over"]
+            self.row_seconds, self.at = decided["row_seconds"], decided["at"]
         self.over |= config.width == 1  # there is no room for drafts
-        self.trained = list(writer.state.description.get("drafters", []))
-        used = used_of(writer.state.description)
+        self.trained = list(known.get("drafters", []))
+        used = used_of(known)
         self.over |= bool(self.trained) and used is None  # the last one was taken back
+        self._remember(writer)
         return (job, config) if used is None else self._swapped(job, config, used)
 
     def rows(self, done: int, planned: int) -> int | None:
@@ -97,7 +105,7 @@ class JobLearning(Learning):
         costs: float = max(cost(seconds), last["seconds"])
         return gain * seconds > MARGIN * costs
 
-    def ends(self, now: "Counter[str]") -> bool:
+    def ends(self, now: Counter[str]) -> bool:
         if self.before is None:
             return False
         self.seen = self.seen or now.copy()
@@ -112,6 +120,11 @@ class JobLearning(Learning):
         return 0 < self.found < KEPT * promised
 
     def pause(self, phase: Phase, writer: Writer, report: Report) -> tuple[Job, EngineConfig]:
+        goes_on = self._pause(phase, writer, report)
+        self._remember(writer)
+        return goes_on
+
+    def _pause(self, phase: Phase, writer: Writer, report: Report) -> tuple[Job, EngineConfig]:
         if self.before is not None and self._fell():
             return self._taken_back(self.before, writer)
         now, as_before = report.now, (phase.job, phase.config)
@@ -149,6 +162,13 @@ class JobLearning(Learning):
         self._note(writer, [made | {"used": False} for made in (*self.trained[:-1], last)])
         return before
 
+    def _remember(self, writer: Writer) -> None:
+        """Write to the log what a resumed job need not find out again."""
+        decided = {"asked": list(self.asked), "choices": list(self.choices), "over": self.over}
+        decided |= {"row_seconds": self.row_seconds, "at": self.at}
+        writer.describe({"learning": decided})
+        writer.publish()
+
     def _end(self, reason: str) -> None:
         self.over = True
         self.progress.say(f"learning: {reason}")
@@ -162,4 +182,10 @@ class JobLearning(Learning):
         """Job and config with a drafter of the job's own output."""
         self.before, self.found = (job, config), 0.0
         draft = f"{job.output}/{DRAFTERS}/{made['name']}"
-        return job.model_copy(update={"draft": draft, "draft_revision": None}), config.drafting(made["shape"])
+        shape = made["shape"] | {"pages": _fewer(made["shape"]["pages"], config.pages)}  # memory may be less now
+        return job.model_copy(update={"draft": draft, "draft_revision": None}), config.drafting(shape)
+
+
+def _fewer(one: int | None, other: int | None) -> int | None:
+    """The smaller number of pages; None: all."""
+    return min((pages for pages in (one, other) if pages is not None), default=None)

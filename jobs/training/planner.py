@@ -1,5 +1,6 @@
 """What a job that learns does on a device: decide whether a training pays, train, and try the new drafter."""
 
+import gc
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -51,12 +52,12 @@ TRIAL = 20.0  # seconds of old and new drafter in turns, at most
 
 
 class Foreseen(NamedTuple):
-    """drafter: to train; None: none. reason: one line. columns: of the job's forwards. seconds, speed: of the job
-    without learning, and tokens/s of an actor."""
+    """drafter: to train; None: none. reason: one line. config: of the job, whose forwards have columns for drafts.
+    seconds, speed: of the job without learning, and tokens/s of an actor."""
 
     drafter: str | None
     reason: str
-    columns: int | None = None
+    config: EngineConfig | None = None
     seconds: float = 0.0
     speed: float | None = None
 
@@ -108,14 +109,18 @@ class Option:
         self.config = config.drafting(shape | {"columns": config.width if config.width > 1 else self.drafts + 1})
         (_, now), (_, other) = self.feeds(load_draft(pair, str(folder), "the target"))
         self.prospect = Prospect(now, other, max(LEAST, TIMED * seconds))
+        del now, other
+        tidy()
 
     def feeds(self, draft: PreTrainedModel) -> list[tuple[Candidate, Feed]]:
-        """The old and the new drafter, ready to decode the sample. Each has half of its pages."""
-        new = replace(self.models, draft=draft).fitted(self.config)
+        """The old and the new drafter, ready to decode the sample. Each has a part of its pages, so that both fit.
+        Raises ValueError if the job's batches do not fit with the new one."""
+        new = same_rows(replace(self.models, draft=draft), self.config)
         made = list[tuple[Candidate, Feed]]()
         for config, model in ((self.before, self.models.draft), (new, draft)):
-            half = replace(config, pages=max(config.fewest_pages, config.page_count // 2))
-            made.append((Candidate(config, 0.0), Feed(Engine(self.models.target, model, half), self.sample)))
+            part = config.page_count // (2 if config.pages is None else 3)  # with None, all of them take little memory
+            less = replace(config, pages=max(config.fewest_pages, part))
+            made.append((Candidate(config, 0.0), Feed(Engine(self.models.target, model, less), self.sample)))
         return made
 
     def saves(self, chance: float) -> float:
@@ -123,7 +128,31 @@ class Option:
         return self.seconds * (1 - 1 / self.prospect.ratio(length_of(min(chance, BEST), self.drafts)))
 
 
-def started(given: Iterable[T], make: Callable[[T], U]) -> list[U]:
+def same_rows(models: Models, config: EngineConfig) -> EngineConfig:
+    """The config with as many pages as fit. Raises ValueError if its batch and window do not."""
+    fitted = models.fitted(config)
+    if (fitted.batch_size, fitted.window) != (config.batch_size, config.window):
+        raise ValueError(f"memory: {config.drafter} does not fit beside a batch of {config.batch_size} rows")
+    return fitted
+
+
+def tidy() -> None:
+    """Free the memory of engines and learners that are gone; engines refer to themselves."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def loaded(job: Job, config: EngineConfig) -> tuple[Pair, Models]:
+    """The job's target on this device, and the models with which the job decodes."""
+    device = device_here(job)
+    budget = memory_budget(job, torch.device(device))  # before the weights are loaded
+    pair = pair_of(job, device, kind(config).needs_draft)
+    pair.target.requires_grad_(False)
+    return replace(pair, draft=None), Models(pair.target, pair.draft, budget)
+
+
+def possible(given: Iterable[T], make: Callable[[T], U]) -> list[U]:
     """What can be made of these. Raises ValueError if nothing can."""
     made, refused = list[U](), list[str]()
     for one in given:
@@ -141,23 +170,12 @@ def foresee(
 ) -> Foreseen:
     """Whether to train, and what, before a job begins. Pilots tell it: drafters that learn for some seconds.
 
-    rows, whole: of the job, by device, and the seconds that they take if known.
+    rows, whole: of the job, by device, and the seconds that they take if known. Raises ValueError if none of the
+    choices is for this target.
     """
-    try:
-        return _foreseen(job, config, choices, rows, whole, requests)
-    except ValueError as error:  # a target that these drafters are not for
-        return Foreseen(None, f"off: {error}")
-
-
-def _foreseen(
-    job: Job, config: EngineConfig, choices: Sequence[str], rows: float, whole: float | None, requests: list[Request]
-) -> Foreseen:
     began = time.monotonic()
     use_cores(1)
-    device = device_here(job)
-    budget = memory_budget(job, torch.device(device))
-    pair = pair_of(job, device, kind(config).needs_draft)
-    pair.target.requires_grad_(False)
+    pair, models = loaded(job, config)
     sample, examples, speed = decoded(pair, config, requests, DECODED * (whole or SMALL))
     whole = whole or rows * mean(new for _, new in sample.lengths) / speed
     if whole < SMALL:
@@ -165,7 +183,7 @@ def _foreseen(
     if whole < LONG and MODEL in choices:
         choices = (MODEL,)  # it begins with layers of the target; a new head would learn too slowly
     with tempfile.TemporaryDirectory() as work:
-        pilots = started(choices, lambda name: Pilot(name, job, pair, config, examples, Path(work) / name))
+        pilots = possible(choices, lambda name: Pilot(name, job, pair, config, examples, Path(work) / name))
         for pilot in pilots:
             pilot.run((PILOT * whole - (time.monotonic() - began)) / len(pilots))
         said = f"accept length after a moment of training: {', '.join(map(str, pilots))}"
@@ -173,17 +191,17 @@ def _foreseen(
         if whole * (1 - 1 / longest) < MARGIN * cost(whole):  # even if drafts took no time
             return Foreseen(None, f"off: {said}, which promises too little")
         torch.set_num_threads(job.threads)
-        models = Models(pair.target, pair.draft, budget)
 
         def timed(pilot: Pilot) -> tuple[float, Option]:
             option = Option(pilot.training, pilot.learner, pair, models, config, sample, whole)
             return option.saves(pilot.chance), option
 
-        saved, option = max(started(pilots, timed), key=lambda found: found[0])
+        saved, option = max(possible(pilots, timed), key=lambda found: found[0])
     saves = f"{said}; {option.name} should save {saved:.0f} s of {whole:.0f} s"
     if saved < MARGIN * cost(whole):
         return Foreseen(None, f"off: {saves}, and its training costs {cost(whole):.0f} s")
-    return Foreseen(option.name, saves, option.config.columns, whole, option.prospect.now)
+    config = same_rows(models, replace(config, columns=option.config.columns))
+    return Foreseen(option.name, saves, config, whole, option.prospect.now)
 
 
 def decoded(
@@ -225,7 +243,7 @@ class Pilot:
         self.target, self.accept_length = pair.target, 1.0
         self.held = examples[:: max(2, min(8, len(examples) // 4))]
         self.learned = [example for example in examples if example not in self.held]
-        self.learner = self.training.learner(replace(pair, draft=None), self.learned)
+        self.learner = self.training.learner(pair, self.learned)
 
     def run(self, seconds: float) -> None:
         """Train, and note the accept length on examples that were held out."""
@@ -263,9 +281,9 @@ class Teacher:
 
     def __init__(self, given: Given, work: Path) -> None:
         self.given = given
-        job, config, device = given.job, given.config, device_here(given.job)
+        job, config = given.job, given.config
         torch.set_num_threads(job.threads)
-        budget = memory_budget(job, torch.device(device))  # before the weights are loaded
+        self.target, models = loaded(job, config)
         self.seconds = cost(given.seconds)
         minutes, drafts = self.seconds / 60, config.width - 1
 
@@ -273,21 +291,18 @@ class Teacher:
             settings = TrainSettings(drafter=name, draft_tokens=drafts, minutes=minutes)  # type: ignore[arg-type]
             return Training(job.output, job.storage_options, settings, work / name)
 
-        reading = training(given.choices[0])
-        stored, self.target = reading.load()
-        self.rows = reading.rows(stored, self.target)
+        self.rows = training(given.choices[0]).rows(job, self.target)
         self.held = [request for request, _ in self.rows.held]
-        old = pair_of(job, device, True).draft if kind(config).needs_draft else None
-        models = Models(self.target.target, old, budget)
         sample = Sample(self.held, [(len(prompt), len(completion)) for _, (prompt, completion) in self.rows.held])
 
         def make(name: str) -> Option:
-            further = deepcopy(old) if config.drafter == name else None
-            learner = training(name).learner(replace(self.target, draft=further), self.rows.learned)
-            return Option(training(name), learner, self.target, models, config, sample, given.seconds)
+            further = deepcopy(models.draft) if config.drafter == name else None
+            made = training(name)
+            learner = made.learner(replace(self.target, draft=further), self.rows.learned)
+            return Option(made, learner, self.target, models, config, sample, given.seconds)
 
-        options = started(given.choices, make)
-        self.option = max(options, key=lambda option: option.saves(BEST))
+        self.option = max(possible(given.choices, make), key=lambda option: option.saves(BEST))
+        tidy()
         self.points: list[law.Point] = []
         self.ended = ""
 
@@ -303,7 +318,9 @@ class Teacher:
         torch.set_num_threads(job.threads)
         pair, drafts, _ = training.made(self.target, job)
         assert pair.draft is not None
-        length = measure(pair, self.held, option.name, drafts).mean_accepted_length
+        gates = {"draft_from": option.config.draft_from, "draft_length": option.config.draft_length}
+        length = measure(pair, self.held, option.name, drafts, **gates).mean_accepted_length
+        tidy()
         config, speedup, reason = self._tried(pair.draft)
         if config is None:
             return Taught(f"not used: {reason}", None, {})

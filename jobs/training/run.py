@@ -230,12 +230,13 @@ def use_cores(processes: int) -> None:
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
 
 
-def measure(pair: Pair, requests: Sequence[Request], drafter: str, drafts: int) -> SequenceStatistics:
-    """Decode requests with the pair's draft."""
+def measure(pair: Pair, requests: Sequence[Request], drafter: str, drafts: int, **settings: Any) -> SequenceStatistics:
+    """Decode requests with the pair's draft. settings: more of the engine's."""
     longest = max(len(r.prompt) + r.max_new_tokens for r in requests)
     config = EngineConfig(
-        method="exspec", drafter=drafter, draft_tokens=drafts, batch_size=min(8, len(requests)), capacity=longest
-    )
+        method="exspec", drafter=drafter, draft_tokens=drafts, batch_size=min(8, len(requests)), capacity=longest,
+        **settings,
+    )  # fmt: skip
     engine = Engine(pair.target, pair.draft, config)
     for request in requests:
         engine.submit(request)

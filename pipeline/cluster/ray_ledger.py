@@ -32,14 +32,14 @@ class RayLedger(Ledger):
     """A ledger whose state is in its own Ray actor, which outlives the generators. It is on the driver's node: losing
     that node ends the job anyway."""
 
-    def __init__(self) -> None:
+    def __init__(self, slots: int | None = None) -> None:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         ledger: Any = ray.remote(num_cpus=0, max_restarts=0)(Ledger)
         self._signs = Signs(0, 0, 0.0)
-        self._actor: Any = ledger.options(scheduling_strategy=here).remote()
+        self._actor: Any = ledger.options(scheduling_strategy=here).remote(slots)
 
     begun = remote(Ledger.begun)
     begin = remote(Ledger.begin)

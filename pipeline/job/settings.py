@@ -43,6 +43,7 @@ class Dtype(StrEnum):
 
 AUTO = tuple(name for name, known in SETTINGS.items() if known.measured)  # settings that calibration can choose
 Auto = int | Literal["auto"]
+FROM = "from:"  # a draft that another job has trained; its output follows
 RULES = "\n"  # between the messages of rules that a job breaks, in one error of pydantic
 # The headings of the help, in order.
 GROUPS = (
@@ -259,8 +260,8 @@ class Job(Decoding):
     @field_validator("target", "draft")
     @classmethod
     def _absolute_folder(cls, value: Any) -> Any:
-        if value is not None and value.startswith("from:"):
-            return f"from:{_absolute(value.removeprefix('from:'))}"
+        if value is not None and value.startswith(FROM):
+            return f"{FROM}{_absolute(value.removeprefix(FROM))}"
         return _absolute(value) if value is not None and Path(value).is_dir() else value
 
     @field_validator("since", mode="before")

@@ -1,13 +1,17 @@
 """Jobs that train a drafter on their way."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from exspec.actors.engine import EngineConfig
 from exspec.actors.engine.engine import Engine
+from exspec.actors.engine.shape.plan import Models, plan_memory
+from exspec.actors.ledger import Ledger
 from exspec.jobs.commands import run as command
 from exspec.jobs.training import learning, planner
 from exspec.jobs.training.learning import JobLearning
@@ -22,6 +26,7 @@ from exspec.pipeline.run import execute
 from tests import tiny
 from tests.actors.engine.learners.test_learners import TRAINED
 from tests.jobs.calls import rows_of
+from tests.pipeline import in_process as in_process_module
 from tests.pipeline import jobs
 from tests.pipeline.in_process import in_process
 
@@ -32,11 +37,7 @@ ROWS = 160
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target, an input, and the output of a plain job."""
     place = tmp_path_factory.mktemp("learning")
-    target = tiny.deep(5, 0.3)
-    target.config.max_position_embeddings = 64
-    target.config.eos_token_id = target.generation_config.eos_token_id = tiny.ENDS[0]  # type: ignore[union-attr]
-    target.save_pretrained(place / "target")
-    jobs.tokenizer().save_pretrained(place / "target")
+    jobs.save_deep(place / "target")
     jobs.write_shards(place / "in", rows=ROWS, shards=8)
     run(place, place / "plain")
     return place
@@ -194,6 +195,53 @@ def test_where_drafts_do_not_pay_nothing_is_trained(place: Path, tmp_path: Path)
     assert run(place, tmp_path / "out", JobLearning(("model", "dflash"), Progress())) == 0
     assert tokens_of(tmp_path / "out") == tokens_of(place / "plain")
     assert not (tmp_path / "out" / "_drafters").exists()
+
+
+@pytest.mark.usefixtures("_quick")
+def test_a_resumed_job_does_not_decide_again(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"method": "exspec", "drafter": "suffix"}
+    monkeypatch.setattr(planner, "MARGIN", 1e9)
+
+    def stopped(*_: Any) -> bool:
+        raise KeyboardInterrupt
+
+    ends = JobLearning.ends
+    monkeypatch.setattr(JobLearning, "ends", stopped)
+    with pytest.raises(StoppedError):
+        run(place, tmp_path / "out", JobLearning(("model",), Progress()), **settings)
+    monkeypatch.setattr(JobLearning, "ends", ends)
+    asked: list[Any] = []
+    monkeypatch.setattr(learning, "teach", asked.append)
+    assert run(place, tmp_path / "out", JobLearning(("model",), Progress()), **settings) == 0
+    assert not asked
+    assert tokens_of(tmp_path / "out") == tokens_of(place / "plain")
+
+
+@pytest.mark.usefixtures("_hopeful")
+def test_slots_that_did_not_fit_stay_away(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Actors that ran out of memory in one phase begin the next one with fewer slots."""
+    begun: list[int | None] = []
+
+    class Short(Ledger):
+        def __init__(self, slots: int | None = None) -> None:
+            super().__init__(slots)
+            begun.append(slots)
+            self.shrink(5)
+
+    monkeypatch.setattr(in_process_module, "Ledger", Short)
+    assert run(place, tmp_path / "out", JobLearning(("clover",), Progress())) == 0
+    assert begun == [None, 5]
+
+
+def test_a_drafter_must_leave_the_batch_as_it_is() -> None:
+    """Rows of a job always have the same shape."""
+    target, draft = tiny.model(), tiny.model(seed=1)
+    config = EngineConfig(method="exspec", drafter="model", batch_size=4, window=8, capacity=320)
+    fewest = replace(config, pages=config.page_count // 4)
+    enough = plan_memory(target.config, draft.config, fewest, target.dtype).total
+    assert planner.same_rows(Models(target, draft, enough), config) == fewest
+    with pytest.raises(ValueError, match="memory: model does not fit beside a batch of 4 rows"):
+        planner.same_rows(Models(target, draft, enough - 1), config)
 
 
 def test_the_first_tasks_are_from_everywhere() -> None:

@@ -1,7 +1,6 @@
 """A job that learns is killed again and again, and run again."""
 
 import random
-import shutil
 import subprocess
 import sys
 import threading
@@ -11,24 +10,21 @@ from pathlib import Path
 import pytest
 
 from tests.jobs.calls import rows_of
-from tests.jobs.test_learning import place, run, tokens_of
+from tests.jobs.test_learning import run, tokens_of
 from tests.pipeline import jobs
 
-__all__ = ["place"]
 ROWS, KILLS = 800, 5
 LEARNS, DECODES = "learning from the", "rows, "  # lines that it prints
 
 
 @pytest.mark.slow
-def test_a_job_that_learns_killed_at_random_moments(place: Path, tmp_path: Path) -> None:
+def test_a_job_that_learns_killed_at_random_moments(tmp_path: Path) -> None:
     """During the training, the trial and the swap, and while it decodes: every row once, as a plain job writes it."""
-    shutil.copytree(place / "target", tmp_path / "target")
+    given = jobs.save_deep(tmp_path / "target")
     jobs.write_shards(tmp_path / "in", rows=ROWS, shards=8)
     run(tmp_path, tmp_path / "plain")
-    made = jobs.job(
-        (str(tmp_path / "target"), None),  # type: ignore[arg-type]
-        tmp_path / "in", tmp_path / "out", method="plain", rows_per_chunk=10, learn="model",
-    )  # fmt: skip
+    settings = {"method": "plain", "rows_per_chunk": 10, "learn": "model"}
+    made = jobs.job(given, tmp_path / "in", tmp_path / "out", **settings)
     (tmp_path / "job.json").write_text(made.model_dump_json(exclude_unset=True))
     command = [sys.executable, "-u", "-m", "tests.jobs.learning_driver", "run", "--job", str(tmp_path / "job.json")]
     chance, at = random.Random(0), list[str]()

@@ -43,13 +43,8 @@ every = pytest.mark.parametrize("drafter", TRAINED)
 def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """A target, and the output of a job of its."""
     place = tmp_path_factory.mktemp("done")
-    target = tiny.deep(5, 0.3)
-    target.config.max_position_embeddings = 64
-    target.config.eos_token_id = target.generation_config.eos_token_id = tiny.ENDS[0]  # type: ignore[union-attr]
-    target.save_pretrained(place / "target")
-    jobs.tokenizer().save_pretrained(place / "target")
+    given = jobs.save_deep(place / "target")
     jobs.write_shards(place / "in", rows=ROWS)
-    given: Any = (str(place / "target"), None)
     with in_process():
         assert execute(prepare(jobs.job(given, place / "in", place / "out", method="plain"))) == 0
     return given[0], place / "out"

@@ -29,7 +29,7 @@ from tests.tiny import ArithmeticModel
 
 ROOT = Path(__file__).parents[2]
 WORDS = [f"w{i}" for i in range(tiny.VOCABULARY)]
-Pair = tuple[str, str]  # folders of a target and a draft
+Pair = tuple[str, str | None]  # folders of a target and a draft
 DESCRIBED: dict[str, Any] = {"kind": "generate", "job": {}, "fingerprint": {}, "shape": {}, "device": "cpu"}
 
 
@@ -45,6 +45,16 @@ def save_pair(folder: Path) -> Pair:
         tiny.model(seed=seed, max_position_embeddings=64).save_pretrained(folder / name)
         tokenizer().save_pretrained(folder / name)
     return str(folder / "target"), str(folder / "draft")
+
+
+def save_deep(folder: Path) -> Pair:
+    """A tiny target that drafters can learn, and no draft."""
+    target = tiny.deep(5, 0.3)
+    target.config.max_position_embeddings = 64
+    target.config.eos_token_id = target.generation_config.eos_token_id = tiny.ENDS[0]  # type: ignore[union-attr]
+    target.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return str(folder), None
 
 
 def prompt(row: int) -> list[int]:
