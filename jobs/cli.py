@@ -17,7 +17,7 @@ from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 from exspec.actors.engine.faults import first_line
 from exspec.jobs.benchmarks.settings import SHAPE, BenchSettings, SyntheticSettings
 from exspec.jobs.options import GroupedCommand, with_flags, with_settings
-from exspec.jobs.training.settings import TrainSettings
+from exspec.jobs.training.settings import ScaleSettings, TrainSettings
 from exspec.pipeline.cluster.connect import leave, show_token
 from exspec.pipeline.errors import JobError, counted, kept_traceback
 from exspec.pipeline.job.labels import LabelJob
@@ -390,6 +390,29 @@ def train(
     from exspec.jobs.commands import train as job
 
     job.train(output, storage_options or {}, folder, settings)
+
+
+@command(
+    "exspec scale out/ laws/",
+    "exspec scale out/ laws/ --drafters model,dflash --layers 1,2,4 --job-rows 1000000",
+)
+@with_flags(ScaleSettings)
+def scale(
+    settings: ScaleSettings,
+    output: Annotated[str, typer.Argument(help="Output folder of a job: path or URL.")],
+    folder: Annotated[Path, typer.Argument(help="New or empty folder for the drafters and the page.")],
+    storage_options: StorageOptions = None,
+) -> None:
+    """Find out which drafter pays for a job, from small drafters that are trained on its finished rows. To go on after
+    the command was stopped, run it again.
+
+    The last printed line is a JSON object with the fits, the choice and R2.
+
+    Exit codes: 0 done; 2 refused.
+    """
+    from exspec.jobs.commands import scale as job
+
+    job.scale(output, storage_options or {}, folder, settings)
 
 
 @command(

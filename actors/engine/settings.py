@@ -79,6 +79,15 @@ def settings_of(config: type) -> dict[str, Setting]:
     return {name: Setting(name, _kind(hints[name]), f.default, **f.metadata["setting"]) for name, f in declared.items()}
 
 
+def numbers(name: str, text: str, kind: type = int) -> tuple[Any, ...]:
+    """The numbers in a setting that is a list of them. Raises ValueError naming its flag."""
+    try:
+        return tuple(kind(word) for word in text.split(","))
+    except ValueError as error:
+        flag = f"--{name.replace('_', '-')}"
+        raise ValueError(f"{flag}: expected numbers with commas between them, not {text!r}") from error
+
+
 def _kind(hint: Any) -> Any:
     kinds = [kind for kind in get_args(hint) if kind is not type(None)]
     return kinds[0] if type(None) in get_args(hint) else hint

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from exspec.actors.engine.config import KERNELS, METHODS, SETTINGS, KernelsName
 from exspec.actors.engine.drafters.registry import DRAFTERS, NONE
-from exspec.actors.engine.settings import setting, settings_of
+from exspec.actors.engine.settings import numbers, setting, settings_of
 from exspec.jobs.benchmarks.shapes import pair_names
 
 RIVALS = ("generate", "assisted")
@@ -110,12 +110,7 @@ class SyntheticSettings:
 
     def numbers(self, name: str, kind: type = int) -> tuple[Any, ...]:
         """A setting that is a list of numbers."""
-        text = getattr(self, name)
-        try:
-            return tuple(kind(word) for word in text.split(","))
-        except ValueError as error:
-            flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{flag}: expected numbers with commas between them, not {text!r}") from error
+        return numbers(name, getattr(self, name), kind)
 
 
 def check_device_name(device: str) -> None:

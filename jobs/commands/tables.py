@@ -1,8 +1,16 @@
 """Tables for the terminal."""
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
+
+from exspec.pipeline.output.page import duration
+
+if TYPE_CHECKING:
+    from exspec.jobs.training.choice import Choice
+    from exspec.jobs.training.law import Fit
+    from exspec.jobs.training.scale import Measured, Timed
 
 SHOWN = 8  # candidates of a calibration
 
@@ -57,4 +65,59 @@ def candidates_table(candidates: list[dict[str, Any]], seconds: float) -> Table:
         spread = f"{min(turns):.0f}-{max(turns):.0f}" if turns else "-"
         values = *(str(row[name]) for name in names), f"{row['predicted']:.0f}", measured, spread
         grid.add_row(*values, "chosen" * row["chosen"])
+    return grid
+
+
+def drafters_table(measured: "Sequence[Measured]", laws: "Mapping[tuple[str, int], Fit]") -> Table:
+    """Every drafter of a scaling experiment: its accept length, that of the law, and how far the law of all others is
+    off."""
+    headings = "drafter", "layers", "tokens", "training", "length", "law", "left out", "% right so far, by position"
+    grid = _grid("drafters, on rows held out", *headings)
+    errors = {
+        (drafter, drafts, point.tokens, point.layers): error
+        for (drafter, drafts), law in laws.items()
+        for point, error in zip(law.points, law.errors, strict=True)
+    }
+    for m in sorted(measured, key=lambda m: (m.drafter, m.layers, m.tokens)):
+        grid.add_row(
+            m.drafter,
+            str(m.layers),
+            f"{m.tokens:,}",
+            duration(m.seconds),
+            f"{m.length(m.drafts):.2f}",
+            f"{laws[m.drafter, m.drafts].at(m.tokens, m.layers)[0]:.2f}",
+            f"{errors[m.drafter, m.drafts, m.tokens, m.layers]:+.1%}",
+            " ".join(f"{100 * share:.0f}" for share in m.survival),
+        )
+    return grid
+
+
+def times_table(timed: "Sequence[Timed]") -> Table:
+    """Milliseconds of rounds, by drafter, B and K."""
+    grid = _grid("milliseconds of a round", "drafter", "layers", "B", "K", "plain", "draft", "verify", "rest")
+    for t in timed:
+        seconds = t.plain.seconds, t.drafting.draft, t.drafting.verify, t.drafting.rest
+        shape = str(t.layers), str(t.batch_size), str(t.draft_tokens)
+        grid.add_row(t.drafter, *shape, *(f"{1000 * value:.2f}" for value in seconds))
+    return grid
+
+
+def choices_table(choices: "Sequence[Choice]") -> Table:
+    """What jobs of several sizes should train."""
+    headings = "rows", "drafter", "layers", "tokens", "B", "K", "length", "ratio", "tokens/s", "x plain"
+    grid = _grid("what pays, on one device (ratio: T_SD / T_AR; *: more than was measured)", *headings)
+    for c in choices:
+        drafting = c.drafter != "plain"
+        grid.add_row(
+            f"{c.rows:,}",
+            c.drafter,
+            str(c.layers or "-"),
+            f"{c.training_tokens:,}{'*' if c.outside else ''}" if drafting else "-",
+            str(c.batch_size),
+            str(c.draft_tokens or "-"),
+            f"{c.accept_length:.2f}±{c.within:.2f}" if drafting else "-",
+            f"{c.ratio:.2f}" if drafting else "-",
+            f"{c.tokens_per_second:,.0f}",
+            f"{c.plain_seconds / c.seconds:.2f}",
+        )
     return grid

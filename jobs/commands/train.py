@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,13 @@ from exspec.jobs.training.examples import TOKENS_PER_STEP
 from exspec.jobs.training.page import render
 from exspec.jobs.training.run import MADE, Training, measure, use_cores
 from exspec.jobs.training.settings import TrainSettings
+from exspec.jobs.training.unfinished import WORK, asked_of, check_folder, note
 from exspec.pipeline.errors import JobError, counted
 from exspec.pipeline.job.settings import Job
 from exspec.pipeline.progress import Progress
 from exspec.pipeline.secrets import anonymous
 
-WORK = "_training"  # of the drafter's folder: what an unfinished training needs to go on
-ASKED, CONFIG, FIGURES = "asked.json", "config.json", "training.json"
+CONFIG, FIGURES = "config.json", "training.json"
 SPEEDS = ("workers", "cache_gib")  # settings that may change when a training goes on
 
 
@@ -29,8 +28,8 @@ def train(output: str, options: dict[str, Any], folder: Path, settings: TrainSet
     """Train a drafter and write it. Prints one JSON object at last."""
     if not settings.regenerate and (settings.target or settings.max_new_tokens):
         raise JobError("--target and --max-new-tokens: expected --regenerate with them; a job has its own")
-    work, asked = folder / WORK, _asked(output, settings)
-    _check_folder(folder, {name: value for name, value in asked.items() if name not in SPEEDS})
+    work, asked = folder / WORK, asked_of(output, settings)
+    check_folder(folder, {name: value for name, value in asked.items() if name not in SPEEDS})
     disable_progress_bar()
     use_cores(1)
     with Progress(quiet=False) as progress:
@@ -63,7 +62,7 @@ def _make(
         f"{counted(len(rows.learned), 'row')} with {tokens:,} tokens to learn; {len(rows.held)} {others} held out"
     )
     learner = training.learner(pair, rows.learned)  # before anything is written: it may be impossible
-    _note(work, asked | {"learned": rows.digest})
+    note(folder, asked, rows.digest)
     try:
         with FileLock(work / "lock", timeout=0):
             if settings.workers > 1:
@@ -93,39 +92,6 @@ def _make(
                 file.replace(folder / file.name)
     except Timeout as error:
         raise JobError(f"{folder}: another command trains into this folder") from error
-
-
-def _check_folder(folder: Path, asked: dict[str, Any]) -> None:
-    """Raise JobError if the drafter may not be written there."""
-    file = folder / WORK / ASKED
-    if file.exists():
-        before: dict[str, Any] = json.loads(file.read_text())
-        if other := [name for name, value in asked.items() if before.get(name) != value]:
-            raise JobError(
-                f"{folder}: holds an unfinished training with {other[0]} {before.get(other[0])!r}, not "
-                f"{asked[other[0]]!r}; ask for the same to go on, or choose a new folder"
-            )
-    elif not (folder / WORK).exists() and folder.exists() and any(folder.iterdir()):
-        raise JobError(f"{folder}: holds something; expected an empty or a new folder, or an unfinished training")
-
-
-def _asked(output: str, settings: TrainSettings) -> dict[str, Any]:
-    """What was asked for, without secrets."""
-    asked = {"output": output} | asdict(settings)
-    return {name: anonymous(value) if isinstance(value, str) else value for name, value in asked.items()}
-
-
-def _note(work: Path, asked: dict[str, Any]) -> None:
-    """From now on the folder holds an unfinished training. Raises JobError if its training has other rows."""
-    file = work / ASKED
-    if file.exists():
-        if json.loads(file.read_text())["learned"] != asked["learned"]:
-            raise JobError(f"{work.parent}: its training began with other rows of the job; choose a new folder")
-        return
-    work.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(".part")
-    part.write_text(json.dumps(asked))
-    part.replace(file)
 
 
 def _answered(files: str, options: dict[str, Any], answers: Path, settings: TrainSettings, progress: Progress) -> str:

@@ -30,14 +30,18 @@ class Fit:
     """The law, fitted to points by least squares.
 
     values: a, b and c. covariance: of the values. variance: of the residuals; both are infinite if there are no more
-    points than values. free: degrees of freedom. drafts: K; no accept length is more than K + 1.
+    points than values. free: degrees of freedom. drafts: K; no accept length is more than K + 1. residuals: measured
+    minus fitted accept length, by point. leverages: by point, how far the fit follows it.
     """
 
+    points: tuple[Point, ...]
     values: tuple[float, ...]
     covariance: np.ndarray
     variance: float
     free: int
     drafts: int
+    residuals: np.ndarray
+    leverages: np.ndarray
 
     def at(self, tokens: float, layers: int) -> tuple[float, float]:
         """The expected accept length, and how far it may be off with a chance of 1 - CONFIDENCE."""
@@ -46,6 +50,36 @@ class Fit:
         if not self.free:
             return length, float("inf")
         return length, quantile(self.free) * float(self.variance + x @ self.covariance @ x) ** 0.5
+
+    @property
+    def r2(self) -> float:
+        """The share of the variance of the accept lengths that the law explains; 1 if all are the same."""
+        lengths = np.array([p.accept_length for p in self.points])
+        spread = float(((lengths - lengths.mean()) ** 2).sum())
+        return 1 - float(self.residuals @ self.residuals) / spread if spread else 1.0
+
+    @property
+    def errors(self) -> list[float]:
+        """How far a fit to all other points is off at each point, as a share of its accept length; infinite where the
+        others tell nothing."""
+        found = []
+        for point, residual, leverage in zip(self.points, self.residuals, self.leverages, strict=True):
+            if leverage > 1 - 1e-9:
+                found.append(float("inf"))
+                continue
+            expected = self._within(point.accept_length - float(residual) / (1 - float(leverage)))
+            found.append(expected / point.accept_length - 1)
+        return found
+
+    def outside(self, tokens: float, layers: int) -> list[str]:
+        """What lies outside the range of the points, in words."""
+        ranges = {"training tokens": (tokens, [p.tokens for p in self.points])}
+        ranges["layers"] = (layers, [p.layers for p in self.points])
+        return [
+            f"{value:,.0f} {name}: {min(known):,.0f} to {max(known):,.0f} were measured"
+            for name, (value, known) in ranges.items()
+            if not min(known) <= value <= max(known)
+        ]
 
     def _within(self, length: float) -> float:
         return min(max(length, 1.0), self.drafts + 1.0)
@@ -68,7 +102,8 @@ def fit(points: Sequence[Point], drafts: int) -> Fit:
     free = len(points) - int(np.linalg.matrix_rank(design))
     variance = float(residuals @ residuals) / free if free else float("inf")
     covariance = variance * inverse if free else np.full_like(inverse, float("inf"))
-    return Fit(tuple(values.tolist()), covariance, variance, free, drafts)
+    leverages = np.einsum("ij,jk,ik->i", design, inverse, design)
+    return Fit(tuple(points), tuple(values.tolist()), covariance, variance, free, drafts, residuals, leverages)
 
 
 def _features(tokens: float, layers: int) -> np.ndarray:

@@ -1,6 +1,5 @@
 """What a job that learns does on a device: decide whether a training pays, train, and try the new drafter."""
 
-import gc
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +14,6 @@ import torch
 from transformers import PreTrainedModel
 
 from exspec.actors.engine import Engine, EngineConfig, Request, RequestError
-from exspec.actors.engine.drafters.lookup import kind
 from exspec.actors.engine.learners.learner import Learner
 from exspec.actors.engine.shape.calibration import Candidate, decided, race
 from exspec.actors.engine.shape.candidates import UNCOMPILED
@@ -24,7 +22,7 @@ from exspec.actors.engine.shape.sample import Feed, Sample
 from exspec.actors.models import Pair, load_draft
 from exspec.jobs.training import law
 from exspec.jobs.training.examples import Example, Lessons, TargetStates
-from exspec.jobs.training.prospect import Prospect, chance_of, length_of
+from exspec.jobs.training.prospect import Prospect, chance_of, length_of, loaded, same_rows, side_by_side, tidy
 from exspec.jobs.training.run import MADE, Training, accept_length, measure, use_cores
 from exspec.jobs.training.settings import TrainSettings
 from exspec.jobs.training.trainer import Trainer
@@ -32,7 +30,6 @@ from exspec.pipeline.errors import JobError
 from exspec.pipeline.job.settings import Job
 from exspec.pipeline.output.owner import DRAFTERS
 from exspec.pipeline.output.page import duration
-from exspec.pipeline.shape import device_here, memory_budget, pair_of
 from exspec.pipeline.storage import Folder
 
 T = TypeVar("T")
@@ -113,43 +110,16 @@ class Option:
         tidy()
 
     def feeds(self, draft: PreTrainedModel) -> list[tuple[Candidate, Feed]]:
-        """The old and the new drafter, ready to decode the sample. Each has a part of its pages, so that both fit.
-        Raises ValueError if the job's batches do not fit with the new one."""
+        """The old and the new drafter, ready to decode the sample. Raises ValueError if the job's batches do not fit
+        with the new one."""
         new = same_rows(replace(self.models, draft=draft), self.config)
-        made = list[tuple[Candidate, Feed]]()
-        for config, model in ((self.before, self.models.draft), (new, draft)):
-            part = config.page_count // (2 if config.pages is None else 3)  # with None, all of them take little memory
-            less = replace(config, pages=max(config.fewest_pages, part))
-            made.append((Candidate(config, 0.0), Feed(Engine(self.models.target, model, less), self.sample)))
-        return made
+        given = [(self.before, self.models.draft), (new, draft)]
+        feeds = side_by_side(self.models.target, self.sample, given)
+        return [(Candidate(config, 0.0), feed) for (config, _), feed in zip(given, feeds, strict=True)]
 
     def saves(self, chance: float) -> float:
         """Seconds that the job is shorter if a drafted token is right with this chance."""
         return self.seconds * (1 - 1 / self.prospect.ratio(length_of(min(chance, BEST), self.drafts)))
-
-
-def same_rows(models: Models, config: EngineConfig) -> EngineConfig:
-    """The config with as many pages as fit. Raises ValueError if its batch and window do not."""
-    fitted = models.fitted(config)
-    if (fitted.batch_size, fitted.window) != (config.batch_size, config.window):
-        raise ValueError(f"memory: {config.drafter} does not fit beside a batch of {config.batch_size} rows")
-    return fitted
-
-
-def tidy() -> None:
-    """Free the memory of engines and learners that are gone; engines refer to themselves."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def loaded(job: Job, config: EngineConfig) -> tuple[Pair, Models]:
-    """The job's target on this device, and the models with which the job decodes."""
-    device = device_here(job)
-    budget = memory_budget(job, torch.device(device))  # before the weights are loaded
-    pair = pair_of(job, device, kind(config).needs_draft)
-    pair.target.requires_grad_(False)
-    return replace(pair, draft=None), Models(pair.target, pair.draft, budget)
 
 
 def possible(given: Iterable[T], make: Callable[[T], U]) -> list[U]:
@@ -201,7 +171,7 @@ def foresee(
     if saved < MARGIN * cost(whole):
         return Foreseen(None, f"off: {saves}, and its training costs {cost(whole):.0f} s")
     config = same_rows(models, replace(config, columns=option.config.columns))
-    return Foreseen(option.name, saves, config, whole, option.prospect.now)
+    return Foreseen(option.name, saves, config, whole, option.prospect.now.speed)
 
 
 def decoded(

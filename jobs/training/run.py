@@ -81,10 +81,7 @@ class Training:
         own = self.settings
         if own.draft is not None and own.layers is not None:
             raise JobError("--layers: is of a new drafter, and --draft names one")
-        permissions = {"trust_remote_code": own.trust_remote_code, "allow_pickle": own.allow_pickle}
-        done = read_output(Folder(self.output, self.options))
-        job = stored_job(done.state.description, self.options).model_copy(update=permissions)
-        check_map(job, self.output)
+        job = self.stored()
         pair = pair_of(job, device_here(job), draft=False)
         pair.target.requires_grad_(False)
         if own.draft is None:
@@ -94,6 +91,16 @@ class Training:
         if (made_for := getattr(draft.config, "head_for", "model")) != own.drafter:
             raise JobError(f"--draft {own.draft}: is a draft for {made_for}, not {own.drafter}")
         return job, replace(pair, draft=draft)
+
+    def stored(self) -> Job:
+        """The job. Raises JobError."""
+        permissions = {
+            "trust_remote_code": self.settings.trust_remote_code, "allow_pickle": self.settings.allow_pickle
+        }  # fmt: skip
+        done = read_output(Folder(self.output, self.options))
+        job = stored_job(done.state.description, self.options).model_copy(update=permissions)
+        check_map(job, self.output)
+        return job
 
     def rows(self, job: Job, pair: Pair) -> Rows:
         """The rows to learn. Rows without a completion are left out, and so are rows whose text does not encode to the

@@ -1,9 +1,9 @@
-"""The settings of `exspec train`. A field's name is its flag's name."""
+"""The settings of `exspec train` and `exspec scale`. A field's name is its flag's name."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from exspec.actors.engine.settings import setting
+from exspec.actors.engine.settings import numbers, setting, settings_of
 
 
 @dataclass(frozen=True)
@@ -22,3 +22,42 @@ class TrainSettings:
     max_new_tokens: int | None = setting(None, "With --regenerate: tokens of an answer, at most. Default: 256.", ge=1)
     trust_remote_code: bool = setting(False, "Run Python code that comes with the model or the job.")
     allow_pickle: bool = setting(False, "Load weights that are not safetensors.")
+
+
+SCALED = ("model", "dflash")  # drafters that may have several layers
+
+
+@dataclass(frozen=True)
+class ScaleSettings:
+    drafters: str = setting("model", f"What to train: {', '.join(SCALED)}, or both, comma-separated.")
+    layers: str = setting("1,2,4", "Layers of the drafters.")
+    tokens: str = setting("30000,100000,300000,1000000", "Training tokens of the drafters, every epoch counted.")
+    batch_sizes: str = setting("1,4,16,64", "Every B to time.")
+    draft_tokens: int | None = setting(None, "Tokens of a draft, K. Default: by drafter.", ge=1)
+    rows: int = setting(20_000, "Rows to read, approximately. A tenth is held out.", ge=1)
+    job_rows: int | None = setting(None, "Rows of the job to choose for. Default: those of the job in OUTPUT.", ge=1)
+    seconds: float = setting(2.0, "Seconds to time each drafter, B and K.", ge=0.01)
+    trust_remote_code: bool = setting(False, "Run Python code that comes with the model or the job.")
+    allow_pickle: bool = setting(False, "Load weights that are not safetensors.")
+
+    def __post_init__(self) -> None:
+        for name, known in settings_of(ScaleSettings).items():
+            known.check(getattr(self, name))
+        if strange := [name for name in self.kinds if name not in SCALED]:
+            raise ValueError(f"--drafters: expected some of {', '.join(SCALED)}, not {strange[0]!r}")
+        for name in ("layers", "tokens", "batch_sizes"):
+            self.numbers(name)
+        if len(set(self.numbers("tokens"))) < 2:
+            raise ValueError("--tokens: expected at least two different numbers; the law needs them")
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of drafters."""
+        return tuple(dict.fromkeys(self.drafters.split(",")))
+
+    def numbers(self, name: str) -> tuple[int, ...]:
+        """A setting that is a list of positive numbers."""
+        found: tuple[int, ...] = numbers(name, getattr(self, name))
+        if min(found) < 1:
+            raise ValueError(f"--{name.replace('_', '-')}: expected positive numbers, not {getattr(self, name)!r}")
+        return tuple(dict.fromkeys(found))

@@ -16,7 +16,6 @@ from filelock import FileLock
 from exspec.actors.engine import Request
 from exspec.actors.models import load_pair
 from exspec.jobs import cli
-from exspec.jobs.commands.train import _asked
 from exspec.jobs.finished import FinishedRow
 from exspec.jobs.training import examples as lessons
 from exspec.jobs.training import run as training
@@ -24,6 +23,7 @@ from exspec.jobs.training import trainer
 from exspec.jobs.training.examples import Lessons, TargetStates, batched, example_of, padded
 from exspec.jobs.training.settings import TrainSettings
 from exspec.jobs.training.trainer import Trainer
+from exspec.jobs.training.unfinished import asked_of
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
@@ -272,7 +272,7 @@ def test_a_command_that_was_killed_at_its_very_end_tells_what_it_made(done: tupl
 
 def test_no_secret_is_written() -> None:
     settings = TrainSettings(draft="sftp://user:hunter2@host/head", target="s3://key:hunter2@bucket/model")
-    assert "hunter2" not in json.dumps(_asked("s3://key:hunter2@bucket/out", settings))
+    assert "hunter2" not in json.dumps(asked_of("s3://key:hunter2@bucket/out", settings))
 
 
 @pytest.mark.slow

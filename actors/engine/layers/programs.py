@@ -88,6 +88,11 @@ class Code:
 CODE = Code()  # of this process: engines share it
 
 
+def running() -> float:
+    """Seconds of this process without those of compiling, from an arbitrary start."""
+    return time.perf_counter() - CODE.seconds
+
+
 @lru_cache
 def compiler_trial(device: torch.device) -> str | None:
     """The reason why code cannot be compiled for the device, in one line; None if it can."""

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.drafters.lookup import kind, label
 from exspec.actors.engine.engine import Engine
-from exspec.actors.engine.layers import programs
+from exspec.actors.engine.layers.programs import running
 from exspec.actors.engine.request import Request, RequestError
 from exspec.actors.engine.statistics import SequenceStatistics
 
@@ -149,8 +149,8 @@ class Feed:
 
     def run(self, seconds: float) -> float:
         """Run rounds for so long, at least one; returns tokens/s. Compiling does not count."""
-        start, before = _running(), self.engine.statistics.tokens
-        while self.engine.statistics.tokens == before or _running() < start + seconds:
+        start, before = running(), self.engine.statistics.tokens
+        while self.engine.statistics.tokens == before or running() < start + seconds:
             while len(self.engine.pool.waiting) < self.engine.pool.slots:
                 request = self._next()
                 if self.count <= self.engine.pool.slots:
@@ -159,9 +159,4 @@ class Feed:
                 self.engine.submit(request)
             self.engine.step()
             self.engine.take()
-        return (self.engine.statistics.tokens - before) / (_running() - start)
-
-
-def _running() -> float:
-    """Seconds of this process without those of compiling."""
-    return time.perf_counter() - programs.CODE.seconds
+        return (self.engine.statistics.tokens - before) / (running() - start)

@@ -1,0 +1,113 @@
+"""`exspec scale`: fits scaling laws to small drafters for a job, and says which one pays."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from rich.console import Console
+from transformers.utils.logging import disable_progress_bar
+
+from exspec.jobs.commands.tables import choices_table, drafters_table, times_table
+from exspec.jobs.training.choice import Choice, Choices
+from exspec.jobs.training.law import CONFIDENCE, Fit
+from exspec.jobs.training.laws_page import render
+from exspec.jobs.training.run import MADE
+from exspec.jobs.training.scale import MEASURED, Scale, fits
+from exspec.jobs.training.settings import ScaleSettings
+from exspec.jobs.training.unfinished import WORK, asked_of, check_folder, note
+from exspec.pipeline.errors import JobError
+from exspec.pipeline.progress import Progress
+from exspec.pipeline.secrets import anonymous
+
+FIGURES = "scale.json"
+SIZES = (1_000, 10_000, 100_000, 1_000_000)  # rows of jobs to choose for
+MAY_CHANGE = ("batch_sizes", "seconds", "job_rows")  # when a command goes on that was stopped
+SHOWN = ("fits", "choice", "r2")
+
+
+def scale(output: str, options: dict[str, Any], folder: Path, settings: ScaleSettings) -> None:
+    """Train, measure, time, fit and choose. Prints tables, and one JSON object at last."""
+    work, asked = folder / WORK, asked_of(output, settings)
+    check_folder(folder, {name: value for name, value in asked.items() if name not in MAY_CHANGE})
+    disable_progress_bar()
+    with Progress(quiet=False) as progress:
+        if not (folder / FIGURES).exists():
+            _make(output, options, folder, settings, asked, progress)
+        for file in work.glob(f"*/{MEASURED}"):
+            (file.parent / MADE).replace(folder / file.parent.name)
+            file.unlink()
+        shutil.rmtree(work)
+        figures = json.loads((folder / FIGURES).read_text())
+        progress.stop()
+        progress.tell(json.dumps({name: figures[name] for name in SHOWN}))
+
+
+def _make(
+    output: str, options: dict[str, Any], folder: Path, settings: ScaleSettings, asked: dict[str, Any],
+    progress: Progress,
+) -> None:  # fmt: skip
+    """Write the figures and the page."""
+    progress.stage("reading rows")
+    run = Scale(output, options, settings, folder / WORK)
+    note(folder, asked, run.rows.digest)
+    try:
+        with FileLock(folder / WORK / "lock", timeout=0):
+            measured = list(run.measured(progress.stage))
+            timed = list(run.timed(progress.stage))
+    except Timeout as error:
+        raise JobError(f"{folder}: another command trains into this folder") from error
+    laws = fits(measured)
+    choices, rows = Choices(laws, measured, timed, run.row_tokens), settings.job_rows or run.planned
+    chosen = [choices.of(size) for size in sorted({*SIZES, rows})]
+    figures = _figures(laws, choices.of(rows), choices.pays_from)
+    progress.stop()
+    console = Console()
+    console.print(drafters_table(measured, laws))
+    for line in _formulas(laws):
+        progress.tell(line)
+    console.print(times_table(timed))
+    console.print(choices_table(chosen))
+    if (first := choices.pays_from) is None:
+        progress.tell("a training pays in no job")
+    else:
+        progress.tell(f"a training pays in jobs of {first:,} rows or more")
+    page = render(measured, laws, timed, figures, asked, anonymous(output))
+    (folder / "scale.html").write_text(page, encoding="utf-8")
+    lists = {"drafters": measured, "times": timed, "choices": chosen}
+    figures |= {name: [asdict(one) for one in found] for name, found in lists.items()}  # type: ignore[attr-defined]
+    part = folder / WORK / FIGURES
+    part.write_text(json.dumps(figures | {"asked": asked}, indent=2) + "\n")
+    part.replace(folder / FIGURES)
+
+
+def _figures(laws: Mapping[tuple[str, int], Fit], choice: Choice, pays_from: int | None) -> dict[str, Any]:
+    """What the command prints at last."""
+    found = [
+        {
+            "drafter": drafter,
+            "draft_tokens": drafts,
+            **{name: round(value, 4) for name, value in zip("abc", law.values, strict=True)},
+            "r2": round(law.r2, 4),
+            "residuals": [round(float(residual), 3) for residual in law.residuals],
+            "held_out_errors": [round(error, 4) for error in law.errors],
+            "confidence": CONFIDENCE,
+        }
+        for (drafter, drafts), law in laws.items()
+    ]
+    return {
+        "fits": found,
+        "choice": asdict(choice) | {"pays_from": pays_from},
+        "r2": min(law.r2 for law in laws.values()),
+    }
+
+
+def _formulas(laws: Mapping[tuple[str, int], Fit]) -> list[str]:
+    return [
+        f"{drafter}, K={drafts}: accept length = {law.values[0]:.2f} + {law.values[1]:.2f} log10(tokens) "
+        f"+ {law.values[2]:.2f} log10(layers), R2 {law.r2:.3f}"
+        for (drafter, drafts), law in laws.items()
+    ]
