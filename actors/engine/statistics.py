@@ -93,7 +93,7 @@ class EngineStatistics(Addable):
     prefill_tokens: prompt tokens that were computed; cached_tokens: prompt tokens that another sequence had cached.
         Tokens that a preempted sequence computes again are not counted again.
     columns: columns of all verify forwards; dead_columns: columns of dead rows or past a row's drafts.
-    seconds: by phase of the round.
+    seconds: by phase of the round, without compiling.
     """
 
     rounds: int = 0

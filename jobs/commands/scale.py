@@ -7,61 +7,56 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
 from exspec.jobs.commands.tables import choices_table, drafters_table, times_table
 from exspec.jobs.training.choice import Choice, Choices
+from exspec.jobs.training.examples import TOKENS_PER_STEP
 from exspec.jobs.training.law import CONFIDENCE, Fit
 from exspec.jobs.training.laws_page import render
 from exspec.jobs.training.run import MADE
-from exspec.jobs.training.scale import MEASURED, Scale, fits
+from exspec.jobs.training.scale import Scale, fits
 from exspec.jobs.training.settings import ScaleSettings
-from exspec.jobs.training.unfinished import WORK, asked_of, check_folder, note
-from exspec.pipeline.errors import JobError
+from exspec.jobs.training.unfinished import WORK, asked_of, check_folder, held, note
+from exspec.pipeline.errors import counted
 from exspec.pipeline.progress import Progress
 from exspec.pipeline.secrets import anonymous
 
 FIGURES = "scale.json"
 SIZES = (1_000, 10_000, 100_000, 1_000_000)  # rows of jobs to choose for
-MAY_CHANGE = ("batch_sizes", "seconds", "job_rows")  # when a command goes on that was stopped
 SHOWN = ("fits", "choice", "r2")
 
 
 def scale(output: str, options: dict[str, Any], folder: Path, settings: ScaleSettings) -> None:
     """Train, measure, time, fit and choose. Prints tables, and one JSON object at last."""
     work, asked = folder / WORK, asked_of(output, settings)
-    check_folder(folder, {name: value for name, value in asked.items() if name not in MAY_CHANGE})
+    check_folder(folder, asked)
     disable_progress_bar()
     with Progress(quiet=False) as progress:
         if not (folder / FIGURES).exists():
-            _make(output, options, folder, settings, asked, progress)
-        for file in work.glob(f"*/{MEASURED}"):
-            (file.parent / MADE).replace(folder / file.parent.name)
-            file.unlink()
+            progress.stage("reading rows")
+            run = Scale(output, options, settings, work)
+            if run.rows.long:
+                progress.say(f"{counted(run.rows.long, 'row')} of more than {TOKENS_PER_STEP:,} tokens left out")
+            note(folder, asked, run.rows.digest)
+            with held(folder):
+                _make(run, folder, asked, progress)
+        with held(folder):
+            for made in sorted(work.glob(f"*/{MADE}")):
+                made.replace(folder / made.parent.name)
         shutil.rmtree(work)
         figures = json.loads((folder / FIGURES).read_text())
         progress.stop()
         progress.tell(json.dumps({name: figures[name] for name in SHOWN}))
 
 
-def _make(
-    output: str, options: dict[str, Any], folder: Path, settings: ScaleSettings, asked: dict[str, Any],
-    progress: Progress,
-) -> None:  # fmt: skip
+def _make(run: Scale, folder: Path, asked: dict[str, Any], progress: Progress) -> None:
     """Write the figures and the page."""
-    progress.stage("reading rows")
-    run = Scale(output, options, settings, folder / WORK)
-    note(folder, asked, run.rows.digest)
-    try:
-        with FileLock(folder / WORK / "lock", timeout=0):
-            measured = list(run.measured(progress.stage))
-            timed = list(run.timed(progress.stage))
-    except Timeout as error:
-        raise JobError(f"{folder}: another command trains into this folder") from error
+    measured = list(run.measured(progress.stage))
+    timed = list(run.timed(progress.stage))
     laws = fits(measured)
-    choices, rows = Choices(laws, measured, timed, run.row_tokens), settings.job_rows or run.planned
+    choices, rows = Choices(laws, measured, timed, run.row_tokens), run.settings.job_rows or run.planned
     chosen = [choices.of(size) for size in sorted({*SIZES, rows})]
     figures = _figures(laws, choices.of(rows), choices.pays_from)
     progress.stop()
@@ -75,7 +70,7 @@ def _make(
         progress.tell("a training pays in no job")
     else:
         progress.tell(f"a training pays in jobs of {first:,} rows or more")
-    page = render(measured, laws, timed, figures, asked, anonymous(output))
+    page = render(measured, laws, timed, figures, asked, anonymous(run.output))
     (folder / "scale.html").write_text(page, encoding="utf-8")
     lists = {"drafters": measured, "times": timed, "choices": chosen}
     figures |= {name: [asdict(one) for one in found] for name, found in lists.items()}  # type: ignore[attr-defined]
@@ -92,9 +87,11 @@ def _figures(laws: Mapping[tuple[str, int], Fit], choice: Choice, pays_from: int
             "draft_tokens": drafts,
             **{name: round(value, 4) for name, value in zip("abc", law.values, strict=True)},
             "r2": round(law.r2, 4),
-            "residuals": [round(float(residual), 3) for residual in law.residuals],
-            "held_out_errors": [round(error, 4) for error in law.errors],
             "confidence": CONFIDENCE,
+            "points": [
+                point._asdict() | {"residual": round(float(residual), 4), "left_out_error": round(error, 4)}
+                for point, residual, error in zip(law.points, law.residuals, law.errors, strict=True)
+            ],
         }
         for (drafter, drafts), law in laws.items()
     ]

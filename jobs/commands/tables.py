@@ -107,7 +107,7 @@ def choices_table(choices: "Sequence[Choice]") -> Table:
     headings = "rows", "drafter", "layers", "tokens", "B", "K", "length", "ratio", "tokens/s", "x plain"
     grid = _grid("what pays, on one device (ratio: T_SD / T_AR; *: more than was measured)", *headings)
     for c in choices:
-        drafting = c.drafter != "plain"
+        drafting = bool(c.draft_tokens)
         grid.add_row(
             f"{c.rows:,}",
             c.drafter,

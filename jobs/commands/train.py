@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
 from transformers.utils.logging import disable_progress_bar
 
 from exspec.jobs.commands import run as jobs
@@ -14,7 +13,7 @@ from exspec.jobs.training.examples import TOKENS_PER_STEP
 from exspec.jobs.training.page import render
 from exspec.jobs.training.run import MADE, Training, measure, use_cores
 from exspec.jobs.training.settings import TrainSettings
-from exspec.jobs.training.unfinished import WORK, asked_of, check_folder, note
+from exspec.jobs.training.unfinished import WORK, asked_of, check_folder, held, note
 from exspec.pipeline.errors import JobError, counted
 from exspec.pipeline.job.settings import Job
 from exspec.pipeline.progress import Progress
@@ -63,35 +62,32 @@ def _make(
     )
     learner = training.learner(pair, rows.learned)  # before anything is written: it may be impossible
     note(folder, asked, rows.digest)
-    try:
-        with FileLock(work / "lock", timeout=0):
-            if settings.workers > 1:
-                del learner
-                target: Any = pair.target
-                place = target.device
-                target.to("cpu")  # the processes need the device
-                training.run_together(job)
-                target.to(place)
-            else:
-                training.run(learner, pair, rows, progress.say)
-            progress.stage("decoding the rows that were held out")
-            pair, drafts, records = training.made(pair, job)
-            found = measure(pair, [request for request, _ in rows.held], settings.drafter, drafts)
-            figures = {
-                "drafter": settings.drafter,
-                "draft_tokens": drafts,
-                "accept_length": round(found.mean_accepted_length, 3),
-                "acceptance_rate": round(found.acceptance_rate, 4),
-                "rows": len(rows.learned),
-                "seconds": round(records[-1].seconds, 1),
-            }
-            made = work / MADE
-            (made / "training.html").write_text(render(records, figures, asked, anonymous(output)), encoding="utf-8")
-            (made / FIGURES).write_text(json.dumps(figures | {"asked": asked}, indent=2) + "\n")
-            for file in sorted(made.iterdir(), key=lambda file: file.name == CONFIG):  # last what makes it a drafter
-                file.replace(folder / file.name)
-    except Timeout as error:
-        raise JobError(f"{folder}: another command trains into this folder") from error
+    with held(folder):
+        if settings.workers > 1:
+            del learner
+            target: Any = pair.target
+            place = target.device
+            target.to("cpu")  # the processes need the device
+            training.run_together(job)
+            target.to(place)
+        else:
+            training.run(learner, pair, rows, progress.say)
+        progress.stage("decoding the rows that were held out")
+        pair, drafts, records = training.made(pair, job)
+        found = measure(pair, [request for request, _ in rows.held], settings.drafter, drafts)
+        figures = {
+            "drafter": settings.drafter,
+            "draft_tokens": drafts,
+            "accept_length": round(found.mean_accepted_length, 3),
+            "acceptance_rate": round(found.acceptance_rate, 4),
+            "rows": len(rows.learned),
+            "seconds": round(records[-1].seconds, 1),
+        }
+        made = work / MADE
+        (made / "training.html").write_text(render(records, figures, asked, anonymous(output)), encoding="utf-8")
+        (made / FIGURES).write_text(json.dumps(figures | {"asked": asked}, indent=2) + "\n")
+        for file in sorted(made.iterdir(), key=lambda file: file.name == CONFIG):  # last what makes it a drafter
+            file.replace(folder / file.name)
 
 
 def _answered(files: str, options: dict[str, Any], answers: Path, settings: TrainSettings, progress: Progress) -> str:

@@ -54,8 +54,7 @@ class Choices:
         if not timed:
             raise ValueError("--batch-sizes: none of them fits into memory")
         self.fits, self.timed, self.row_tokens = fits, timed, row_tokens
-        longest = sorted(measured, key=lambda m: m.tokens)
-        self.token_seconds = {(m.drafter, m.layers): m.seconds / m.tokens for m in longest}
+        self.measured = sorted(measured, key=lambda m: m.tokens)
         tokens = [m.tokens for m in measured]
         decades = math.log10(FURTHER * max(tokens) / min(tokens))
         self.tokens = [int(n) for n in np.geomspace(min(tokens), FURTHER * max(tokens), 1 + round(STEPS * decades))]
@@ -85,6 +84,12 @@ class Choices:
         seconds = rows * self.row_tokens / speed
         return Choice(rows, PLAIN, self.best, speed, seconds, seconds)
 
+    def _training_seconds(self, drafter: str, layers: int, tokens: int) -> float:
+        """Between two measured trainings; beyond the longest one, in proportion to it."""
+        own = [m for m in self.measured if (m.drafter, m.layers) == (drafter, layers)]
+        within = float(np.interp(tokens, [m.tokens for m in own], [m.seconds for m in own]))
+        return within * max(1.0, tokens / own[-1].tokens)
+
     def _drafting(self, rows: int) -> Iterator[Choice]:
         plain_seconds = self._plain(rows).seconds
         for one, tokens in product(self.timed, self.tokens):
@@ -92,7 +97,7 @@ class Choices:
             length, within = law.at(tokens, one.layers)
             gain = one.drafting.at(length) / one.plain.speed  # both were timed in turns
             speed = gain * self.plain[one.batch_size]
-            training = tokens * self.token_seconds[one.drafter, one.layers]
+            training = self._training_seconds(one.drafter, one.layers, tokens)
             yield Choice(
                 rows, one.drafter, one.batch_size, speed, training + rows * self.row_tokens / speed, plain_seconds,
                 one.layers, tokens, training, one.draft_tokens, length, within, 1 / gain,

@@ -9,6 +9,7 @@ All constants are fitted to measurements.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import pi, tan
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -112,7 +113,9 @@ def _features(tokens: float, layers: int) -> np.ndarray:
 
 def quantile(free: int) -> float:
     """Of Student's t with so many degrees of freedom, two-sided at CONFIDENCE: an expansion in the normal quantile
-    (Abramowitz and Stegun 26.7.5). Its error is below 1 % from 4 degrees on."""
+    (Abramowitz and Stegun 26.7.5), with an error below 1 %."""
+    if free == 1:
+        return tan(pi * CONFIDENCE / 2)
     z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
     terms = (
         (z**3 + z) / 4,

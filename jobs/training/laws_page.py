@@ -7,6 +7,7 @@ from typing import Any
 
 from exspec.jobs.training.law import Fit
 from exspec.jobs.training.scale import Measured, Timed
+from exspec.pipeline.errors import counted
 from exspec.pipeline.output.page import plot, template
 
 
@@ -23,8 +24,8 @@ def render(
         plots.append(plot(title, "log10 of training tokens", "tokens per round", _lengths(own, law)))
         title = f"Speed with the fastest {drafter} (dashed: plain)"
         plots.append(plot(title, "log2 of B", "tokens/s", _speeds(own, shapes)))
-    chosen = choice["drafter"] if not choice["layers"] else f"a {choice['drafter']} of {choice['layers']} layers"
-    verdict = f"A job of {choice['rows']:,} rows should decode with {chosen}."
+    trained = f"with {choice['drafter']} of {counted(choice['layers'], 'layer')}"
+    verdict = f"A job of {choice['rows']:,} rows should decode {trained if choice['layers'] else choice['drafter']}."
     if choice["outside"]:
         verdict += f" Outside the measured range: {'; '.join(choice['outside'])}."
     return template("base.html").render(
@@ -38,10 +39,14 @@ def render(
             (f"{figures['r2']:.3f}", "R2"),
         ],
         plots=plots,
-        numbers=sorted((name.replace("_", " "), value) for name, value in choice.items() if name != "outside"),
+        numbers=sorted((name.replace("_", " "), _shown(value)) for name, value in choice.items() if name != "outside"),
         changed=sorted((name, value) for name, value in settings.items() if value not in (None, False)),
         others=[],
     )
+
+
+def _shown(value: Any) -> str:
+    return f"{value:,.2f}" if isinstance(value, float) else str(value)
 
 
 def _length(made: Measured) -> float:

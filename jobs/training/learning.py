@@ -78,6 +78,8 @@ class JobLearning(Learning):
         if decided.get("asked") == list(self.asked):
             self.choices, self.over = tuple(decided["choices"]), decided["over"]
             self.row_seconds, self.at = decided["row_seconds"], decided["at"]
+            if self.over:
+                self.progress.say("learning: it has ended in an earlier run of this job")
         self.over |= config.width == 1  # there is no room for drafts
         self.trained = list(known.get("drafters", []))
         used = used_of(known)
@@ -126,7 +128,7 @@ class JobLearning(Learning):
 
     def _pause(self, phase: Phase, writer: Writer, report: Report) -> tuple[Job, EngineConfig]:
         if self.before is not None and self._fell():
-            return self._taken_back(self.before, writer)
+            return self._taken_back(self.before)
         now, as_before = report.now, (phase.job, phase.config)
         left = phase.planned - writer.state.rows
         row_tokens = now["completion_tokens"] / max(now["rows"], 1)
@@ -152,31 +154,27 @@ class JobLearning(Learning):
         more = {"used": True, "rows_before": writer.state.rows, "at": time.time()}
         more["seconds"] = round(self.spent + time.monotonic() - began, 1)
         self.speed, self.spent = None, 0.0
-        self._note(writer, [*self.trained, taught.figures | more])
+        self.trained = [*self.trained, taught.figures | more]
         return self._swapped(*(self.before or as_before), self.trained[-1])
 
-    def _taken_back(self, before: tuple[Job, EngineConfig], writer: Writer) -> tuple[Job, EngineConfig]:
+    def _taken_back(self, before: tuple[Job, EngineConfig]) -> tuple[Job, EngineConfig]:
         promised, self.before = self.trained[-1]["accept_length"], None
         self._end(f"the accept length fell from {promised:.2f} to {self.found:.2f}; back to the old drafter")
         last = self.trained[-1] | {"until": time.time()}
-        self._note(writer, [made | {"used": False} for made in (*self.trained[:-1], last)])
+        self.trained = [made | {"used": False} for made in (*self.trained[:-1], last)]
         return before
 
     def _remember(self, writer: Writer) -> None:
         """Write to the log what a resumed job need not find out again."""
         decided = {"asked": list(self.asked), "choices": list(self.choices), "over": self.over}
         decided |= {"row_seconds": self.row_seconds, "at": self.at}
-        writer.describe({"learning": decided})
+        trained = {"drafters": self.trained} if self.trained else {}
+        writer.describe({"learning": decided} | trained)
         writer.publish()
 
     def _end(self, reason: str) -> None:
         self.over = True
         self.progress.say(f"learning: {reason}")
-
-    def _note(self, writer: Writer, trained: list[dict[str, Any]]) -> None:
-        self.trained = trained
-        writer.describe({"drafters": trained})
-        writer.publish()
 
     def _swapped(self, job: Job, config: EngineConfig, made: dict[str, Any]) -> tuple[Job, EngineConfig]:
         """Job and config with a drafter of the job's own output."""

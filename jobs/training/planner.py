@@ -147,6 +147,7 @@ def foresee(
     use_cores(1)
     pair, models = loaded(job, config)
     sample, examples, speed = decoded(pair, config, requests, DECODED * (whole or SMALL))
+    tidy()
     whole = whole or rows * mean(new for _, new in sample.lengths) / speed
     if whole < SMALL:
         return Foreseen(None, f"off: the job takes {duration(whole)}")

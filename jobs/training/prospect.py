@@ -29,8 +29,9 @@ TURNS = 3
 
 @dataclass(frozen=True)
 class Rounds:
-    """What decoding takes. speed: tokens/s. prefill: seconds per token. draft, verify, rest: seconds of a round. rows:
-    of a round."""
+    """What decoding takes. speed: tokens/s. prefill: seconds per token. draft, verify, rest: seconds of a round, by
+    phase of the host. On a GPU the host does not wait for a draft, whose time is then part of `verify`. rows: of a
+    round."""
 
     speed: float
     prefill: float

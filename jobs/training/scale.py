@@ -16,7 +16,7 @@ from exspec.actors.engine.shape.sample import Sample
 from exspec.actors.models import load_draft
 from exspec.jobs.training.examples import batched
 from exspec.jobs.training.law import Fit, Point, fit
-from exspec.jobs.training.prospect import Prospect, Rounds, loaded, same_rows, side_by_side, tidy
+from exspec.jobs.training.prospect import Prospect, Rounds, loaded, side_by_side, tidy
 from exspec.jobs.training.run import MADE, Training, measure, use_cores
 from exspec.jobs.training.settings import ScaleSettings, TrainSettings
 from exspec.pipeline.errors import JobError
@@ -31,13 +31,15 @@ ENDLESS = 1e9  # minutes
 @dataclass(frozen=True)
 class Measured:
     """A drafter that was trained. tokens: of completions that it has learned, every epoch counted. seconds: of its
-    training. survival: the share of rounds on held-out rows in which the first i + 1 tokens of its draft were right."""
+    training. survival: the share of rounds on held-out rows in which the first i + 1 tokens of its draft were right.
+    bonus: the share of rounds with a bonus token; those that end a completion may have none."""
 
     drafter: str
     layers: int
     tokens: int
     seconds: float
     survival: tuple[float, ...]
+    bonus: float
 
     @property
     def drafts(self) -> int:
@@ -46,7 +48,7 @@ class Measured:
 
     def length(self, drafts: int) -> float:
         """The accept length of drafts of so many tokens."""
-        return 1 + sum(self.survival[:drafts])
+        return self.bonus + sum(self.survival[:drafts])
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Timed:
 
 class Scale:
     """One experiment. work: a folder for what it needs to go on after it was stopped. Raises JobError or ValueError if
-    the job has too few rows, or a drafter of the grid cannot be made."""
+    the job has too few rows, a drafter of the grid cannot be made, or no batch fits into memory."""
 
     def __init__(self, output: str, options: dict[str, Any], settings: ScaleSettings, work: Path) -> None:
         self.output, self.options, self.settings, self.work = output, options, settings, work
@@ -71,7 +73,7 @@ class Scale:
         self.job = longest.stored()
         done = read_output(Folder(output, options))
         shape = EngineConfig(**known_shape(done.state.description["shape"]))
-        self.plain = replace(shape.plain(), columns=None)
+        self.plain = replace(shape.plain(), columns=None, draft_from=0)
         self.pair, self.models = loaded(self.job, self.plain)
         self.rows = longest.rows(self.job, self.pair)
         learned = self.rows.learned
@@ -84,9 +86,15 @@ class Scale:
                 f"--tokens: a step learns {self.step_tokens:,.0f} tokens; expected numbers that are that far apart, "
                 f"not {settings.tokens!r}"
             )
+        fewest = min(settings.numbers("batch_sizes"))
+        if self.models.rows(self._sized(self.plain, fewest)) < fewest:
+            raise JobError(f"--batch-sizes: a batch of {fewest} rows does not fit into memory")
+        for name in settings.kinds:  # the largest drafters of the grid must be possible
+            self._of(name, self._layers[0], 1).learner(self.pair, learned)
+        tidy()
 
     def measured(self, say: Callable[[str], None]) -> Iterator[Measured]:
-        """Train and measure all drafters, the largest first: it shows whether the grid is possible."""
+        """Train and measure all drafters."""
         grid = [(name, n, tokens) for name in self.settings.kinds for n in self._layers for tokens in self._tokens]
         for name, layers, tokens in grid:
             yield self._measured(name, layers, tokens, say)
@@ -126,14 +134,18 @@ class Scale:
         tidy()
         pair, drafts, records = training.made(self.pair, self.job)
         decoded = measure(pair, [request for request, _ in self.rows.held], drafter, drafts)
+        tidy()
         shares = [count / decoded.rounds for count in decoded.accepted_by_position]
         survival = (*shares, *[0.0] * (drafts - len(shares)))
+        bonus = (decoded.completion_tokens - decoded.accepted) / decoded.rounds
         learned = round(training.settings.steps * self.step_tokens)
-        made = Measured(drafter, layers, learned, records[-1].seconds, survival)
+        made = Measured(drafter, layers, learned, records[-1].seconds, survival, bonus)
+        part = file.with_suffix(".part")
+        part.write_text(json.dumps(asdict(made)))
+        part.replace(file)
         (training.work / "checkpoint.pt").unlink(missing_ok=True)
         for states in training.work.glob("states-*"):
             shutil.rmtree(states)
-        file.write_text(json.dumps(asdict(made)))
         return made
 
     def timed(self, say: Callable[[str], None]) -> Iterator[Timed]:
@@ -147,7 +159,7 @@ class Scale:
                 say(f"timing {name} of {layers} layers")
                 draft = load_draft(self.pair, str(self._of(name, layers, self._tokens[0]).work / MADE), self.job.target)
                 models = replace(self.models, draft=draft)
-                for config in self._shapes(name, models):
+                for config in self._shapes(name, models, say):
                     plain = replace(config.plain(), columns=None)
                     now, other = side_by_side(models.target, sample, [(plain, None), (config, draft)])
                     found = Prospect(now, other, self.settings.seconds)
@@ -155,15 +167,18 @@ class Scale:
                     tidy()
                     yield Timed(name, layers, config.batch_size, config.drafted, found.now, found.other)
 
-    def _shapes(self, drafter: str, models: Models) -> Iterator[EngineConfig]:
-        for rows in self.settings.numbers("batch_sizes"):
+    def _shapes(self, drafter: str, models: Models, say: Callable[[str], None]) -> Iterator[EngineConfig]:
+        for rows in sorted(self.settings.numbers("batch_sizes")):
             for drafts in halves(self._training(drafter).drafts):
                 shape = {"method": "exspec", "drafter": drafter, "draft_tokens": drafts}
-                size = {"batch_size": rows, "window": 3 * rows, "pages": None}
-                try:
-                    yield same_rows(models, self.plain.drafting(shape | size))
-                except ValueError:  # it does not fit
-                    return
+                wanted = self._sized(self.plain.drafting(shape), rows)
+                if models.rows(wanted) == rows:
+                    yield models.fitted(wanted)
+                else:
+                    say(f"{drafter}, K={drafts}: a batch of {rows} rows does not fit into memory")
+
+    def _sized(self, config: EngineConfig, rows: int) -> EngineConfig:
+        return replace(config, batch_size=rows, window=3 * rows, pages=None)
 
 
 def halves(drafts: int) -> list[int]:

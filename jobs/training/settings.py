@@ -47,8 +47,12 @@ class ScaleSettings:
             raise ValueError(f"--drafters: expected some of {', '.join(SCALED)}, not {strange[0]!r}")
         for name in ("layers", "tokens", "batch_sizes"):
             self.numbers(name)
-        if len(set(self.numbers("tokens"))) < 2:
-            raise ValueError("--tokens: expected at least two different numbers; the law needs them")
+        layers, tokens = len(self.numbers("layers")), len(self.numbers("tokens"))
+        if tokens < 2 or layers * tokens < 4:
+            raise ValueError(
+                "--layers and --tokens: expected at least two numbers of tokens and four drafters; the law has three "
+                "constants"
+            )
 
     @property
     def kinds(self) -> tuple[str, ...]:

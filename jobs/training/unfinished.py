@@ -1,9 +1,13 @@
 """The folder of a training that may be stopped and goes on later."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.secrets import anonymous
@@ -30,6 +34,16 @@ def check_folder(folder: Path, asked: dict[str, Any]) -> None:
             )
     elif not (folder / WORK).exists() and folder.exists() and any(folder.iterdir()):
         raise JobError(f"{folder}: holds something; expected an empty or a new folder, or an unfinished training")
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """No other command works in the folder. Raises JobError if one does."""
+    try:
+        with FileLock(folder / WORK / "lock", timeout=0):
+            yield
+    except Timeout as error:
+        raise JobError(f"{folder}: another command trains into this folder") from error
 
 
 def note(folder: Path, asked: dict[str, Any], learned: str) -> None:

@@ -50,6 +50,6 @@ def test_two_points_promise_nothing() -> None:
         fit([Point(1e4, 1, 2.0), Point(1e4, 1, 3.0)], 5)
 
 
-@pytest.mark.parametrize("free", [4, 6, 10, 30, 200])
+@pytest.mark.parametrize("free", [1, 2, 3, 4, 6, 10, 30, 200])
 def test_quantiles_are_those_of_students_t(free: int) -> None:
     assert quantile(free) == pytest.approx(stats.t.ppf((1 + CONFIDENCE) / 2, free), rel=0.01)

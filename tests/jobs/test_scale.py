@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 
+from exspec.actors.engine import EngineConfig
 from exspec.actors.engine.engine import Engine
+from exspec.actors.engine.shape.plan import Models
+from exspec.jobs.training import scale
 from exspec.jobs.training.choice import PLAIN, Choices
 from exspec.jobs.training.law import Fit
-from exspec.jobs.training.prospect import Rounds
+from exspec.jobs.training.prospect import Rounds, side_by_side
+from exspec.jobs.training.run import MADE, Training
 from exspec.jobs.training.scale import Measured, Timed, fits, halves
 from exspec.jobs.training.unfinished import WORK
 from exspec.pipeline.errors import JobError
@@ -33,7 +37,7 @@ def survival(length: float, drafts: int) -> tuple[float, ...]:
 def measured(a: float, b: float, c: float) -> list[Measured]:
     """Drafters that obey a law."""
     return [
-        Measured("model", layers, tokens, SECONDS * tokens, survival(a + b * log10(tokens) + c * log10(layers), 4))
+        Measured("model", layers, tokens, SECONDS * tokens, survival(a + b * log10(tokens) + c * log10(layers), 4), 1.0)
         for layers in (1, 2, 4)
         for tokens in (1_000, 10_000, 100_000)
     ]
@@ -127,15 +131,24 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     jobs.write_shards(place / "in", rows=60)
     with in_process():
         given = jobs.save_deep(place / "target")
-        assert execute(prepare(jobs.job(given, place / "in", place / "out", method="plain"))) == 0
+        drafting = {"drafter": "suffix", "draft_from": 8}
+        assert execute(prepare(jobs.job(given, place / "in", place / "out", **drafting))) == 0
     return place / "out"
 
 
 SMALL = ("--layers", "1,2", "--tokens", "200,600", "--batch-sizes", "2", "--seconds", "0.01", "--draft-tokens", "3")
 
 
-def test_scale(done: Path, tmp_path: Path) -> None:
-    """Drafters are trained, measured and timed, and can be used."""
+def test_scale(done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafters are trained, measured and timed, and can be used. The job began to draft at 8 tokens; no time is of such
+    rounds."""
+    shapes: list[EngineConfig] = []
+
+    def noted(target: Any, sample: Any, given: Any) -> Any:
+        shapes.extend(config for config, _ in given)
+        return side_by_side(target, sample, given)
+
+    monkeypatch.setattr(scale, "side_by_side", noted)
     printed = succeed("scale", done, tmp_path / "laws", *SMALL, "--drafters", "model,dflash")
     figures = json.loads(printed.splitlines()[-1])
     assert [(f["drafter"], f["draft_tokens"]) for f in figures["fits"]] == [
@@ -143,6 +156,7 @@ def test_scale(done: Path, tmp_path: Path) -> None:
     ]  # fmt: skip
     assert figures["choice"]["rows"] == 60
     assert figures["choice"]["drafter"] == PLAIN  # a job of 60 rows
+    assert not any(shape.draft_from for shape in shapes)
     whole = json.loads((tmp_path / "laws" / "scale.json").read_text())
     assert len(whole["drafters"]) == 8
     assert {(t["drafter"], t["layers"], t["draft_tokens"]) for t in whole["times"]} == {
@@ -169,8 +183,26 @@ def test_scale_goes_on(done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
             call("scale", done, folder, *SMALL)
     with pytest.raises(JobError, match=r"holds an unfinished training with tokens '200,600', not '200,900'"):
         call("scale", done, folder, *("200,900" if word == "200,600" else word for word in SMALL))
-    succeed("scale", done, folder, *SMALL, "--job-rows", "1000000")
+    run, trained = Training.run, list[str]()
+    moved = Path.replace
+
+    def noted(training: Training, *given: Any) -> bool:
+        trained.append(training.work.name)
+        return run(training, *given)
+
+    def stopped(path: Path, to: Path) -> Path:
+        if path.name == MADE and len(list(folder.glob("*/config.json"))) == 2:
+            raise KeyboardInterrupt
+        return moved(path, to)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Training, "run", noted)
+        patch.setattr(Path, "replace", stopped)
+        assert call("scale", done, folder, *SMALL).exit_code == 130
+    assert len(trained) == 2
+    succeed("scale", done, folder, *SMALL)
     assert len(json.loads((folder / "scale.json").read_text())["drafters"]) == 4
+    assert len(list(folder.glob("*/config.json"))) == 4
     with pytest.raises(JobError, match="holds something; expected an empty or a new folder"):
         call("scale", done, folder, *SMALL)
 
@@ -181,7 +213,8 @@ def test_scale_goes_on(done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (("--drafters", "clover"), "--drafters: expected some of model, dflash, not 'clover'"),
         (("--layers", "0,1"), "--layers: expected positive numbers, not '0,1'"),
         (("--tokens", "many"), "--tokens: expected numbers with commas between them, not 'many'"),
-        (("--tokens", "100"), "--tokens: expected at least two different numbers"),
+        (("--tokens", "100"), "--layers and --tokens: expected at least two numbers of tokens and four drafters"),
+        (("--drafters", "model,dflash", "--layers", "1,9"), "a draft model of 9 layers cannot be made"),
         (("--layers", "9"), "a draft model of 9 layers cannot be made from the 5 layers of the target"),
         (("--tokens", "200,210"), "--tokens: a step learns .* tokens; expected numbers that are that far apart"),
     ],
@@ -189,3 +222,13 @@ def test_scale_goes_on(done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_refusals_of_scale(words: tuple[str, ...], message: str, done: Path, tmp_path: Path) -> None:
     with pytest.raises((JobError, ValueError, SystemExit), match=message):
         call("scale", done, tmp_path / "laws", *words)
+    assert not (tmp_path / "laws").exists()
+
+
+def test_a_batch_must_fit_before_anything_is_trained(
+    done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Models, "rows", lambda *_: 1)
+    with pytest.raises(JobError, match="--batch-sizes: a batch of 2 rows does not fit into memory"):
+        call("scale", done, tmp_path / "laws", *SMALL)
+    assert not (tmp_path / "laws").exists()
