@@ -105,7 +105,7 @@ def times_table(timed: "Sequence[Timed]") -> Table:
 def choices_table(choices: "Sequence[Choice]") -> Table:
     """What jobs of several sizes should train."""
     headings = "rows", "drafter", "layers", "tokens", "B", "K", "length", "ratio", "tokens/s", "x plain"
-    grid = _grid("what pays, on one device (ratio: T_SD / T_AR; *: more than was measured)", *headings)
+    grid = _grid("what pays, on one device (ratio: T_SD / T_AR; *: outside)", *headings)
     for c in choices:
         drafting = bool(c.draft_tokens)
         grid.add_row(
