@@ -12,14 +12,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from exspec.jobs.commands.tables import choices_table, drafters_table, times_table
 from exspec.jobs.training.choice import Choice, Choices
-from exspec.jobs.training.examples import TOKENS_PER_STEP
 from exspec.jobs.training.law import CONFIDENCE, Fit
 from exspec.jobs.training.laws_page import render
 from exspec.jobs.training.run import MADE
 from exspec.jobs.training.scale import Scale, fits
 from exspec.jobs.training.settings import ScaleSettings
-from exspec.jobs.training.unfinished import WORK, asked_of, check_folder, held, note
-from exspec.pipeline.errors import counted
+from exspec.jobs.training.unfinished import WORK, asked_of, check_folder, held, note, write
 from exspec.pipeline.progress import Progress
 from exspec.pipeline.secrets import anonymous
 
@@ -37,8 +35,8 @@ def scale(output: str, options: dict[str, Any], folder: Path, settings: ScaleSet
         if not (folder / FIGURES).exists():
             progress.stage("reading rows")
             run = Scale(output, options, settings, work)
-            if run.rows.long:
-                progress.say(f"{counted(run.rows.long, 'row')} of more than {TOKENS_PER_STEP:,} tokens left out")
+            if left_out := run.rows.left_out:
+                progress.say(left_out)
             note(folder, asked, run.rows.digest)
             with held(folder):
                 _make(run, folder, asked, progress)
@@ -58,7 +56,8 @@ def _make(run: Scale, folder: Path, asked: dict[str, Any], progress: Progress) -
     laws = fits(measured)
     choices, rows = Choices(laws, measured, timed, run.row_tokens), run.settings.job_rows or run.planned
     chosen = [choices.of(size) for size in sorted({*SIZES, rows})]
-    figures = _figures(laws, choices.of(rows), choices.pays_from)
+    pays_from = choices.pays_from
+    figures = _figures(laws, choices.of(rows), pays_from)
     progress.stop()
     console = Console()
     console.print(drafters_table(measured, laws))
@@ -66,17 +65,12 @@ def _make(run: Scale, folder: Path, asked: dict[str, Any], progress: Progress) -
         progress.tell(line)
     console.print(times_table(timed))
     console.print(choices_table(chosen))
-    if (first := choices.pays_from) is None:
-        progress.tell("a training pays in no job")
-    else:
-        progress.tell(f"a training pays in jobs of {first:,} rows or more")
+    progress.tell(f"a training pays in {'no job' if pays_from is None else f'jobs of {pays_from:,} rows or more'}")
     page = render(measured, laws, timed, figures, asked, anonymous(run.output))
     (folder / "scale.html").write_text(page, encoding="utf-8")
     lists = {"drafters": measured, "times": timed, "choices": chosen}
     figures |= {name: [asdict(one) for one in found] for name, found in lists.items()}  # type: ignore[attr-defined]
-    part = folder / WORK / FIGURES
-    part.write_text(json.dumps(figures | {"asked": asked}, indent=2) + "\n")
-    part.replace(folder / FIGURES)
+    write(folder / FIGURES, figures | {"asked": asked})
 
 
 def _figures(laws: Mapping[tuple[str, int], Fit], choice: Choice, pays_from: int | None) -> dict[str, Any]:

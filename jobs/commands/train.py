@@ -9,7 +9,6 @@ from transformers.utils.logging import disable_progress_bar
 
 from exspec.jobs.commands import run as jobs
 from exspec.jobs.demo import TARGET
-from exspec.jobs.training.examples import TOKENS_PER_STEP
 from exspec.jobs.training.page import render
 from exspec.jobs.training.run import MADE, Training, measure, use_cores
 from exspec.jobs.training.settings import TrainSettings
@@ -53,8 +52,8 @@ def _make(
     job, pair = training.load()
     progress.stage("reading rows")
     rows = training.rows(job, pair)
-    if rows.long:
-        progress.say(f"{counted(rows.long, 'row')} of more than {TOKENS_PER_STEP:,} tokens left out")
+    if left_out := rows.left_out:
+        progress.say(left_out)
     tokens = sum(len(completion) for _, completion in rows.learned)
     others = "of other shards" if rows.by_shard else "of the same shard"
     progress.say(

@@ -22,7 +22,7 @@ from exspec.actors.engine.shape.sample import Feed, Sample
 from exspec.actors.models import Pair, load_draft
 from exspec.jobs.training import law
 from exspec.jobs.training.examples import Example, Lessons, TargetStates
-from exspec.jobs.training.prospect import Prospect, chance_of, length_of, loaded, same_rows, side_by_side, tidy
+from exspec.jobs.training.prospect import Prospect, chance_of, length_of, loaded, side_by_side, tidy
 from exspec.jobs.training.run import MADE, Training, accept_length, measure, use_cores
 from exspec.jobs.training.settings import TrainSettings
 from exspec.jobs.training.trainer import Trainer
@@ -120,6 +120,14 @@ class Option:
     def saves(self, chance: float) -> float:
         """Seconds that the job is shorter if a drafted token is right with this chance."""
         return self.seconds * (1 - 1 / self.prospect.ratio(length_of(min(chance, BEST), self.drafts)))
+
+
+def same_rows(models: Models, config: EngineConfig) -> EngineConfig:
+    """The config with as many pages as fit. Raises ValueError if its batch and window do not."""
+    fitted = models.fitted(config)
+    if (fitted.batch_size, fitted.window) != (config.batch_size, config.window):
+        raise ValueError(f"memory: {config.drafter} does not fit beside a batch of {config.batch_size} rows")
+    return fitted
 
 
 def possible(given: Iterable[T], make: Callable[[T], U]) -> list[U]:

@@ -110,14 +110,6 @@ def loaded(job: Job, config: EngineConfig) -> tuple[Pair, Models]:
     return replace(pair, draft=None), Models(pair.target, pair.draft, budget)
 
 
-def same_rows(models: Models, config: EngineConfig) -> EngineConfig:
-    """The config with as many pages as fit. Raises ValueError if its batch and window do not."""
-    fitted = models.fitted(config)
-    if (fitted.batch_size, fitted.window) != (config.batch_size, config.window):
-        raise ValueError(f"memory: {config.drafter} does not fit beside a batch of {config.batch_size} rows")
-    return fitted
-
-
 def side_by_side(
     target: PreTrainedModel, sample: Sample, given: Sequence[tuple[EngineConfig, PreTrainedModel | None]]
 ) -> list[Feed]:

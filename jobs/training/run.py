@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
@@ -23,7 +24,7 @@ from exspec.jobs.training.examples import TOKENS_PER_STEP, Example, Lessons, Tar
 from exspec.jobs.training.settings import TrainSettings
 from exspec.jobs.training.trainer import Record, Tally, Trainer
 from exspec.pipeline.cluster.connect import connect, device
-from exspec.pipeline.errors import JobError
+from exspec.pipeline.errors import JobError, counted
 from exspec.pipeline.input.snapshot import vanished
 from exspec.pipeline.job.kinds import stored_job
 from exspec.pipeline.job.settings import Job
@@ -32,7 +33,7 @@ from exspec.pipeline.shape import device_here, pair_of
 from exspec.pipeline.storage import Folder
 from exspec.pipeline.weights import local_model
 
-MADE, RECORDS = "drafter", "records.json"  # of the folder of a training
+MADE, RECORDS, CHECKPOINT = "drafter", "records.json", "checkpoint.pt"  # of the folder of a training
 HELD_OUT = 0.1  # share of the rows
 HELD_ROWS = 64  # of them that are decoded, at most
 FEWEST = 16  # rows
@@ -48,6 +49,11 @@ class Rows:
     held: list[tuple[Request, Example]]
     by_shard: bool
     long: int
+
+    @property
+    def left_out(self) -> str | None:
+        """What to say of rows that are too long; None if there are none."""
+        return f"{counted(self.long, 'row')} of more than {TOKENS_PER_STEP:,} tokens left out" if self.long else None
 
     @property
     def digest(self) -> str:
@@ -158,7 +164,7 @@ class Training:
         lessons = Lessons(learned, states, cache, budget, pair.target.device)
         trainer = Trainer(
             learner, lambda step, _: lessons.at(step), self.settings.minutes, self.settings.steps,
-            self.work / "checkpoint.pt",
+            self.work / CHECKPOINT,
         )  # fmt: skip
         others = Lessons(held, states, self.work / "states-held", budget, pair.target.device)
         going = trainer.run(say, lambda trainer: go_on(trainer, lambda: accept_length(learner, others)))
@@ -199,6 +205,12 @@ class Training:
             trainer.fit()
         except TrainingFailedError as error:
             raise JobError(f"training in {count} processes failed: {first_line(error)}") from error
+
+    def forget(self) -> None:
+        """Remove what only an unfinished training needs."""
+        (self.work / CHECKPOINT).unlink(missing_ok=True)
+        for states in self.work.glob("states-*"):
+            shutil.rmtree(states)
 
     def made(self, pair: Pair, job: Job) -> tuple[Pair, int, list[Record]]:
         """The pair with the drafter that was trained, its K, and the records."""

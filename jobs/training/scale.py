@@ -1,7 +1,6 @@
 """Trains small drafters over a grid of layers and training tokens, measures them on rows held out, and times them."""
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from exspec.jobs.training.law import Fit, Point, fit
 from exspec.jobs.training.prospect import Prospect, Rounds, loaded, side_by_side, tidy
 from exspec.jobs.training.run import MADE, Training, measure, use_cores
 from exspec.jobs.training.settings import ScaleSettings, TrainSettings
+from exspec.jobs.training.unfinished import write
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.output.owner import read_output
 from exspec.pipeline.shape import known_shape
@@ -140,12 +140,8 @@ class Scale:
         bonus = (decoded.completion_tokens - decoded.accepted) / decoded.rounds
         learned = round(training.settings.steps * self.step_tokens)
         made = Measured(drafter, layers, learned, records[-1].seconds, survival, bonus)
-        part = file.with_suffix(".part")
-        part.write_text(json.dumps(asdict(made)))
-        part.replace(file)
-        (training.work / "checkpoint.pt").unlink(missing_ok=True)
-        for states in training.work.glob("states-*"):
-            shutil.rmtree(states)
+        write(file, asdict(made))
+        training.forget()
         return made
 
     def timed(self, say: Callable[[str], None]) -> Iterator[Timed]:

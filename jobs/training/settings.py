@@ -8,6 +8,8 @@ from exspec.actors.engine.settings import numbers, setting, settings_of
 
 @dataclass(frozen=True)
 class TrainSettings:
+    """What to train, on what, and for how long."""
+
     drafter: Literal["model", "eagle3", "clover", "dflash"] = setting("dflash", "What to train.")
     rows: int = setting(20_000, "Rows to read, approximately. A tenth is held out.", ge=1)
     minutes: float = setting(30.0, "Minutes of training, at most.", ge=0.001)
@@ -29,6 +31,8 @@ SCALED = ("model", "dflash")  # drafters that may have several layers
 
 @dataclass(frozen=True)
 class ScaleSettings:
+    """The grid of drafters to train and to time, and the job to choose for."""
+
     drafters: str = setting("model", f"What to train: {', '.join(SCALED)}, or both, comma-separated.")
     layers: str = setting("1,2,4", "Layers of the drafters.")
     tokens: str = setting("30000,100000,300000,1000000", "Training tokens of the drafters, every epoch counted.")

@@ -55,6 +55,11 @@ def note(folder: Path, asked: dict[str, Any], learned: str) -> None:
             raise JobError(f"{folder}: its training began with other rows of the job; choose a new folder")
         return
     file.parent.mkdir(parents=True, exist_ok=True)
+    write(file, asked | {"learned": learned})
+
+
+def write(file: Path, values: Any) -> None:
+    """Write values as JSON. A kill leaves no half of the file."""
     part = file.with_suffix(".part")
-    part.write_text(json.dumps(asked | {"learned": learned}))
+    part.write_text(json.dumps(values, indent=2) + "\n")
     part.replace(file)

@@ -15,7 +15,7 @@ from exspec.actors.ledger import Ledger
 from exspec.jobs.commands import run as command
 from exspec.jobs.training import learning, planner
 from exspec.jobs.training.learning import JobLearning
-from exspec.jobs.training.prospect import Prospect, chance_of, length_of, same_rows
+from exspec.jobs.training.prospect import Prospect, chance_of, length_of
 from exspec.pipeline import run as run_module
 from exspec.pipeline.errors import JobError, StoppedError
 from exspec.pipeline.input.plan import Chunk, Task
@@ -239,9 +239,9 @@ def test_a_drafter_must_leave_the_batch_as_it_is() -> None:
     config = EngineConfig(method="exspec", drafter="model", batch_size=4, window=8, capacity=320)
     fewest = replace(config, pages=config.page_count // 4)
     enough = plan_memory(target.config, draft.config, fewest, target.dtype).total
-    assert same_rows(Models(target, draft, enough), config) == fewest
+    assert planner.same_rows(Models(target, draft, enough), config) == fewest
     with pytest.raises(ValueError, match="memory: model does not fit beside a batch of 4 rows"):
-        same_rows(Models(target, draft, enough - 1), config)
+        planner.same_rows(Models(target, draft, enough - 1), config)
 
 
 def test_the_first_tasks_are_from_everywhere() -> None:

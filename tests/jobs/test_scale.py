@@ -64,7 +64,7 @@ def choices(lengths: tuple[float, float, float], draft: float, verify: float = 0
 
 
 def test_the_laws_of_drafters_are_found_again() -> None:
-    for drafts, law in ((drafts, law) for (_, drafts), law in fits(measured(-1.0, 0.8, 0.5)).items()):
+    for (_, drafts), law in fits(measured(-1.0, 0.8, 0.5)).items():
         share = drafts / 4
         assert law.values == pytest.approx((1 + share * -2.0, share * 0.8, share * 0.5))
         assert law.r2 == pytest.approx(1.0)
