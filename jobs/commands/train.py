@@ -62,6 +62,8 @@ def _make(
     learner = training.learner(pair, rows.learned)  # before anything is written: it may be impossible
     note(folder, asked, rows.digest)
     with held(folder):
+        progress.stage("the target writes texts")
+        training.write_texts(pair, rows.learned, progress.say)
         if settings.workers > 1:
             del learner
             target: Any = pair.target

@@ -62,14 +62,16 @@ def batched(examples: Sequence[Example]) -> list[list[Example]]:
     return made
 
 
-def padded(batch: Sequence[Example]) -> tuple[Tensor, Tensor]:
-    """Tokens [R, S] of a batch, padded with zeros on the right, and which of them are completions [R, S]."""
+def padded(batch: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens [R, S] of a batch, padded with zeros on the right, which of them are text and which are completions."""
     width = max(len(p) + len(c) for p, c in batch)
-    tokens, own = torch.zeros(len(batch), width, dtype=torch.long), torch.zeros(len(batch), width, dtype=torch.bool)
+    tokens = torch.zeros(len(batch), width, dtype=torch.long)
+    text, own = torch.zeros_like(tokens, dtype=torch.bool), torch.zeros_like(tokens, dtype=torch.bool)
     for i, (prompt, completion) in enumerate(batch):
         tokens[i, : len(prompt) + len(completion)] = torch.tensor([*prompt, *completion])
+        text[i, : len(prompt) + len(completion)] = True
         own[i, len(prompt) : len(prompt) + len(completion)] = True
-    return tokens, own
+    return tokens, text, own
 
 
 class TargetStates:
@@ -130,10 +132,10 @@ class Lessons:
         return map(self._lesson, range(len(self.batches)))
 
     def _lesson(self, number: int) -> Lesson:
-        tokens, own = (t.to(self.device) for t in padded(self.batches[number]))
+        tokens, text, own = (t.to(self.device) for t in padded(self.batches[number]))
         file = self.cache / f"{number}.safetensors"
         if file.exists():
-            return Lesson(tokens, own, load_file(file, device=str(self.device))["states"])
+            return Lesson(tokens, text, own, load_file(file, device=str(self.device))["states"])
         states = self.states.of(tokens)
         size = states.numel() * states.element_size()
         if self.kept + size <= self.budget:
@@ -146,4 +148,4 @@ class Lessons:
             else:
                 part.replace(file)
                 self.kept += size
-        return Lesson(tokens, own, states)
+        return Lesson(tokens, text, own, states)

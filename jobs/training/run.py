@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
@@ -22,7 +23,9 @@ from exspec.actors.source import Source
 from exspec.jobs.finished import check_map, choose, read_rows
 from exspec.jobs.training.examples import TOKENS_PER_STEP, Example, Lessons, TargetStates, counts_of, example_of
 from exspec.jobs.training.settings import TrainSettings
+from exspec.jobs.training.texts import write_texts
 from exspec.jobs.training.trainer import Record, Tally, Trainer
+from exspec.jobs.training.unfinished import write
 from exspec.pipeline.cluster.connect import connect, device
 from exspec.pipeline.errors import JobError, counted
 from exspec.pipeline.input.snapshot import vanished
@@ -33,10 +36,12 @@ from exspec.pipeline.shape import device_here, pair_of
 from exspec.pipeline.storage import Folder
 from exspec.pipeline.weights import local_model
 
-MADE, RECORDS, CHECKPOINT = "drafter", "records.json", "checkpoint.pt"  # of the folder of a training
+MADE, RECORDS, CHECKPOINT, TEXTS = "drafter", "records.json", "checkpoint.pt", "texts.json"  # of a training's folder
 HELD_OUT = 0.1  # share of the rows
 HELD_ROWS = 64  # of them that are decoded, at most
 FEWEST = 16  # rows
+WRITING = 0.2  # share of the time in which the target may write texts
+WRITTEN = 3  # tokens of these texts for each of the rows', at most
 GIB = 2**30
 
 
@@ -143,6 +148,18 @@ class Training:
             )
         return Rows(learned, held[:: max(1, len(held) // HELD_ROWS)][:HELD_ROWS], by_shard, long)
 
+    def write_texts(self, pair: Pair, learned: Sequence[Example], say: Callable[[str], None]) -> None:
+        """Let the target write texts that are learned beside the rows, if the steps are enough to read any."""
+        file, known = self.work / TEXTS, sum(len(prompt) + len(completion) for prompt, completion in learned)
+        wanted = min(WRITTEN * known, self.settings.steps * TOKENS_PER_STEP - known)
+        if file.exists() or wanted <= 0:
+            return
+        began = time.monotonic()
+        texts = write_texts(pair.target, learned, wanted, WRITING * 60 * self.settings.minutes)
+        seconds = time.monotonic() - began
+        write(file, {"texts": texts, "seconds": seconds}, indent=None)
+        say(f"{counted(len(texts), 'text')} with {sum(map(len, texts)):,} tokens written by the target beside them")
+
     def learner(self, pair: Pair, learned: Sequence[Example]) -> Learner:
         """What trains the pair's draft, or a new one. Raises ValueError if none can be made."""
         torch.manual_seed(0)
@@ -156,7 +173,10 @@ class Training:
     ) -> bool:  # fmt: skip
         """Train, and write the drafter and the records of the training into `work`. go_on: is asked from time to time;
         it gets a function that computes the accept length on rows that were held out. Returns its last answer."""
-        learned, held = rows.learned, [example for _, example in rows.held]
+        file = self.work / TEXTS
+        written = json.loads(file.read_text()) if file.exists() else {"texts": [], "seconds": 0.0}
+        learned = [*rows.learned, *((text, []) for text in written["texts"])]
+        held = [example for _, example in rows.held]
         longest = max(len(prompt) + len(completion) for prompt, completion in [*learned, *held])
         states = TargetStates(pair.target, learner.layers, longest)
         rank = distributed.get_rank() if distributed.is_initialized() else 0
@@ -164,7 +184,7 @@ class Training:
         lessons = Lessons(learned, states, cache, budget, pair.target.device)
         trainer = Trainer(
             learner, lambda step, _: lessons.at(step), self.settings.minutes, self.settings.steps,
-            self.work / CHECKPOINT,
+            self.work / CHECKPOINT, written["seconds"],
         )  # fmt: skip
         others = Lessons(held, states, self.work / "states-held", budget, pair.target.device)
         going = trainer.run(say, lambda trainer: go_on(trainer, lambda: accept_length(learner, others)))
@@ -208,7 +228,8 @@ class Training:
 
     def forget(self) -> None:
         """Remove what only an unfinished training needs."""
-        (self.work / CHECKPOINT).unlink(missing_ok=True)
+        for name in (CHECKPOINT, TEXTS):
+            (self.work / name).unlink(missing_ok=True)
         for states in self.work.glob("states-*"):
             shutil.rmtree(states)
 

@@ -78,16 +78,17 @@ class Trainer:
     """Trains for so many minutes or steps, whichever ends first. Muon optimizes the matrices, AdamW the rest.
 
     lesson: gives the batch of a step. checkpoint: a file from which a training that was killed goes on; None: none is
-    written. Where torch.distributed runs, every process takes other lessons and all keep the same weights.
+    written. seconds: of the training's time that have passed. Where torch.distributed runs, every process takes other
+    lessons and all keep the same weights.
     """
 
     def __init__(
         self, learner: Trainable, lesson: Callable[[int, float], Lesson], minutes: float, steps: int,
-        checkpoint: Path | None = None,
+        checkpoint: Path | None = None, seconds: float = 0.0,
     ) -> None:  # fmt: skip
         self.learner, self.lesson, self.limit, self.steps = learner, lesson, 60 * minutes, steps
         self.file = checkpoint
-        self.step, self.seconds, self.records = 0, 0.0, list[Record]()
+        self.step, self.seconds, self.records = 0, seconds, list[Record]()
         self.rank, self.workers = 0, 1
         if distributed.is_available() and distributed.is_initialized():
             self.rank, self.workers = distributed.get_rank(), distributed.get_world_size()

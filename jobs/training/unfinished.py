@@ -58,8 +58,8 @@ def note(folder: Path, asked: dict[str, Any], learned: str) -> None:
     write(file, asked | {"learned": learned})
 
 
-def write(file: Path, values: Any) -> None:
+def write(file: Path, values: Any, indent: int | None = 2) -> None:
     """Write values as JSON. A kill leaves no half of the file."""
     part = file.with_suffix(".part")
-    part.write_text(json.dumps(values, indent=2) + "\n")
+    part.write_text(json.dumps(values, indent=indent) + "\n")
     part.replace(file)

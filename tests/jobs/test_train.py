@@ -20,8 +20,9 @@ from exspec.jobs.finished import FinishedRow
 from exspec.jobs.training import examples as lessons
 from exspec.jobs.training import run as training
 from exspec.jobs.training import trainer
-from exspec.jobs.training.examples import Lessons, TargetStates, batched, example_of, padded
+from exspec.jobs.training.examples import Example, Lessons, TargetStates, batched, example_of, padded
 from exspec.jobs.training.settings import TrainSettings
+from exspec.jobs.training.texts import AT_ONCE, write_texts
 from exspec.jobs.training.trainer import Trainer
 from exspec.jobs.training.unfinished import asked_of
 from exspec.pipeline.errors import JobError
@@ -35,7 +36,7 @@ from tests.pipeline.in_process import in_process
 
 ROWS = 60
 HELD = 40  # the first row of the last shard
-STEPS = {"dflash": 200, "eagle3": 300}  # until a drafter knows the rows; 100 for the others
+STEPS = {"dflash": 200, "eagle3": 300, "clover": 250}  # until a drafter knows the rows; 100 for a draft model
 every = pytest.mark.parametrize("drafter", TRAINED)
 
 
@@ -73,7 +74,11 @@ def refusal(*words: object) -> str:
 
 
 @every
-def test_a_trained_drafter_is_a_draft_of_its_target(drafter: str, done: tuple[str, Path], tmp_path: Path) -> None:
+def test_a_trained_drafter_is_a_draft_of_its_target(
+    drafter: str, done: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target has random weights, so a drafter can only learn rows by heart."""
+    monkeypatch.setattr(training, "WRITTEN", 0)
     folder = tmp_path / "made"
     printed = train(done[1], folder, "--drafter", drafter, "--draft-tokens", 3, "--steps", STEPS.get(drafter, 100))
     assert printed["drafter"] == drafter
@@ -105,6 +110,39 @@ def test_what_is_learned_are_the_tokens_of_the_target(done: tuple[str, Path]) ->
     assert not any(tiny.ENDS[0] in tokens for _, tokens in again.learned)
 
 
+def test_texts_that_the_target_writes_are_learned_beside_the_rows(
+    done: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learned: list[list[Example]] = []
+
+    def lessons_of(examples: list[Example], *rest: Any) -> Lessons:
+        learned.append(examples)
+        return Lessons(examples, *rest)
+
+    monkeypatch.setattr(training, "Lessons", lessons_of)
+    train(done[1], tmp_path / "made", "--drafter", "clover", "--steps", 3)
+    rows = [[*prompt, *completion] for prompt, completion in learned[0] if completion]
+    texts = [text for text, completion in learned[0] if not completion]
+    assert len(rows) == len(learnable(0, HELD, load_pair(done[0], None).target))
+    longest, known = max(map(len, rows)), sum(map(len, rows))
+    assert training.WRITTEN * known <= sum(map(len, texts)) < training.WRITTEN * known + AT_ONCE * longest
+    assert max(map(len, texts)) <= longest
+    shared = [max(n for n in range(longest + 1) for row in rows if text[:n] == row[:n]) for text in texts]
+    assert min(shared) >= 1, "each goes on from a row"
+    assert sum(shared) < 0.8 * sum(map(len, texts)), "and is another text"
+    assert all(row for _, row in learned[1]), "only rows are held out"
+
+
+def test_texts_are_written_no_longer_than_asked() -> None:
+    target = tiny.deep(4)
+    rows = texts(target, 12)
+    assert write_texts(target, rows, 0, 1000.0) == []
+    assert write_texts(target, rows, 1000, 0.0) == []
+    found = write_texts(target, rows, 1000, 1000.0)
+    assert sum(map(len, found)) >= 1000
+    assert found == write_texts(target, rows, 1000, 1000.0)
+
+
 def test_ends_that_the_text_does_not_tell_are_not_learned(done: tuple[str, Path]) -> None:
     """A stop string, or an end token of the row's own, may stand where the model's would."""
     pair = load_pair(done[0], None)
@@ -118,10 +156,10 @@ def test_batches_hold_every_token_once() -> None:
     rows = [([1] * (1 + n % 7), list(range(10 + n, 13 + n + n % 5))) for n in range(300)]
     learned = []
     for batch in batched(rows):
-        tokens, own = padded(batch)
-        assert tokens.shape == own.shape
-        for (prompt, completion), row, mine in zip(batch, tokens.tolist(), own, strict=True):
-            assert row[: len(prompt) + len(completion)] == [*prompt, *completion]
+        tokens, text, own = padded(batch)
+        assert tokens.shape == text.shape == own.shape
+        for (prompt, completion), row, all_of_it, mine in zip(batch, tokens.tolist(), text, own, strict=True):
+            assert tokens[0].new_tensor(row)[all_of_it].tolist() == [*prompt, *completion]
             assert tokens[0].new_tensor(row)[mine].tolist() == completion
             learned.append((prompt, completion))
     assert sorted(learned) == sorted(rows)
@@ -173,8 +211,10 @@ def test_a_training_that_was_killed_ends_as_one_that_was_not(
     assert all(torch.equal(t, weights[name]) for name, t in whole.learner.model.state_dict().items())
 
 
-def test_a_command_that_was_killed_goes_on(done: tuple[str, Path], tmp_path: Path) -> None:
-    """It keeps its checkpoint, and another training may not take the folder."""
+def test_a_command_that_was_killed_goes_on(
+    done: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps its checkpoint and its texts, and another training may not take the folder."""
     folder, work = tmp_path / "made", tmp_path / "made" / "_training"
     words = ["train", str(done[1]), str(folder), "--drafter", "clover", "--steps", "60"]
     code = f"from exspec.jobs.training import trainer; trainer.EVERY = 0.0; {MAIN}"
@@ -187,6 +227,7 @@ def test_a_command_that_was_killed_goes_on(done: tuple[str, Path], tmp_path: Pat
     assert not (folder / "config.json").exists()
     other = refusal(*words[1:3], "--drafter", "eagle3", "--steps", "60")
     assert "holds an unfinished training with drafter 'clover', not 'eagle3'" in other
+    monkeypatch.delattr(training, "write_texts")
     assert train(*words[1:])["drafter"] == "clover"
     assert (folder / "model.safetensors").exists()
 

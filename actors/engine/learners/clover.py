@@ -1,5 +1,5 @@
-"""Each step of a Clover head learns the token that the target wrote one, two or more positions further on
-(arXiv:2405.00263)."""
+"""Each step of a Clover head learns the target's distribution of the token one, two or more positions further on
+(arXiv:2405.00263; of distributions, arXiv:2310.07177)."""
 
 from copy import deepcopy
 from typing import Any
@@ -48,12 +48,16 @@ class CloverLearner(Learner):
     def __init__(self, target: PreTrainedModel, model: PreTrainedModel, drafts: int) -> None:
         super().__init__(target, model, min(drafts, model.config.heads))
         self.layers = (target.config.get_text_config().num_hidden_layers,)
+        self.target_norm = final_norm(target)
 
     def outcome(self, lesson: Lesson) -> Outcome:
-        tokens, own = lesson.tokens, lesson.own
+        tokens, text, own = lesson.tokens, lesson.text, lesson.own
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         head: Any = self.model
         hidden = head(input_ids=tokens, features=lesson.states, position_ids=positions).logits
+        with torch.no_grad():
+            number = text.flatten().cumsum(0).view_as(text) - 1  # of a place among those with a token
+            expected = self.score(self.target_norm(lesson.states[text])).float().softmax(-1)
         losses: list[Tensor] = []
         right, known = list[Tensor](), list[Tensor]()
         for i in range(self.count):
@@ -61,12 +65,12 @@ class CloverLearner(Learner):
             hidden, output = head.step(
                 i, hidden[:, : tokens.shape[1] - i - 2], self.score.weight[tokens[:, i + 1 : -1]]
             )
-            wanted, here = tokens[:, i + 2 :], own[:, i + 2 :]
+            wanted, here = tokens[:, i + 2 :], text[:, i + 2 :]
             hit = torch.zeros_like(here)
             if here.any():
                 logits = self.score(output[here]).float()
-                losses.append(cross_entropy(logits, wanted[here]))
+                losses.append(cross_entropy(logits, expected[number[:, i + 1 : -1][here]]))
                 hit[here] = logits.argmax(-1) == wanted[here]
-            for found, values in ((right, hit), (known, here)):
+            for found, values in ((right, hit), (known, own[:, i + 2 :])):
                 found.append(pad(values, (0, i)))
         return Outcome.of_steps(losses, right, known)

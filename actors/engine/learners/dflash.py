@@ -81,23 +81,23 @@ class DFlashLearner(Learner):
                 module.requires_grad_(False)
 
     def outcome(self, lesson: Lesson) -> Outcome:
-        tokens, own = lesson.tokens, lesson.own
+        tokens, text, own = lesson.tokens, lesson.text, lesson.own
         config: Any = self.model.config
-        begins = own[:, 1:]  # a block begins before a token that is learned
+        begins = text[:, 1:]  # a block begins before a token
         count = min(max(1, int(ANCHORS * int(begins.sum(1).max()))), MOST)
         drawn = torch.rand(begins.shape).to(begins.device) + begins.float()  # of the CPU's random state
         anchors = drawn.topk(count, dim=1).indices.sort(dim=1).values  # [R, A]
         places = anchors[..., None] + torch.arange(config.block_size, device=tokens.device)  # [R, A, N]
         inside = places.clamp(max=tokens.shape[1] - 1)
         block = tokens.gather(1, inside.flatten(1)).view_as(places)
-        known = own.gather(1, inside.flatten(1)).view_as(places) & (places == inside)
-        known = (known & begins.gather(1, anchors)[..., None])[..., 1:]  # [R, A, K]
+        known, judged = (t.gather(1, inside.flatten(1)).view_as(places)[..., 1:] for t in (text, own))
+        known &= (places == inside)[..., 1:] & begins.gather(1, anchors)[..., None]  # [R, A, K]
         size = config.target_hidden_size
         hidden = self._states(block, places, anchors, lesson.states[..., :-size])[..., 1:, :][known]
         logs, expected = self.score(hidden).float().log_softmax(-1), block[..., 1:][known]
         with torch.no_grad():
-            # The target's distribution of every token that is learned, over the tokens that the head can propose.
-            number = begins.flatten().cumsum(0).view_as(begins) - 1  # of a place among those before such tokens
+            # The target's distribution of every token, over the tokens that the head can propose.
+            number = begins.flatten().cumsum(0).view_as(begins) - 1  # of a place among those before tokens
             wanted = self.target_score(self.norm(lesson.states[:, :-1, -size:][begins])).float()
             wanted = wanted[:, self.proposed].softmax(-1)
             column = number.gather(1, (inside[..., 1:] - 1).flatten(1)).view_as(known)[known]
@@ -108,7 +108,7 @@ class DFlashLearner(Learner):
         losses[known] = -(wanted[column] * logs).sum(-1) * can
         right = torch.zeros_like(known)
         right[known] = self.proposed[logs.argmax(-1)] == expected
-        begun = known[..., 0]
+        begun = (known & judged)[..., 0]
         return Outcome((pace(chances, known) * losses).sum() / known.sum(), right[begun], known[begun])
 
     def _states(self, block: Tensor, places: Tensor, anchors: Tensor, features: Tensor) -> Tensor:

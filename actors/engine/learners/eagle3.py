@@ -68,13 +68,13 @@ class Eagle3Learner(Learner):
 
     def outcome(self, lesson: Lesson) -> Outcome:
         # Every place has all steps; past the end of a text nothing is learned.
-        tokens, own = (pad(t, (0, self.count)) for t in (lesson.tokens, lesson.own))
+        tokens, text, own = (pad(t, (0, self.count)) for t in (lesson.tokens, lesson.text, lesson.own))
         states = pad(lesson.states, (0, 0, 0, self.count))
         head, width = self.model, lesson.tokens.shape[1] - 1
         size = head.config.target_hidden_size
         with torch.no_grad():
-            # The target's distribution of every token that is learned, over the tokens that the head can propose.
-            before = pad(own[:, 1:], (0, 1))  # the columns before such tokens
+            # The target's distribution of every token, over the tokens that the head can propose.
+            before = pad(text[:, 1:], (0, 1))  # the columns before tokens
             number = before.flatten().cumsum(0).view_as(before) - 1  # of a column among them
             wanted = self.score(self.norm(states[..., -size:][before])).float()
             wanted, best = wanted[:, self.proposed].softmax(-1), wanted.argmax(-1)
@@ -84,7 +84,7 @@ class Eagle3Learner(Learner):
         feature = head.fc(states[..., :-size])
         for i in range(self.count):
             feature = unrolled.step(embedded[:, 1 + i : 1 + i + width], feature[:, :width])
-            learned = own[:, 2 + i : 2 + i + width]
+            learned = text[:, 2 + i : 2 + i + width]
             column = number[:, 1 + i : 1 + i + width][learned]
             logits = head.lm_head(head.norm(feature[learned])).float()
             each = cross_entropy(logits, wanted[column], reduction="none") * likely[column]
@@ -92,7 +92,7 @@ class Eagle3Learner(Learner):
             hit = torch.zeros_like(learned)
             hit[learned] = self.proposed[logits.argmax(-1)] == tokens[:, 2 + i : 2 + i + width][learned]
             right.append(hit)
-            known.append(learned)
+            known.append(own[:, 2 + i : 2 + i + width])
         return Outcome.of_steps(losses, right, known)
 
     def save(self, folder: Path, dtype: torch.dtype) -> None:

@@ -25,11 +25,13 @@ SHAPE = ("hidden_size", "num_attention_heads", "max_position_embeddings", "vocab
 class Lesson(NamedTuple):
     """A batch of texts, padded on the right.
 
-    tokens: [R, S]. own: [R, S], the tokens that the target has written, which are learned. states: [R, S, F], the
-    target's hidden states after the learner's layers.
+    tokens: [R, S]. text: [R, S], all but padding. What the target thinks of the next token is learned at every place of
+    a text, its prompt included. own: [R, S], the tokens that the target has written, where drafts are judged. states:
+    [R, S, F], the target's hidden states after the learner's layers.
     """
 
     tokens: Tensor
+    text: Tensor
     own: Tensor
     states: Tensor
 

@@ -47,14 +47,14 @@ class ModelLearner(Learner):
         self.norm = final_norm(target)
 
     def outcome(self, lesson: Lesson) -> Outcome:
-        own = lesson.own[:, 1:]
+        text, own = lesson.text[:, 1:], lesson.own[:, 1:]
         with torch.no_grad():
-            wanted = self.score(self.norm(lesson.states[:, :-1][own])).float()
+            wanted = self.score(self.norm(lesson.states[:, :-1][text])).float()
         # Padding is on the right, so no token before it sees it.
         hidden = self.model.base_model(input_ids=lesson.tokens[:, :-1], use_cache=False).last_hidden_state
-        logits = self.model.get_output_embeddings()(hidden[own]).float()
+        logits = self.model.get_output_embeddings()(hidden[text]).float()
         shared = min(logits.shape[-1], wanted.shape[-1])
-        right = torch.zeros_like(own)
-        right[own] = logits.argmax(-1) == lesson.tokens[:, 1:][own]
+        right = torch.zeros_like(text)
+        right[text] = logits.argmax(-1) == lesson.tokens[:, 1:][text]
         loss = cross_entropy(logits[..., :shared], wanted[..., :shared].softmax(-1))
         return Outcome(loss, *runs(right, own, self.count))
