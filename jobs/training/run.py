@@ -174,7 +174,7 @@ class Training:
         """Train, and write the drafter and the records of the training into `work`. go_on: is asked from time to time;
         it gets a function that computes the accept length on rows that were held out. Returns its last answer."""
         file = self.work / TEXTS
-        written = json.loads(file.read_text()) if file.exists() else {"texts": [], "seconds": 0.0}
+        written: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"texts": [], "seconds": 0.0}
         learned = [*rows.learned, *((text, []) for text in written["texts"])]
         held = [example for _, example in rows.held]
         longest = max(len(prompt) + len(completion) for prompt, completion in [*learned, *held])

@@ -61,5 +61,8 @@ def note(folder: Path, asked: dict[str, Any], learned: str) -> None:
 def write(file: Path, values: Any, indent: int | None = 2) -> None:
     """Write values as JSON. A kill leaves no half of the file."""
     part = file.with_suffix(".part")
-    part.write_text(json.dumps(values, indent=indent) + "\n")
+    try:
+        part.write_text(json.dumps(values, indent=indent) + "\n")
+    except OSError as error:  # of a full disk: without the file's name
+        raise OSError(error.errno, error.strerror, str(part)) from error
     part.replace(file)
