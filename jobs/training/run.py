@@ -81,6 +81,11 @@ class Training:
         return self.settings.draft_tokens or self.kind.drafts
 
     @property
+    def shortest(self) -> int:
+        """Tokens of the shortest text that has a draft."""
+        return self.drafts + 3
+
+    @property
     def kind(self) -> type[Learner]:
         """What trains this kind of drafter."""
         kind = learner_class(self.settings.drafter)
@@ -117,13 +122,13 @@ class Training:
         """The rows to learn. Rows without a completion are left out, and so are rows whose text does not encode to the
         tokens that were counted, and rows too short to have a draft or too long. Raises JobError if too few are
         left."""
-        shortest, long = self.drafts + 3, 0
+        long = 0
         done = read_output(Folder(self.output, self.options))
         gone = vanished(done.state.plan.shards, job.storage_options)
         shards: dict[str, list[tuple[Request, Example]]] = {}
         for row in read_rows(job, done, pair, choose(done, self.settings.rows, None, 0, gone)):
             example = example_of(row, pair)
-            if example is None or len(example[1]) < 2 or (size := sum(map(len, example))) < shortest:
+            if example is None or len(example[1]) < 2 or (size := sum(map(len, example))) < self.shortest:
                 continue
             if size > TOKENS_PER_STEP:
                 long += 1
@@ -144,19 +149,22 @@ class Training:
         if len(learned) < FEWEST:
             raise JobError(
                 f"{self.output}: {len(learned)} rows, without those held out, have a completion of at least 2 tokens, "
-                f"and {shortest} to {TOKENS_PER_STEP:,} tokens with the prompt; expected at least {FEWEST} such rows"
+                f"and {self.shortest} to {TOKENS_PER_STEP:,} tokens with the prompt; expected at least {FEWEST} such "
+                "rows"
             )
         return Rows(learned, held[:: max(1, len(held) // HELD_ROWS)][:HELD_ROWS], by_shard, long)
 
     def write_texts(self, pair: Pair, learned: Sequence[Example], say: Callable[[str], None]) -> None:
-        """Let the target write texts that are learned beside the rows, if the steps are enough to read any."""
+        """Let the target write texts that are learned beside the rows, if the steps are enough to read any. Texts too
+        short to have a draft are left out."""
         file, known = self.work / TEXTS, sum(len(prompt) + len(completion) for prompt, completion in learned)
         wanted = min(WRITTEN * known, self.settings.steps * TOKENS_PER_STEP - known)
         if file.exists() or wanted <= 0:
             return
-        began = time.monotonic()
-        texts = write_texts(pair.target, learned, wanted, WRITING * 60 * self.settings.minutes)
-        seconds = time.monotonic() - began
+        began, limit = time.monotonic(), WRITING * 60 * self.settings.minutes
+        found = write_texts(pair.target, learned, wanted, limit)
+        seconds = min(time.monotonic() - began, limit)  # of a very short training enough is left for a step
+        texts = [text for text in found if len(text) >= self.shortest]
         write(file, {"texts": texts, "seconds": seconds}, indent=None)
         say(f"{counted(len(texts), 'text')} with {sum(map(len, texts)):,} tokens written by the target beside them")
 

@@ -125,12 +125,17 @@ def test_texts_that_the_target_writes_are_learned_beside_the_rows(
     texts = [text for text, completion in learned[0] if not completion]
     assert len(rows) == len(learnable(0, HELD, load_pair(done[0], None).target))
     longest, known = max(map(len, rows)), sum(map(len, rows))
-    assert training.WRITTEN * known <= sum(map(len, texts)) < training.WRITTEN * known + AT_ONCE * longest
+    assert 0.8 * training.WRITTEN * known < sum(map(len, texts)) < training.WRITTEN * known + AT_ONCE * longest
     assert max(map(len, texts)) <= longest
+    assert min(map(len, texts)) >= 6, "long enough for a draft of three tokens"
     shared = [max(n for n in range(longest + 1) for row in rows if text[:n] == row[:n]) for text in texts]
     assert min(shared) >= 1, "each goes on from a row"
     assert sum(shared) < 0.8 * sum(map(len, texts)), "and is another text"
     assert all(row for _, row in learned[1]), "only rows are held out"
+
+
+def test_a_training_of_a_moment_has_a_step(done: tuple[str, Path], tmp_path: Path) -> None:
+    assert train(done[1], tmp_path / "made", "--drafter", "clover", "--minutes", 0.001)["accept_length"] >= 1
 
 
 def test_texts_are_written_no_longer_than_asked() -> None:
