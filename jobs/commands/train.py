@@ -10,6 +10,7 @@ from transformers.utils.logging import disable_progress_bar
 from exspec.jobs.commands import run as jobs
 from exspec.jobs.demo import TARGET
 from exspec.jobs.training.page import render
+from exspec.jobs.training.prospect import tidy
 from exspec.jobs.training.run import MADE, Training, measure, use_cores
 from exspec.jobs.training.settings import TrainSettings
 from exspec.jobs.training.unfinished import WORK, asked_of, check_folder, held, note
@@ -57,18 +58,20 @@ def _make(
     tokens = sum(len(completion) for _, completion in rows.learned)
     others = "of other shards" if rows.by_shard else "of the same shard"
     progress.say(
-        f"{counted(len(rows.learned), 'row')} with {tokens:,} tokens to learn; {len(rows.held)} {others} held out"
+        f"{counted(len(rows.learned), 'row')} with {tokens:,} tokens of completions; {len(rows.held)} {others} held out"
     )
     learner = training.learner(pair, rows.learned)  # before anything is written: it may be impossible
     note(folder, asked, rows.digest)
     with held(folder):
-        progress.stage("the target writes texts")
+        progress.stage("writing texts")
         training.write_texts(pair, rows.learned, progress.say)
+        progress.stage("training")
         if settings.workers > 1:
             del learner
             target: Any = pair.target
             place = target.device
             target.to("cpu")  # the processes need the device
+            tidy()
             training.run_together(job)
             target.to(place)
         else:

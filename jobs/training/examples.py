@@ -1,4 +1,4 @@
-"""What a target has written, in batches, with its hidden states."""
+"""Texts with what a target has written, in batches, with its hidden states."""
 
 import random
 from collections import Counter

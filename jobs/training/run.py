@@ -22,6 +22,7 @@ from exspec.actors.models import Pair, load_draft
 from exspec.actors.source import Source
 from exspec.jobs.finished import check_map, choose, read_rows
 from exspec.jobs.training.examples import TOKENS_PER_STEP, Example, Lessons, TargetStates, counts_of, example_of
+from exspec.jobs.training.prospect import tidy
 from exspec.jobs.training.settings import TrainSettings
 from exspec.jobs.training.texts import write_texts
 from exspec.jobs.training.trainer import Record, Tally, Trainer
@@ -41,7 +42,8 @@ HELD_OUT = 0.1  # share of the rows
 HELD_ROWS = 64  # of them that are decoded, at most
 FEWEST = 16  # rows
 WRITING = 0.2  # share of the time in which the target may write texts
-WRITTEN = 3  # tokens of these texts for each of the rows', at most
+WRITTEN = 2  # tokens that it writes for each of the rows', at most
+MANY = 2_000_000  # tokens of rows, of which a drafter knows little by heart
 GIB = 2**30
 
 
@@ -155,15 +157,17 @@ class Training:
         return Rows(learned, held[:: max(1, len(held) // HELD_ROWS)][:HELD_ROWS], by_shard, long)
 
     def write_texts(self, pair: Pair, learned: Sequence[Example], say: Callable[[str], None]) -> None:
-        """Let the target write texts that are learned beside the rows, if the steps are enough to read any. Texts too
-        short to have a draft are left out."""
+        """Let the target write texts that are learned beside the rows, if there are few rows and steps enough to learn
+        texts too. Texts too short to have a draft are left out."""
         file, known = self.work / TEXTS, sum(len(prompt) + len(completion) for prompt, completion in learned)
-        wanted = min(WRITTEN * known, self.settings.steps * TOKENS_PER_STEP - known)
-        if file.exists() or wanted <= 0:
+        read = self.settings.steps * self.settings.workers * TOKENS_PER_STEP
+        wanted = min(WRITTEN * known, min(MANY, read) - known)
+        if wanted <= 0 or file.exists() or any(self.work.glob("states-*")):  # it has begun, with or without texts
             return
         began, limit = time.monotonic(), WRITING * 60 * self.settings.minutes
         found = write_texts(pair.target, learned, wanted, limit)
-        seconds = min(time.monotonic() - began, limit)  # of a very short training enough is left for a step
+        tidy()
+        seconds = min(time.monotonic() - began, limit)  # so that a very short training still has a step
         texts = [text for text in found if len(text) >= self.shortest]
         write(file, {"texts": texts, "seconds": seconds}, indent=None)
         say(f"{counted(len(texts), 'text')} with {sum(map(len, texts)):,} tokens written by the target beside them")
@@ -236,8 +240,7 @@ class Training:
 
     def forget(self) -> None:
         """Remove what only an unfinished training needs."""
-        for name in (CHECKPOINT, TEXTS):
-            (self.work / name).unlink(missing_ok=True)
+        (self.work / CHECKPOINT).unlink(missing_ok=True)
         for states in self.work.glob("states-*"):
             shutil.rmtree(states)
 

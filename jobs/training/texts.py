@@ -14,12 +14,12 @@ from exspec.actors.engine import Engine, EngineConfig, Request, Sampling
 from exspec.jobs.training.examples import Example
 
 AT_ONCE = 64  # texts
-KV_COLUMNS = 2**15  # of all texts that are being written
+KV_COLUMNS = 2**14  # of all texts that are being written
 
 
 def write_texts(target: PreTrainedModel, rows: Sequence[Example], tokens: int, seconds: float) -> list[list[int]]:
-    """Texts of about so many tokens in all, or as many as are written in so many seconds. None is longer than the
-    longest row."""
+    """Texts with about so many tokens of the target's own in all, or as many as it writes in so many seconds. None is
+    longer than the longest row."""
     whole = [[*prompt, *completion] for prompt, completion in rows]
     longest = max(map(len, whole))
     count = max(1, min(AT_ONCE, KV_COLUMNS // longest))
@@ -36,5 +36,6 @@ def write_texts(target: PreTrainedModel, rows: Sequence[Example], tokens: int, s
         engine.step()
         for done in engine.take():
             made.append([*begun.pop(done.id), *done.tokens])
-            tokens -= len(made[-1])
-    return made
+            tokens -= len(done.tokens)
+    rest = [[*running.request.prompt, *running.committed] for running in engine.pool.running]
+    return made + rest  # without them short texts would be too many

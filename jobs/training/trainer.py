@@ -78,8 +78,8 @@ class Trainer:
     """Trains for so many minutes or steps, whichever ends first. Muon optimizes the matrices, AdamW the rest.
 
     lesson: gives the batch of a step. checkpoint: a file from which a training that was killed goes on; None: none is
-    written. seconds: of the training's time that have passed. Where torch.distributed runs, every process takes other
-    lessons and all keep the same weights.
+    written. seconds: how many of the training's have already passed. Where torch.distributed runs, every process takes
+    other lessons and all keep the same weights.
     """
 
     def __init__(
@@ -132,8 +132,9 @@ class Trainer:
             tally.add(outcome)
             self.step, self.seconds = self.step + 1, self._agreed(self.seconds + time.monotonic() - began)
             if self.step % SHOWN == 0 or self.share >= 1:
-                self.records.append(tally.record(self.step, self.seconds))
-                say(str(self.records[-1]))
+                if tally.drafts or not self.records:  # a few steps may have texts without a draft to judge
+                    self.records.append(tally.record(self.step, self.seconds))
+                    say(str(self.records[-1]))
                 tally, going = Tally(), go_on(self)
             if self.file and not self.rank and time.monotonic() - saved > EVERY:
                 self._save(self.file)

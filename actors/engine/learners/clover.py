@@ -1,5 +1,5 @@
 """Each step of a Clover head learns the target's distribution of the token one, two or more positions further on
-(arXiv:2405.00263; of distributions, arXiv:2310.07177)."""
+(arXiv:2405.00263; distributions: arXiv:2310.07177)."""
 
 from copy import deepcopy
 from typing import Any

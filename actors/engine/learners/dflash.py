@@ -83,7 +83,7 @@ class DFlashLearner(Learner):
     def outcome(self, lesson: Lesson) -> Outcome:
         tokens, text, own = lesson.tokens, lesson.text, lesson.own
         config: Any = self.model.config
-        begins = text[:, 1:]  # a block begins before a token
+        begins = (text if self.model.training else own)[:, 1:]  # a block begins before a token
         count = min(max(1, int(ANCHORS * int(begins.sum(1).max()))), MOST)
         drawn = torch.rand(begins.shape).to(begins.device) + begins.float()  # of the CPU's random state
         anchors = drawn.topk(count, dim=1).indices.sort(dim=1).values  # [R, A]
@@ -96,8 +96,8 @@ class DFlashLearner(Learner):
         hidden = self._states(block, places, anchors, lesson.states[..., :-size])[..., 1:, :][known]
         logs, expected = self.score(hidden).float().log_softmax(-1), block[..., 1:][known]
         with torch.no_grad():
-            # The target's distribution of every token, over the tokens that the head can propose.
-            number = begins.flatten().cumsum(0).view_as(begins) - 1  # of a place among those before tokens
+            # The target's distribution of these tokens, over the tokens that the head can propose.
+            number = begins.flatten().cumsum(0).view_as(begins) - 1  # of a place among those before such tokens
             wanted = self.target_score(self.norm(lesson.states[:, :-1, -size:][begins])).float()
             wanted = wanted[:, self.proposed].softmax(-1)
             column = number.gather(1, (inside[..., 1:] - 1).flatten(1)).view_as(known)[known]

@@ -175,6 +175,6 @@ def runs(right: Tensor, own: Tensor, count: int) -> tuple[Tensor, Tensor]:
     the guess of the draft. right, own: [R, S]; guess s is of token s.
     """
     wide = [torch.nn.functional.pad(t, (0, count - 1)).unfold(1, count, 1) for t in (right, own)]
-    start = own[..., None]  # a draft begins at each token that is learned
+    start = own[..., None]  # a draft begins at each of the target's tokens
     found, known = (t[start.expand_as(t)].view(-1, count) for t in wide)
     return found, known

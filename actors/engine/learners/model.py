@@ -1,4 +1,4 @@
-"""A draft model learns the target's distribution of every token that the target wrote (arXiv:2310.07177)."""
+"""A draft model learns the target's distribution of every token of a text (arXiv:2310.07177)."""
 
 from copy import deepcopy
 from typing import Any
