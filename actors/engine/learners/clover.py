@@ -48,7 +48,6 @@ class CloverLearner(Learner):
     def __init__(self, target: PreTrainedModel, model: PreTrainedModel, drafts: int) -> None:
         super().__init__(target, model, min(drafts, model.config.heads))
         self.layers = (target.config.get_text_config().num_hidden_layers,)
-        self.target_norm = final_norm(target)
 
     def outcome(self, lesson: Lesson) -> Outcome:
         tokens, text, own = lesson.tokens, lesson.text, lesson.own
@@ -57,7 +56,7 @@ class CloverLearner(Learner):
         hidden = head(input_ids=tokens, features=lesson.states, position_ids=positions).logits
         with torch.no_grad():
             number = text.flatten().cumsum(0).view_as(text) - 1  # of a place among those with a token
-            expected = self.score(self.target_norm(lesson.states[text])).float().softmax(-1)
+            expected = self.wanted(lesson.states[text]).softmax(-1)
         losses: list[Tensor] = []
         right, known = list[Tensor](), list[Tensor]()
         for i in range(self.count):

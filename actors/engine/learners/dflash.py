@@ -64,13 +64,11 @@ class DFlashLearner(Learner):
         if any(config.causal):
             raise ValueError("a head of DFlash with causal layers cannot be trained; expected one without them")
         self.layers = (*config.aux_layers, target.config.get_text_config().num_hidden_layers)
-        self.norm = final_norm(target)
         config._attn_implementation = "sdpa"
         for layer in self.model.layers:
             layer.self_attn.causal = True  # each column has a query of its own: the mask says what it sees
         embeddings: Any = self.model.embed_tokens or target.get_input_embeddings()
         self.embedding = embeddings.weight  # without a scale of the target's own
-        self.target_score = self.score
         if self.model.lm_head is not None:
             self.score = self.model.lm_head
         self.proposed = proposed(self.model)
@@ -98,7 +96,7 @@ class DFlashLearner(Learner):
         with torch.no_grad():
             # The target's distribution of these tokens, over the tokens that the head can propose.
             number = begins.flatten().cumsum(0).view_as(begins) - 1  # of a place among those before such tokens
-            wanted = self.target_score(self.norm(lesson.states[:, :-1, -size:][begins])).float()
+            wanted = self.wanted(lesson.states[:, :-1, -size:][begins])
             wanted = wanted[:, self.proposed].softmax(-1)
             column = number.gather(1, (inside[..., 1:] - 1).flatten(1)).view_as(known)[known]
             own_number = self.numbers[expected]

@@ -60,7 +60,6 @@ class Eagle3Learner(Learner):
         super().__init__(target, model, drafts)
         last = target.config.get_text_config().num_hidden_layers
         self.layers = (*Eagle3.aux_layers_of(target.config, model.config), last)
-        self.norm = final_norm(target)
         self.embed = self.model.embed_tokens or target.get_input_embeddings()
         if self.model.embed_tokens is not None:
             self.model.embed_tokens.requires_grad_(False)
@@ -76,7 +75,7 @@ class Eagle3Learner(Learner):
             # The target's distribution of every token, over the tokens that the head can propose.
             before = pad(text[:, 1:], (0, 1))  # the columns before tokens
             number = before.flatten().cumsum(0).view_as(before) - 1  # of a column among them
-            wanted = self.score(self.norm(states[..., -size:][before])).float()
+            wanted = self.wanted(states[..., -size:][before])
             wanted, best = wanted[:, self.proposed].softmax(-1), wanted.argmax(-1)
             likely = self.proposed[wanted.argmax(-1)] == best
             embedded = self.embed(tokens)

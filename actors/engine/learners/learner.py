@@ -89,6 +89,12 @@ class Learner(ABC):
         self.model: Any = model
         self.count = drafts
         self.score: Any = target.get_output_embeddings()
+        self.norm = final_norm(target)
+
+    def wanted(self, states: Tensor) -> Tensor:
+        """The target's logits [N, V] from its states [N, D] after the last layer."""
+        logits: Tensor = self.target.get_output_embeddings()(self.norm(states))
+        return logits.float()
 
     @abstractmethod
     def outcome(self, lesson: Lesson) -> Outcome:

@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from exspec.actors.engine.layers.spans import layers_of
-from exspec.actors.engine.learners.learner import Growth, Learner, Lesson, Outcome, final_norm, runs, spread
+from exspec.actors.engine.learners.learner import Growth, Learner, Lesson, Outcome, runs, spread
 
 
 class ModelLearner(Learner):
@@ -44,12 +44,11 @@ class ModelLearner(Learner):
     def __init__(self, target: PreTrainedModel, model: PreTrainedModel, drafts: int) -> None:
         super().__init__(target, model, drafts)
         self.layers = (target.config.get_text_config().num_hidden_layers,)
-        self.norm = final_norm(target)
 
     def outcome(self, lesson: Lesson) -> Outcome:
         text, own = lesson.text[:, 1:], lesson.own[:, 1:]
         with torch.no_grad():
-            wanted = self.score(self.norm(lesson.states[:, :-1][text])).float()
+            wanted = self.wanted(lesson.states[:, :-1][text])
         # Padding is on the right, so no token before it sees it.
         hidden = self.model.base_model(input_ids=lesson.tokens[:, :-1], use_cache=False).last_hidden_state
         logits = self.model.get_output_embeddings()(hidden[text]).float()
