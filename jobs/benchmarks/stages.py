@@ -359,7 +359,7 @@ def differences(expected: list[list[int]], found: list[list[int]]) -> Result:
 Stage = Callable[[Measurement, float], Iterator[Result]]
 STAGES: dict[str, tuple[Stage, float]] = {  # with shares of the time
     "independence": (Measurement.independence, 1.0),
-    "profile": (Measurement.profile, 1.5),
+    "profile": (Measurement.profile, 3.0),
     "exact": (Measurement.exact, 2.5),
     "speed": (Measurement.speed, 7.0),
 }

@@ -39,7 +39,7 @@ class JobLearning(Learning):
         self.before: tuple[Job, EngineConfig] | None = None  # how the job decodes without the drafter that it uses
         self.at: float | None = None  # rows of the job at the next pause
         self.row_seconds: float | None = None  # of the job without learning
-        self.speed: float | None = None  # tokens/s of an actor without learning
+        self.alone: EngineConfig | None = None  # how the job would decode if it did not learn
         self.spent = 0.0  # seconds on learning since the last training
         self.over = False
         self.seen: Counter[str] | None = None  # sums at the beginning of what is watched
@@ -68,7 +68,7 @@ class JobLearning(Learning):
             self._end(foreseen.reason)
             return config
         self.progress.say(f"learning: {foreseen.reason}")
-        self.choices, self.row_seconds, self.speed = (foreseen.drafter,), foreseen.seconds / planned, foreseen.speed
+        self.choices, self.row_seconds, self.alone = (foreseen.drafter,), foreseen.seconds / planned, config
         self.spent = time.monotonic() - began
         return foreseen.config
 
@@ -142,7 +142,7 @@ class JobLearning(Learning):
         self.progress.stage(f"learning from the {writer.state.rows:,} finished rows, for about {cost(seconds):.0f} s")
         began, name = time.monotonic(), f"{str(writer.state.job)[:8]}-{len(self.trained) + 1}"
         try:
-            taught: Taught = on_a_device(phase.job, teach, Given(*as_before, self.choices, name, seconds, self.speed))
+            taught: Taught = on_a_device(phase.job, teach, Given(*as_before, self.choices, name, seconds, self.alone))
         except Exception as error:  # the learner died: only its training is lost
             self._end(f"ended: {cause(error)}; the job goes on as before; details: {kept_traceback(error)}")
             return as_before
@@ -153,7 +153,7 @@ class JobLearning(Learning):
         self.progress.say(f"learning: {taught.reason}")
         more = {"used": True, "rows_before": writer.state.rows, "at": time.time()}
         more["seconds"] = round(self.spent + time.monotonic() - began, 1)
-        self.speed, self.spent = None, 0.0
+        self.alone, self.spent = None, 0.0
         self.trained = [*self.trained, taught.figures | more]
         return self._swapped(*(self.before or as_before), self.trained[-1])
 

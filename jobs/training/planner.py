@@ -36,7 +36,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 MODEL = "model"
 CHANGED = ("method", "drafter", "draft_tokens", "pages")  # settings of a shape that a swap changes
-SMALL, LONG = 300.0, 1_800.0  # seconds; a shorter job never trains, and only a longer one tries new heads
+SMALL, LONG = 900.0, 1_800.0  # seconds; a shorter job never trains, and only a longer one tries new heads
 PILOT, HOPE = 0.02, 2.0  # the share of the time that pilots take; of their right drafts, a training has so many times
 DECODED, ROUNDS = 0.005, 32  # the share of the time in which a job decodes rows for it, and its rounds at least
 TIMED, LEAST = 0.01, 4.0  # the share of the time in which a drafter is timed, and seconds at least
@@ -45,18 +45,18 @@ SHORTEST, LONGEST = 20.0, 3600.0  # seconds of a training
 BEST = 0.95  # the highest chance of a drafted token to be right
 EARLY = 0.3  # the share of a training after which it is judged
 MARGIN = 1.5  # a training must be expected to save so many times its cost
-TRIAL = 20.0  # seconds of old and new drafter in turns, at most
+TRIAL = 20.0  # seconds of two drafters in turns, at most
+BESIDE = 50.0  # seconds that a pause takes beside the training: trials, and loading models again
 
 
 class Foreseen(NamedTuple):
     """drafter: to train; None: none. reason: one line. config: of the job, whose forwards have columns for drafts.
-    seconds, speed: of the job without learning, and tokens/s of an actor."""
+    seconds: of the job without learning."""
 
     drafter: str | None
     reason: str
     config: EngineConfig | None = None
     seconds: float = 0.0
-    speed: float | None = None
 
 
 @dataclass(frozen=True)
@@ -71,20 +71,25 @@ class Taught:
 @dataclass(frozen=True)
 class Given:
     """job, config: how the job decodes. choices: drafters that may be trained. name: of the folder of the new drafter.
-    seconds: that the rest of the job would take as it is. speed: tokens/s of an actor without learning; None: those of
-    `config`."""
+    seconds: that the rest of the job would take as it is. alone: how the job would decode if it did not learn; None:
+    like `config`."""
 
     job: Job
     config: EngineConfig
     choices: tuple[str, ...]
     name: str
     seconds: float
-    speed: float | None = None
+    alone: EngineConfig | None = None
+
+
+def budget(seconds: float) -> float:
+    """Seconds of a training for a job with so many seconds left."""
+    return min(max(SHARE * seconds, SHORTEST), LONGEST)
 
 
 def cost(seconds: float) -> float:
-    """Seconds of a training for a job with so many seconds left."""
-    return min(max(SHARE * seconds, SHORTEST), LONGEST)
+    """Seconds of the whole pause."""
+    return budget(seconds) + BESIDE
 
 
 class Option:
@@ -104,16 +109,16 @@ class Option:
         training.save(learner, pair, folder)
         shape = {"method": "exspec", "drafter": self.name, "draft_tokens": self.drafts}
         self.config = config.drafting(shape | {"columns": config.width if config.width > 1 else self.drafts + 1})
-        (_, now), (_, other) = self.feeds(load_draft(pair, str(folder), "the target"))
+        (_, now), (_, other) = self.feeds(self.before, load_draft(pair, str(folder), "the target"))
         self.prospect = Prospect(now, other, max(LEAST, TIMED * seconds))
         del now, other
         tidy()
 
-    def feeds(self, draft: PreTrainedModel) -> list[tuple[Candidate, Feed]]:
-        """The old and the new drafter, ready to decode the sample. Raises ValueError if the job's batches do not fit
-        with the new one."""
+    def feeds(self, before: EngineConfig, draft: PreTrainedModel) -> list[tuple[Candidate, Feed]]:
+        """The old drafter, with the config `before`, and the new one, ready to decode the sample. Raises ValueError if
+        the job's batches do not fit with the new one."""
         new = same_rows(replace(self.models, draft=draft), self.config)
-        given = [(self.before, self.models.draft), (new, draft)]
+        given = [(before, self.models.draft), (new, draft)]
         feeds = side_by_side(self.models.target, self.sample, given)
         return [(Candidate(config, 0.0), feed) for (config, _), feed in zip(given, feeds, strict=True)]
 
@@ -180,7 +185,7 @@ def foresee(
     if saved < MARGIN * cost(whole):
         return Foreseen(None, f"off: {saves}, and its training costs {cost(whole):.0f} s")
     config = same_rows(models, replace(config, columns=option.config.columns))
-    return Foreseen(option.name, saves, config, whole, option.prospect.now.speed)
+    return Foreseen(option.name, saves, config, whole)
 
 
 def decoded(
@@ -263,7 +268,7 @@ class Teacher:
         job, config = given.job, given.config
         torch.set_num_threads(job.threads)
         self.target, models = loaded(job, config)
-        self.seconds = cost(given.seconds)
+        self.seconds = budget(given.seconds)
         minutes, drafts = self.seconds / 60, config.width - 1
 
         def training(name: str) -> Training:
@@ -288,8 +293,8 @@ class Teacher:
     def taught(self) -> Taught:
         """Train and try, as long as that is expected to pay."""
         job, option, best = self.given.job, self.option, self.option.saves(BEST)
-        if best < MARGIN * self.seconds:
-            return Taught(f"no training: it saves {best:.0f} s at best and costs {self.seconds:.0f} s", None, {})
+        if best < MARGIN * (costs := cost(self.given.seconds)):
+            return Taught(f"no training: it saves {best:.0f} s at best and costs {costs:.0f} s", None, {})
         training = option.training
         use_cores(1)
         if not training.run(option.learner, self.target, self.rows, print, self._pays):
@@ -315,7 +320,8 @@ class Teacher:
             "reason": reason,
             "shape": {name: getattr(config, name) for name in CHANGED},
         }
-        said = f"{reason}; it learned {len(self.rows.learned):,} rows, accept length {length:.2f}"
+        gain = f"the job is {speedup:.2f} times as fast as without learning" if self.given.alone else reason
+        said = f"{gain}; {option.name} learned {len(self.rows.learned):,} rows, accept length {length:.2f}"
         return Taught(said, config, figures)
 
     def _pays(self, trainer: Trainer, accept_length: Callable[[], float]) -> bool:
@@ -336,13 +342,23 @@ class Teacher:
 
     def _tried(self, draft: PreTrainedModel) -> tuple[EngineConfig | None, float, str]:
         """The new config, if the new drafter is faster than the old one on the job's prompts, how many times as fast it
-        is, and why. In the trial, each of the two has half of its pages."""
-        racing = self.option.feeds(draft)
+        is as the job would be without learning, and why it is used."""
+        old, other = self._raced(self.option.before, draft)
+        chosen, reason = decided([old, other])
+        if chosen is not other:
+            return None, 1.0, reason
+        if self.given.alone:
+            old, other = self._raced(self.given.alone, draft)
+        return other.config, median(other.ratios(old)), reason
+
+    def _raced(self, before: EngineConfig, draft: PreTrainedModel) -> tuple[Candidate, Candidate]:
+        """The old drafter, with the config `before`, and the new one, after they have decoded in turns. Each has half
+        of its pages."""
+        racing = self.option.feeds(before, draft)
         for _, feed in racing:
             feed.run(0.1)  # the first rounds admit sequences, compile, and record graphs
         race(racing, time.monotonic() + min(TRIAL, SHARE * self.given.seconds))
         (old, _), (other, _) = racing
-        chosen, reason = decided([old, other])
-        before = self.given.speed
-        speedup = median(other.turns) / before if before else median(other.ratios(old))
-        return other.config if chosen is other else None, speedup, reason
+        del racing
+        tidy()
+        return old, other

@@ -6,25 +6,33 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.jobs.calls import rows_of
 from tests.jobs.test_learning import run, tokens_of
 from tests.pipeline import jobs
+from tests.pipeline.s3 import connected, external, fetch
 
-ROWS, KILLS = 800, 5
+ROWS, KILLS = 2000, 10
 LEARNS, DECODES = "learning from the", "rows, "  # lines that it prints
 
 
 @pytest.mark.slow
-def test_a_job_that_learns_killed_at_random_moments(tmp_path: Path) -> None:
+@pytest.mark.parametrize("store", ["disk", "external"])
+def test_a_job_that_learns_killed_at_random_moments(store: str, tmp_path: Path) -> None:
     """During the training, the trial and the swap, and while it decodes: every row once, as a plain job writes it."""
+    output: Any = tmp_path / "out"
+    settings: dict[str, Any] = {"method": "plain", "rows_per_chunk": 10, "learn": "model"}
+    if store == "external":
+        options, bucket = external(), f"exspec-{random.Random(str(tmp_path)).randrange(10**9)}"
+        connected(options).mkdir(bucket)
+        output, settings = f"s3://{bucket}/out", settings | {"storage_options": options}
     given = jobs.save_deep(tmp_path / "target")
     jobs.write_shards(tmp_path / "in", rows=ROWS, shards=8)
     run(tmp_path, tmp_path / "plain")
-    settings = {"method": "plain", "rows_per_chunk": 10, "learn": "model"}
-    made = jobs.job(given, tmp_path / "in", tmp_path / "out", **settings)
+    made = jobs.job(given, tmp_path / "in", output, **settings)
     (tmp_path / "job.json").write_text(made.model_dump_json(exclude_unset=True))
     command = [sys.executable, "-u", "-m", "tests.jobs.learning_driver", "run", "--job", str(tmp_path / "job.json")]
     chance, at = random.Random(0), list[str]()
@@ -47,7 +55,8 @@ def test_a_job_that_learns_killed_at_random_moments(tmp_path: Path) -> None:
             break
         time.sleep(1)  # Ray's processes see that the driver is gone
     assert process.returncode == 0, "".join(printed[-30:])
-    assert len(at) >= 2, f"killed only at {at}"
+    assert len(at) == KILLS, f"killed only at {at}"
     assert any(LEARNS in line for line in at), f"killed only at {at}"
-    assert len(rows_of(tmp_path / "out")) == ROWS
-    assert sorted(tokens_of(tmp_path / "out")) == sorted(tokens_of(tmp_path / "plain"))
+    written = fetch(options, bucket, tmp_path / "fetched") if store == "external" else output
+    assert len(rows_of(written)) == ROWS
+    assert sorted(tokens_of(written)) == sorted(tokens_of(tmp_path / "plain"))

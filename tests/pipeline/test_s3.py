@@ -12,7 +12,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-import s3fs
 
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.output.contents import tables
@@ -21,41 +20,25 @@ from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
 from exspec.pipeline.storage import Folder
 from tests.pipeline import jobs
+from tests.pipeline.s3 import connected, external, fetch
 
 
 @pytest.fixture(scope="module", params=["moto", "external"])
 def options(request: pytest.FixtureRequest, moto: dict[str, Any]) -> dict[str, Any]:
     """Options to connect to the server."""
-    if request.param == "moto":
-        return moto
-    if "EXSPEC_TEST_S3" not in os.environ:
-        pytest.skip("no other S3 server is available (EXSPEC_TEST_S3)")
-    named = {"endpoint_url": "", "key": "_KEY", "secret": "_SECRET"}
-    return moto | {
-        key: os.environ[name] for key, end in named.items() if (name := f"EXSPEC_TEST_S3{end}") in os.environ
-    }
+    return moto if request.param == "moto" else external()
 
 
 @pytest.fixture
 def bucket(options: dict[str, Any], tmp_path: Path) -> str:
     """A new bucket with 60 rows."""
     name = f"exspec-{random.Random(str(tmp_path)).randrange(10**9)}"
-    fs = s3fs.S3FileSystem(**options, skip_instance_cache=True)
+    fs = connected(options)
     fs.mkdir(name)
     jobs.write_shards(tmp_path / "in", rows=60)
     for path in (tmp_path / "in").iterdir():
         fs.put_file(str(path), f"{name}/in/{path.name}")
     return name
-
-
-def fetch(options: dict[str, Any], bucket: str, folder: Path) -> Path:
-    """The output, copied to a local folder."""
-    fs = s3fs.S3FileSystem(**options, skip_instance_cache=True)
-    folder.mkdir()
-    for found in fs.ls(f"{bucket}/out", detail=True, refresh=True):
-        if found["type"] == "file":
-            fs.get_file(found["name"], str(folder / found["name"].rsplit("/", 1)[-1]))
-    return folder
 
 
 @pytest.mark.slow
@@ -68,7 +51,7 @@ def test_a_job_from_bucket_to_bucket(
     jobs.assert_complete(fetch(options, bucket, tmp_path / "one"), 60)
     assert execute(prepare(job), load=jobs.ArithmeticLoader()) == 0
     assert "nothing to do" in capsys.readouterr().out
-    fs = s3fs.S3FileSystem(**options, skip_instance_cache=True)
+    fs = connected(options)
     for key in sorted(fs.glob(f"{bucket}/out/part-*"))[::2]:
         fs.rm_file(key)
     assert execute(prepare(job), load=jobs.ArithmeticLoader()) == 0

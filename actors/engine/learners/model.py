@@ -10,15 +10,18 @@ from transformers import PreTrainedModel
 from exspec.actors.engine.layers.spans import layers_of
 from exspec.actors.engine.learners.learner import Growth, Learner, Lesson, Outcome, runs, spread
 
+FEWEST = 2  # layers of a new draft model: one learns much less
+
 
 class ModelLearner(Learner):
-    """A new draft model consists of some of the target's own layers, its embedding and its output head."""
+    """A new draft model has a quarter of the target's own layers, but at least two if the target has three, and the
+    target's embedding and output head."""
 
     @classmethod
     def grow(cls, target: PreTrainedModel, growth: Growth) -> PreTrainedModel:
         layers = layers_of(target)
         total = len(layers)
-        count = growth.layers or max(1, total // 4)
+        count = growth.layers or max(1, min(FEWEST, total - 1), total // 4)
         if count > total:
             raise ValueError(f"a draft model of {count} layers cannot be made from the {total} layers of the target")
         chosen = spread(count, 0, total - 1)

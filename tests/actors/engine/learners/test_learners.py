@@ -19,6 +19,7 @@ from exspec.actors.engine.drafters.registry import DRAFTERS
 from exspec.actors.engine.learners import dflash, eagle3
 from exspec.actors.engine.learners.dflash import pace
 from exspec.actors.engine.learners.learner import Growth, Learner, Lesson, copy_norm, final_norm, runs
+from exspec.actors.engine.learners.model import ModelLearner
 from exspec.jobs.training.examples import Example, TargetStates, padded
 from exspec.jobs.training.trainer import Trainer
 from tests import tiny
@@ -42,12 +43,13 @@ def lesson_of(target: Any, learner: Learner, rows: list[Example]) -> Lesson:
 
 
 def new(target: Any, drafter: str) -> Learner:
-    """A learner that has not learned yet."""
+    """A learner that has not learned yet. A draft model has one layer: with two it is nearly the target."""
     kind = learner_class(drafter)
     assert kind is not None
     torch.manual_seed(0)
     target.requires_grad_(False)
-    return kind(target, kind.grow(target, Growth(K)).float(), K)
+    layers = 1 if drafter == "model" else None
+    return kind(target, kind.grow(target, Growth(K, layers)).float(), K)
 
 
 def taught(target: Any, drafter: str, rows: list[Example], steps: int) -> Learner:
@@ -94,6 +96,12 @@ def test_a_learner_judges_drafts_as_the_engine_makes_them(
         assert (found.rounds, found.accepted) == (rounds, kept)
         accepted += kept
     assert 0.1 < accepted / sum(len(c) for _, c in rows) < 0.72, "drafts of every length"
+
+
+@pytest.mark.parametrize(("total", "count"), [(1, 1), (2, 1), (3, 2), (6, 2), (8, 2), (12, 3)])
+def test_a_draft_model_has_a_quarter_of_the_layers_but_at_least_two(total: int, count: int) -> None:
+    made = ModelLearner.grow(tiny.model(num_hidden_layers=total), Growth(K))
+    assert made.config.num_hidden_layers == count
 
 
 @every

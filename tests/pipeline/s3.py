@@ -1,0 +1,33 @@
+"""Object storage for tests: the server in EXSPEC_TEST_S3."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import s3fs
+
+VARIABLE = "EXSPEC_TEST_S3"
+
+
+def external() -> dict[str, Any]:
+    """Options to connect to the server. Skips the test if there is none."""
+    if VARIABLE not in os.environ:
+        pytest.skip(f"no other S3 server is available ({VARIABLE})")
+    named = {"endpoint_url": "", "key": "_KEY", "secret": "_SECRET"}
+    given = {"endpoint_url": None, "key": "testkey", "secret": "testsecret"}
+    return given | {key: os.environ[name] for key, end in named.items() if (name := f"{VARIABLE}{end}") in os.environ}
+
+
+def connected(options: dict[str, Any]) -> s3fs.S3FileSystem:
+    return s3fs.S3FileSystem(**options, skip_instance_cache=True)
+
+
+def fetch(options: dict[str, Any], bucket: str, folder: Path) -> Path:
+    """The output, copied to a local folder."""
+    fs = connected(options)
+    folder.mkdir()
+    for found in fs.ls(f"{bucket}/out", detail=True, refresh=True):
+        if found["type"] == "file":
+            fs.get_file(found["name"], str(folder / found["name"].rsplit("/", 1)[-1]))
+    return folder
