@@ -22,7 +22,7 @@ SAMPLED = Sampling(temperature=0.8, top_k=9, top_p=0.9, repetition_penalty=1.1)
 
 
 def pair(drafter: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedModel | None]:
-    """A target whose first layers are often right, and a draft that is sometimes right if it is a model."""
+    """A target whose first layers are often right, and its draft. A draft model is always right."""
     target = tiny.deep(dtype=dtype)
     if drafter == "model":
         return target.to(CUDA), tiny.deep(dtype=dtype).to(CUDA)
