@@ -304,7 +304,6 @@ class Teacher:
         assert pair.draft is not None
         gates = {"draft_from": option.config.draft_from, "draft_length": option.config.draft_length}
         length = measure(pair, self.held, option.name, drafts, **gates).mean_accepted_length
-        tidy()
         config, speedup, reason = self._tried(pair.draft)
         if config is None:
             return Taught(f"not used: {reason}", None, {})
@@ -354,11 +353,10 @@ class Teacher:
     def _raced(self, before: EngineConfig, draft: PreTrainedModel) -> tuple[Candidate, Candidate]:
         """The old drafter, with the config `before`, and the new one, after they have decoded in turns. Each has half
         of its pages."""
+        tidy()  # what was decoded before
         racing = self.option.feeds(before, draft)
         for _, feed in racing:
             feed.run(0.1)  # the first rounds admit sequences, compile, and record graphs
         race(racing, time.monotonic() + min(TRIAL, SHARE * self.given.seconds))
         (old, _), (other, _) = racing
-        del racing
-        tidy()
         return old, other
