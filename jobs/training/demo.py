@@ -11,7 +11,7 @@ arXiv:2404.16710).
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,31 +51,35 @@ STEPS = 10**9  # the minutes end a training
 EXIT_WEIGHT = 0.3  # weight of the loss at an exit; the last layer's is 1
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE over messages and records. Each digit is a token, so that copying a number is copying tokens."""
+def bpe(texts: Iterable[str], vocabulary: int, special: list[str]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE. Each digit is a token, so that copying a number is copying tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    stream = examples(TOKENIZER_SEED)
-    texts = (text for _ in range(6000) for e in (next(stream),) for text in (e.message, e.completion))
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=[MESSAGE, RECORD, END],
+        vocab_size=vocabulary,
+        special_tokens=special,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
-    wrapped.chat_template = CHAT_TEMPLATE
-    wrapped.model_max_length = CONTEXT
-    return wrapped
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END, model_max_length=CONTEXT)
 
 
-def build_model(shape: dict[str, int], end: int) -> LlamaForCausalLM:
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """The tokenizer of messages and records."""
+    stream = examples(TOKENIZER_SEED)
+    texts = (text for _ in range(6000) for e in (next(stream),) for text in (e.message, e.completion))
+    made = bpe(texts, VOCABULARY, [MESSAGE, RECORD, END])
+    made.chat_template = CHAT_TEMPLATE
+    return made
+
+
+def build_model(shape: dict[str, int], end: int, vocabulary: int = VOCABULARY) -> LlamaForCausalLM:
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
         bos_token_id=None,

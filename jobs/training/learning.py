@@ -84,15 +84,16 @@ class JobLearning(Learning):
         self.trained = list(known.get("drafters", []))
         used = used_of(known)
         self.over |= bool(self.trained) and used is None  # the last one was taken back
+        if self.at is None:  # in the log from now on, so that no kill moves the pause
+            done, planned = writer.state.rows, writer.state.plan.rows
+            self.at = self.trained[-1]["rows_before"] * GROWTH if self.trained else done + FIRST * planned
         self._remember(writer)
         return (job, config) if used is None else self._swapped(job, config, used)
 
     def rows(self, done: int, planned: int) -> int | None:
         self.seen, self.watched = None, WATCHED * planned
-        if self.over or planned - done < FEWEST:
+        if self.over or self.at is None or planned - done < FEWEST:
             return None
-        if self.at is None:
-            self.at = self.trained[-1]["rows_before"] * GROWTH if self.trained else done + FIRST * planned
         return max(1, int(self.at - done)) if self._again(planned - self.at) else None
 
     def _again(self, left: float) -> bool:

@@ -236,7 +236,9 @@ class Training:
         try:
             trainer.fit()
         except TrainingFailedError as error:
-            raise JobError(f"training in {count} processes failed: {first_line(error)}") from error
+            causes: list[Exception] = [*getattr(error, "worker_failures", {}).values()]
+            cause = causes[0] if causes else getattr(error, "controller_failure", error)
+            raise JobError(f"training in {count} processes failed: {first_line(cause)}") from error
 
     def forget(self) -> None:
         """Remove what only an unfinished training needs."""

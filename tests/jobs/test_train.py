@@ -324,15 +324,18 @@ def test_no_secret_is_written() -> None:
 
 @pytest.mark.slow
 def test_two_processes_train_one_head(done: tuple[str, Path]) -> None:
-    """Started from a folder by relative paths."""
-    words = ["train", "out", "made", "--drafter", "clover", "--steps", "40", "--workers"]
+    """Started from a folder by relative paths. If one fails, the command says why."""
+    (done[1].parent / "broken" / "_training" / "checkpoint.pt").mkdir(parents=True)
+    words = ["--drafter", "clover", "--steps", "40", "--workers"]
     found = [
         subprocess.run(
-            [sys.executable, "-c", MAIN, *words, count], cwd=done[1].parent, capture_output=True, text=True, check=False
+            [sys.executable, "-c", MAIN, "train", "out", folder, *words, count],
+            cwd=done[1].parent, capture_output=True, text=True, check=False,
         )
-        for count in ("99", "2")
-    ]
+        for folder, count in (("made", "99"), ("broken", "2"), ("made", "2"))
+    ]  # fmt: skip
     assert "--workers 99: each needs a CPU" in found[0].stderr
-    assert found[1].returncode == 0, found[1].stderr
-    assert json.loads(found[1].stdout.splitlines()[-1])["accept_length"] > 1
+    assert "training in 2 processes failed: [Errno 21] Is a directory" in found[1].stderr
+    assert found[2].returncode == 0, found[2].stderr
+    assert json.loads(found[2].stdout.splitlines()[-1])["accept_length"] > 1
     assert load_pair(done[0], str(done[1].parent / "made")).draft is not None

@@ -1,6 +1,7 @@
 """Object storage for tests: the server in EXSPEC_TEST_S3."""
 
 import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,12 @@ def external() -> dict[str, Any]:
 
 def connected(options: dict[str, Any]) -> s3fs.S3FileSystem:
     return s3fs.S3FileSystem(**options, skip_instance_cache=True)
+
+
+def new_bucket(options: dict[str, Any], seed: object) -> str:
+    name = f"exspec-{random.Random(str(seed)).randrange(10**9)}"
+    connected(options).mkdir(name)
+    return name
 
 
 def fetch(options: dict[str, Any], bucket: str, folder: Path) -> Path:

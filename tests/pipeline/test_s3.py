@@ -20,7 +20,7 @@ from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
 from exspec.pipeline.storage import Folder
 from tests.pipeline import jobs
-from tests.pipeline.s3 import connected, external, fetch
+from tests.pipeline.s3 import connected, external, fetch, new_bucket
 
 
 @pytest.fixture(scope="module", params=["moto", "external"])
@@ -32,9 +32,7 @@ def options(request: pytest.FixtureRequest, moto: dict[str, Any]) -> dict[str, A
 @pytest.fixture
 def bucket(options: dict[str, Any], tmp_path: Path) -> str:
     """A new bucket with 60 rows."""
-    name = f"exspec-{random.Random(str(tmp_path)).randrange(10**9)}"
-    fs = connected(options)
-    fs.mkdir(name)
+    name, fs = new_bucket(options, tmp_path), connected(options)
     jobs.write_shards(tmp_path / "in", rows=60)
     for path in (tmp_path / "in").iterdir():
         fs.put_file(str(path), f"{name}/in/{path.name}")

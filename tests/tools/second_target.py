@@ -17,16 +17,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 import typer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from exspec.actors.engine.learners.learner import Lesson
-from exspec.jobs.training.demo import Pretraining
+from exspec.jobs.training.demo import END, Pretraining, bpe, build_model
 from exspec.jobs.training.examples import padded
 from exspec.jobs.training.trainer import Trainer
 
-END, PAD = "<|end|>", "<|pad|>"
-VOCABULARY, CONTEXT = 2048, 1024
+VOCABULARY = 2048
 SHAPE = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 6,
          "num_key_value_heads": 2}  # fmt: skip
 PROMPTS, SHARDS = 2200, 8
@@ -52,20 +49,6 @@ def functions() -> Iterator[str]:
                     yield text
 
 
-def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(
-            vocab_size=VOCABULARY, special_tokens=[END, PAD], initial_alphabet=alphabet, show_progress=False
-        ),
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, model_max_length=CONTEXT)
-
-
 def main(
     folder: Annotated[Path, typer.Argument(help="Folder for the target and its prompts.")],
     minutes: Annotated[float, typer.Option(help="Minutes of training.")] = 9,
@@ -75,19 +58,14 @@ def main(
     texts = list(dict.fromkeys(functions()))
     random.Random(0).shuffle(texts)
     held, texts = texts[:PROMPTS], texts[PROMPTS:]
-    tokenizer = build_tokenizer(texts)
-    end, pad = tokenizer.convert_tokens_to_ids([END, PAD])
+    tokenizer = bpe(texts, VOCABULARY, [END])
+    end = tokenizer.vocab[END]
     rows = [[*ids, end][:TOKENS] for ids in tokenizer(texts)["input_ids"]]
 
     def lesson(step: int, _: float) -> Lesson:
         return Lesson(*padded([([], row) for row in random.Random(step).choices(rows, k=TEXTS)]), torch.empty(0))
 
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, max_position_embeddings=CONTEXT, tie_word_embeddings=True, bos_token_id=None,
-        eos_token_id=end, pad_token_id=pad, **SHAPE,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
-    model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=pad, do_sample=False)
+    model = build_model(SHAPE, end, VOCABULARY)
     Trainer(Pretraining(model, (), 0.004), lesson, minutes, 10**9).run(print)
     model.to(torch.bfloat16).save_pretrained(folder / "target")
     tokenizer.save_pretrained(folder / "target")

@@ -15,8 +15,8 @@ def test_a_target_and_prompts_that_it_has_not_seen(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(second_target, "functions", lambda: iter(texts))
     monkeypatch.setattr(second_target, "PROMPTS", 16)
     learned: list[str] = []
-    build = second_target.build_tokenizer
-    monkeypatch.setattr(second_target, "build_tokenizer", lambda given: (learned.extend(given), build(given))[1])
+    build = second_target.bpe
+    monkeypatch.setattr(second_target, "bpe", lambda given, *rest: (learned.extend(given), build(given, *rest))[1])
     second_target.main(tmp_path, 0.001)
     prompts = [text for file in (tmp_path / "in").iterdir() for text in pq.read_table(file)["prompt"].to_pylist()]
     assert len(prompts) == 16

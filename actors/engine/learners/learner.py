@@ -93,8 +93,7 @@ class Learner(ABC):
 
     def wanted(self, states: Tensor) -> Tensor:
         """The target's logits [N, V] from its states [N, D] after the last layer."""
-        logits: Tensor = self.target.get_output_embeddings()(self.norm(states))
-        return logits.float()
+        return logits_of(self.target, self.norm(states))
 
     @abstractmethod
     def outcome(self, lesson: Lesson) -> Outcome:
@@ -111,6 +110,22 @@ class Learner(ABC):
     def save(self, folder: Path, dtype: torch.dtype) -> None:
         """Write the model as `load_draft` reads it."""
         deepcopy(self.model).to(dtype).save_pretrained(folder)
+
+
+def logits_of(model: Any, hidden: Tensor) -> Tensor:
+    """A model's logits [N, V], in float32, from the input [N, D] of its output head. Some families scale or cap them,
+    so the model's own forward computes them: behind a base model that has run on one token."""
+
+    def replaced(_: nn.Module, __: Any, output: Any) -> Any:
+        output.last_hidden_state = hidden[None]
+        return output
+
+    hook = model.base_model.register_forward_hook(replaced)
+    try:
+        logits: Tensor = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=hidden.device), use_cache=False)[0]
+    finally:
+        hook.remove()
+    return logits[0].float()
 
 
 def shape_of(target: PreTrainedModel) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from exspec.actors.engine.layers.spans import layers_of
-from exspec.actors.engine.learners.learner import Growth, Learner, Lesson, Outcome, runs, spread
+from exspec.actors.engine.learners.learner import Growth, Learner, Lesson, Outcome, logits_of, runs, spread
 
 FEWEST = 2  # layers of a new draft model: one learns much less
 
@@ -54,7 +54,7 @@ class ModelLearner(Learner):
             wanted = self.wanted(lesson.states[:, :-1][text])
         # Padding is on the right, so no token before it sees it.
         hidden = self.model.base_model(input_ids=lesson.tokens[:, :-1], use_cache=False).last_hidden_state
-        logits = self.model.get_output_embeddings()(hidden[text]).float()
+        logits = logits_of(self.model, hidden[text])
         shared = min(logits.shape[-1], wanted.shape[-1])
         right = torch.zeros_like(text)
         right[text] = logits.argmax(-1) == lesson.tokens[:, 1:][text]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -18,7 +18,7 @@ from exspec.actors.engine.drafters.lookup import head_of, learner_class
 from exspec.actors.engine.drafters.registry import DRAFTERS
 from exspec.actors.engine.learners import dflash, eagle3
 from exspec.actors.engine.learners.dflash import pace
-from exspec.actors.engine.learners.learner import Growth, Learner, Lesson, copy_norm, final_norm, runs
+from exspec.actors.engine.learners.learner import Growth, Learner, Lesson, copy_norm, runs
 from exspec.actors.engine.learners.model import ModelLearner
 from exspec.jobs.training.examples import Example, TargetStates, padded
 from exspec.jobs.training.trainer import Trainer
@@ -154,12 +154,35 @@ def test_the_hidden_states_are_those_of_transformers(family: str) -> None:
     assert torch.allclose(found[real], torch.cat(expected[1:3], dim=-1)[real], atol=1e-4)
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_the_final_norm_leads_from_the_last_layer_to_the_logits(family: str) -> None:
-    target = tiny.model(family)
-    tokens = torch.arange(9)[None]
-    states = TargetStates(target, (2,), 64).of(tokens)
-    assert torch.allclose(target.get_output_embeddings()(final_norm(target)(states)), target(tokens).logits, atol=1e-3)
+SCALED: dict[str, dict[str, Any]] = {  # families whose logits are scaled or capped
+    "granite": {"logits_scaling": 3.0}, "cohere": {"logit_scale": 0.3},
+    "gemma2": {"final_logit_softcapping": 2.0, "attn_logit_softcapping": None, "sliding_window": 96, "head_dim": 8},
+}  # fmt: skip
+
+
+def of_family(family: str, layers: int) -> Any:
+    if family not in SCALED:
+        return tiny.model(family, **{"n_layer" if family == "gpt2" else "num_hidden_layers": layers})
+    shape = {k: v for k, v in tiny.FAMILIES["llama"].to_dict().items() if k not in ("model_type", "head_dim")}
+    config = AutoConfig.for_model(family, **shape | {"num_hidden_layers": layers} | SCALED[family])
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("family", [*tiny.FAMILIES, *SCALED])
+def test_what_is_wanted_are_the_logits_of_the_target(family: str) -> None:
+    """And a draft model that is a copy of the target has the least loss: the entropy of the target's distribution."""
+    target = of_family(family, 3)
+    target.requires_grad_(False)
+    learner = ModelLearner(target, ModelLearner.grow(target, Growth(K, layers=3)), K)
+    learner.model.eval()
+    lesson = lesson_of(target, learner, [(list(range(1, 9)), [9])])
+    logits = target(lesson.tokens).logits
+    assert torch.allclose(learner.wanted(lesson.states[0]), logits[0], atol=1e-3)
+    assert not target.base_model._forward_hooks
+    likely = logits[0, :-1].softmax(-1)
+    entropy = -(likely * likely.log()).sum(-1).mean()
+    assert learner.outcome(lesson).loss.item() == pytest.approx(entropy.item(), abs=1e-4)
 
 
 def test_the_weights_of_a_block_are_those_of_the_paper() -> None:
