@@ -78,6 +78,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(shape: dict[str, int], end: int, vocabulary: int = VOCABULARY) -> LlamaForCausalLM:
+    """A Llama with random weights, which decodes greedily. end: the token that ends and pads texts."""
     config = LlamaConfig(
         vocab_size=vocabulary,
         max_position_embeddings=CONTEXT,

@@ -236,8 +236,8 @@ class Training:
         try:
             trainer.fit()
         except TrainingFailedError as error:
-            causes: list[Exception] = [*getattr(error, "worker_failures", {}).values()]
-            cause = causes[0] if causes else getattr(error, "controller_failure", error)
+            failures = getattr(error, "worker_failures", {}).values()
+            cause = next(iter(failures), getattr(error, "controller_failure", error))
             raise JobError(f"training in {count} processes failed: {first_line(cause)}") from error
 
     def forget(self) -> None:

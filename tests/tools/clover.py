@@ -9,7 +9,7 @@ drafts whose first token was right, whose first two were, and so on.
 import json
 import sys
 import tempfile
-from contextlib import ExitStack
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 from unittest.mock import patch
@@ -51,9 +51,8 @@ VARIANTS: dict[str, tuple[Any, str, Any] | None] = {  # what is replaced, and by
 
 def measured(output: str, name: str, rows: int, steps: int) -> dict[str, Any]:
     """Train the variant and decode the rows that were held out."""
-    with tempfile.TemporaryDirectory() as work, ExitStack() as stack:
-        if (change := VARIANTS[name]) is not None:
-            stack.enter_context(patch.object(*change))
+    change = VARIANTS[name]
+    with tempfile.TemporaryDirectory() as work, patch.object(*change) if change else nullcontext():
         settings = TrainSettings(drafter="clover", rows=rows, steps=steps, minutes=600.0)
         training = Training(output, {}, settings, Path(work))
         job, pair = training.load()

@@ -29,6 +29,21 @@ TRAINED = [name for name in DRAFTERS if learner_class(name)]
 every = pytest.mark.parametrize("drafter", TRAINED)
 
 
+SCALED: dict[str, dict[str, Any]] = {  # families whose logits are scaled or capped
+    "granite": {"logits_scaling": 3.0}, "cohere": {"logit_scale": 0.3},
+    "gemma2": {"final_logit_softcapping": 2.0, "attn_logit_softcapping": None, "sliding_window": 96, "head_dim": 8},
+}  # fmt: skip
+
+
+def of_family(family: str, layers: int) -> Any:
+    if family not in SCALED:
+        return tiny.model(family, **{"n_layer" if family == "gpt2" else "num_hidden_layers": layers})
+    shape = {k: v for k, v in tiny.FAMILIES["llama"].to_dict().items() if k not in ("model_type", "head_dim")}
+    config = AutoConfig.for_model(family, **shape | {"num_hidden_layers": layers} | SCALED[family])
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
 def texts(target: Any, count: int = 24, new: int = 14) -> list[Example]:
     """Prompts of at least two tokens, and what the target writes after them, past every end."""
     rows = [prompt for prompt in tiny.prompts(2 * count) if len(prompt) > 1][:count]
@@ -136,7 +151,7 @@ def test_what_is_after_a_text_is_not_learned(drafter: str) -> None:
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @every
 def test_a_drafter_grows_from_every_family(drafter: str, family: str, tmp_path: Path) -> None:
-    target = tiny.model(family, **{"n_layer" if family == "gpt2" else "num_hidden_layers": 4})
+    target = of_family(family, 4)
     rows = texts(target, 6)
     learner = taught(target, drafter, rows, 2)
     engine = tiny.engine(target, drafter, written(learner, tmp_path), draft_tokens=K)
@@ -146,27 +161,12 @@ def test_a_drafter_grows_from_every_family(drafter: str, family: str, tmp_path: 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_the_hidden_states_are_those_of_transformers(family: str) -> None:
-    target = tiny.model(family, **{"n_layer" if family == "gpt2" else "num_hidden_layers": 3})
+    target = of_family(family, 3)
     rows = texts(target, 7)
     tokens, real, _ = padded(rows)
     found = TargetStates(target, (1, 2), 64).of(tokens)
     expected = target(input_ids=tokens, output_hidden_states=True).hidden_states
     assert torch.allclose(found[real], torch.cat(expected[1:3], dim=-1)[real], atol=1e-4)
-
-
-SCALED: dict[str, dict[str, Any]] = {  # families whose logits are scaled or capped
-    "granite": {"logits_scaling": 3.0}, "cohere": {"logit_scale": 0.3},
-    "gemma2": {"final_logit_softcapping": 2.0, "attn_logit_softcapping": None, "sliding_window": 96, "head_dim": 8},
-}  # fmt: skip
-
-
-def of_family(family: str, layers: int) -> Any:
-    if family not in SCALED:
-        return tiny.model(family, **{"n_layer" if family == "gpt2" else "num_hidden_layers": layers})
-    shape = {k: v for k, v in tiny.FAMILIES["llama"].to_dict().items() if k not in ("model_type", "head_dim")}
-    config = AutoConfig.for_model(family, **shape | {"num_hidden_layers": layers} | SCALED[family])
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).eval()
 
 
 @pytest.mark.parametrize("family", [*tiny.FAMILIES, *SCALED])
