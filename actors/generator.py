@@ -11,38 +11,29 @@ import pickle
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import pyarrow as pa
 import torch
 
-from exspec.actors.answers.answers import AnswerError, Answers, asked
+from exspec.actors.answers.answers import Answers, asked
 from exspec.actors.engine import Completion, Engine, EngineStatistics, EngineThread, Request, RequestError, Sampling
 from exspec.actors.engine.layers import experts
 from exspec.actors.hardware import hardware
 from exspec.actors.ledger import Attempt, Ledger
-from exspec.actors.stop_strings import StopStrings, completion_text
+from exspec.actors.samples import Draws, RowResult, Texts, drawn, read
+from exspec.actors.stop_strings import StopStrings
 from exspec.actors.work import WORK
 
 KILLER = "the row ended the process that decoded it"  # the error of such a row
 HEARTBEAT = 2.0  # seconds between heartbeats
+MOST_WAITING = 1024  # samples of a chunk that the engine has at once, unless a row has more
 GROUPS = 8  # into how many groups of rows a repeated chunk is cut, to find the row that kills the process
-
-
-@dataclass(frozen=True)
-class RowResult:
-    """The result of one row: a completion with its text, or an error."""
-
-    completion: Completion | None
-    text: str | None
-    error: str | None
-    prompt_tokens: int | None = None
-    values: dict[str, Any] = field(default_factory=dict)  # by column, the values read from the text
-    lasting: bool = False  # the row itself causes the error, so a second attempt would fail too
-    cut: int = 0  # tokens that were cut off the start of the prompt
 
 
 @dataclass(frozen=True)
@@ -81,7 +72,8 @@ class Generator:
     """Decodes chunks with one engine. Several threads may call it at the same time, each with one chunk.
 
     attempts: a chunk is set aside once this many attempts have ended in the death of their process. answers: makes the
-    form of the completions, given the tokenizer. Each row has the carried columns and WORK.
+    form of the completions, given the tokenizer and the target's end tokens. draws: what is kept of a row's samples.
+    Each row has the carried columns and WORK.
     """
 
     def __init__(
@@ -92,7 +84,8 @@ class Generator:
         ledger: Ledger,
         meter: Meter,
         attempts: int,
-        answers: Callable[[Any], Answers],
+        answers: Callable[[Any, frozenset[int]], Answers],
+        draws: Draws,
     ) -> None:
         self.window = ledger.window() or load.window
         try:
@@ -100,9 +93,10 @@ class Generator:
         except torch.OutOfMemoryError:
             ledger.shrink(max(self.window // 2, 1))
             raise
-        self.shape, self.answers = engine.config, answers(self.tokenizer)
+        self.shape, self.answers = engine.config, answers(self.tokenizer, getattr(engine, "end_ids", frozenset()))
         self.engine = EngineThread(engine)
         self.sampling, self.sink, self.ledger, self.meter, self.attempts = sampling, sink, ledger, meter, attempts
+        self.draws, self.texts = draws, Texts(self.tokenizer)
         self.name = f"{os.uname().nodename}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         ran: dict[str, str] = {"attention": self.shape.attention, "kernels": self.shape.kernels}
         ran |= experts.used(getattr(getattr(engine, "target", None), "model", None))
@@ -192,8 +186,14 @@ class Generator:
         return [results[i] for i in range(len(rows))]
 
     def _decode(self, part: str, rows: list[dict[str, Any]], numbers: list[int]) -> list[RowResult]:
-        waiting = [self._submit((part, i), rows[i]) for i in numbers]
-        return [result() for result in waiting]
+        results: list[RowResult] = []
+        waiting: deque[tuple[int, Callable[[], RowResult]]] = deque()
+        for i in numbers:
+            count = rows[i]["_samples"] or 1
+            while waiting and count + sum(samples for samples, _ in waiting) > MOST_WAITING:
+                results.append(waiting.popleft()[1]())
+            waiting.append((count, self._submit((part, i), rows[i])))
+        return [*results, *(result() for _, result in waiting)]
 
     def _submit(self, name: tuple[str, int], row: dict[str, Any]) -> Callable[[], RowResult]:
         prompt = _tokens(row)
@@ -203,29 +203,29 @@ class Generator:
         stop = StopStrings(self.tokenizer, row["_stop"], min_new_tokens) if row["_stop"] else None
         try:
             sampling = Sampling(**self.sampling | json.loads(row["_sampling"]))
-            request = Request(name, row["_prompt"], row["_max_new_tokens"], sampling, stop=stop, **asked(self.answers))
+            own = {"stop": stop, "logprobs": row["_logprobs"], **asked(self.answers)}
+            request = Request(name, tuple(row["_prompt"]), row["_max_new_tokens"], sampling, **own)
+            samples = drawn(request, row["_samples"])
+            requests = [self.answers.requests(sample, row["_given"]) for sample in samples]
         except ValueError as error:
             message = str(error)
             return lambda: RowResult(None, None, message, prompt, lasting=True)
-        future = self.engine.submit(request)
+        futures = [[self.engine.submit(request) for request in each] for each in requests]
 
         def result() -> RowResult:
-            error = future.exception()
-            if isinstance(error, RequestError):
-                return RowResult(None, None, str(error).split(": ", 1)[-1], prompt)
-            if error and not self.engine.failed:  # of the row's stop check or constraint
-                return RowResult(None, None, f"{type(error).__name__}: {error}", prompt)
-            completion = future.result()
-            try:
-                text = completion_text(self.tokenizer, completion, stop)
-                values = self.answers.read(completion, text)
-                return RowResult(completion, text, None, prompt, values, cut=row["_cut"])
-            except AnswerError as invalid:  # decoding again would give the same text
-                return RowResult(None, None, str(invalid), prompt, lasting=True)
-            except Exception as failed:  # of the tokenizer
-                return RowResult(None, None, f"{type(failed).__name__}: {failed}", prompt)
+            found = list(map(self._read, samples, futures))
+            return replace(self.draws.joined(samples, found), prompt_tokens=prompt, cut=row["_cut"])
 
         return result
+
+    def _read(self, request: Request, futures: Sequence["Future[Completion]"]) -> RowResult:
+        """The result of a sample."""
+        error = next(filter(None, [future.exception() for future in futures]), None)
+        if isinstance(error, RequestError):
+            return RowResult(None, None, str(error).split(": ", 1)[-1])
+        if error and not self.engine.failed:  # of the row's stop check or constraint
+            return RowResult(None, None, f"{type(error).__name__}: {error}")
+        return read(self.answers, self.texts, request, [future.result() for future in futures])
 
 
 def _tokens(row: dict[str, Any]) -> int | None:

@@ -21,6 +21,7 @@ from exspec.jobs.training.settings import ScaleSettings, TrainSettings
 from exspec.pipeline.cluster.connect import leave, show_token
 from exspec.pipeline.errors import JobError, counted, kept_traceback
 from exspec.pipeline.job.labels import LabelJob
+from exspec.pipeline.job.scores import ScoreJob
 from exspec.pipeline.job.settings import Job
 from exspec.pipeline.progress import Progress
 from exspec.pipeline.secrets import redacted
@@ -192,6 +193,30 @@ def label(
 
 
 @command(
+    "exspec score --input answers/ --output scores/ --completion-column answer",
+    "exspec score --job job.yaml --choices yes --choices no --choose-by mean",
+)
+@with_settings(ScoreJob)
+def score(
+    job: ScoreJob,
+    plan: Annotated[bool, typer.Option("--plan", help="Show what the job would do, and run nothing.")] = False,
+    restart: Restart = False,
+    retry_errors: RetryErrors = False,
+    repair: Repair = None,
+    quiet: Quiet = False,
+) -> None:
+    """Compute the log-probabilities of given completions, or choose the likeliest of several.
+
+    Exit codes: 0 all rows are done, including rows with an error; 1 rows are missing, because chunks were set aside
+    or the job broke off (run it again), or too many rows have an error; 2 the job was refused before it started;
+    3 a bug in exspec; 130 interrupted.
+    """
+    if plan:
+        _plan(job)
+    _run(job, restart, retry_errors, repair, quiet)
+
+
+@command(
     "exspec audit out/",
     "exspec audit out/ --share 0.01 --seed 7 --no-generate",
 )
@@ -282,6 +307,7 @@ def check(output: OutputFolder, storage_options: StorageOptions = None) -> None:
     "exspec convert s3://bucket/out/ s3://bucket/out.csv.gz --columns id --columns completion",
     "exspec convert out/ by-label/ --partition-by label",
     "exspec convert out/ bad.jsonl --errors",
+    "exspec convert out/ samples.jsonl --explode",
 )
 def convert(
     output: OutputFolder,
@@ -295,6 +321,9 @@ def convert(
     ] = False,
     errors: Annotated[
         bool, typer.Option("--errors", help="Write the input rows that failed, to correct them for run --repair.")
+    ] = False,
+    explode: Annotated[
+        bool, typer.Option("--explode", help="Write a row for each sample, of a job that drew several.")
     ] = False,
     storage_options: StorageOptions = None,
 ) -> None:
@@ -311,13 +340,13 @@ def convert(
     if quote_formulas and (errors or partition_by or not file.endswith((".csv", ".csv.gz"))):
         raise JobError(f"--quote-formulas: expected a file of CSV, not {file}")
     if errors:
-        if columns or partition_by:
-            raise JobError("--errors: writes all input columns; leave out --columns and --partition-by")
+        if columns or partition_by or explode:
+            raise JobError("--errors: writes all input columns; leave out --columns, --partition-by and --explode")
         rows = export(output, file, options)
     elif partition_by:
-        rows = job.partition(output, file, options, partition_by, columns)
+        rows = job.partition(output, file, options, partition_by, columns, explode)
     else:
-        rows = job.convert(output, file, options, columns, quote_formulas)
+        rows = job.convert(output, file, options, columns, quote_formulas, explode)
     print(f"{counted(rows, 'row')} in {file}")
 
 
@@ -423,7 +452,7 @@ def scale(
 )
 def submit(
     context: typer.Context,
-    command: Annotated[str, typer.Argument(help="run, label or audit.", show_default=False)],
+    command: Annotated[str, typer.Argument(help="run, label, score or audit.", show_default=False)],
     arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.", show_default=False)] = None,
     address: Address = None,
     name: Annotated[str | None, typer.Option(help="Id of the job. It must be new to the cluster.")] = None,

@@ -11,6 +11,7 @@ from exspec.actors.engine import Request, Room
 from exspec.actors.engine.kv.cached_model import context_length
 from exspec.actors.generator import KILLER
 from exspec.actors.models import Pair
+from exspec.actors.samples import SAMPLES
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Chunk, decode_schema
 from exspec.pipeline.input.prompts import Prompts
@@ -26,7 +27,8 @@ class FinishedRow:
     """One row of a job's output, with the request that it came from.
 
     tokens: how many the completion has. values: the columns that the job read out of the text. request: None for a row
-    that could not be turned into a request.
+    that could not be turned into a request. given: the tokens of its completions in a scoring job. drawn: how many
+    samples the job drew. samples: the texts of those that it kept, if it listed them.
     """
 
     shard: str
@@ -36,6 +38,9 @@ class FinishedRow:
     tokens: int | None
     values: dict[str, Any]
     request: Request | None
+    given: list[list[int]] | None = None
+    drawn: int = 1
+    samples: list[str | None] | None = None
 
     @property
     def key(self) -> tuple[str, int]:
@@ -96,7 +101,8 @@ def read_rows(job: Job, output: Output, pair: Pair, samples: Iterable[ChunkSampl
     schema = decode_schema(output.state.plan.schema)
     room = Room(context_length(pair.target.config), output.state.description["shape"]["capacity"])
     prompts = Prompts(job, pair.tokenizer, mapped(job, schema)).within(room)
-    columns = ["id", "completion", "completion_tokens", "error", *job.value_columns]
+    listed = [SAMPLES] if job.listed else []
+    columns = ["id", "completion", "completion_tokens", "error", *listed, *job.value_columns]
     checked: set[str] = set()
     for sample in samples:
         chunk, place = sample.chunk, output.place(sample.file)
@@ -109,6 +115,9 @@ def read_rows(job: Job, output: Output, pair: Pair, samples: Iterable[ChunkSampl
             out = stored[asked.number - chunk.first]
             if out["error"] == KILLER:
                 continue  # the row killed an actor, and would kill this process too
+            request = None if isinstance(asked.request, RowError) else asked.request
+            own = request and prompts.settings(asked.row, chunk.shard, asked.number)
+            listed = out.get(SAMPLES)
             yield FinishedRow(
                 chunk.shard.name,
                 asked.number,
@@ -116,5 +125,8 @@ def read_rows(job: Job, output: Output, pair: Pair, samples: Iterable[ChunkSampl
                 out["completion"],
                 out["completion_tokens"],
                 {name: out[name] for name in job.value_columns},
-                None if isinstance(asked.request, RowError) else asked.request,
+                request,
+                own.given if own else None,
+                own.samples if own else 1,
+                None if listed is None else [sample["completion"] for sample in listed],
             )

@@ -28,11 +28,12 @@ def with_settings(model: type[Job]) -> Callable[[Callable[..., None]], Callable[
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         every = grouped(model.model_fields)
         fields = {name: option for name, field in every.items() if (option := _option(name, field))}
+        pair = {"target": DEMO_PAIR["target"]} if model.scores else DEMO_PAIR
 
         def run(job: Path | None = None, **values: Any) -> None:
             flags = {n: values.pop(n) for n in list(values) if n in fields}
             given = {n: getattr(v, "value", v) for n, v in flags.items() if v is not None and v != []}
-            command(job=load_job(model, job, given, DEMO_PAIR), **values)
+            command(job=load_job(model, job, given, pair), **values)
 
         file = Annotated[Path | None, typer.Option("--job", help="YAML file of settings. Flags override it.")]
         parameters = [_parameter(n, o) for n, o in {"job": file, **fields}.items()]

@@ -36,7 +36,17 @@ from exspec.pipeline.learning import with_trained
 from exspec.pipeline.output.columns import added_columns, carried_columns, output_schema
 from exspec.pipeline.output.owner import Output
 from exspec.pipeline.output.state import State
-from exspec.pipeline.shape import LONGEST, Shape, device_here, known_shape, memory_of, shape_of, wants_draft
+from exspec.pipeline.shape import (
+    LONGEST,
+    Shape,
+    device_here,
+    known_shape,
+    memory_of,
+    sample,
+    shape_of,
+    wants_draft,
+    wide,
+)
 from exspec.pipeline.storage import PROBE, Folder
 from exspec.pipeline.weights import local_model, model_digest, resolved
 
@@ -96,6 +106,13 @@ class Prepared:
         """The limits on tokens of a row in this shape."""
         return Room(self.models.context, config.capacity)
 
+    def shape_of(self, job: Job, plan: Plan, stored: dict[str, Any] | None) -> Shape:
+        """How a job with these rows decodes, before calibration. stored: the shape of the output's job."""
+        shape = shape_of(job, self.models.configs, plan.rows, stored)
+        if stored is not None or not job.scores:
+            return shape
+        return wide(job, shape, sample(job, plan, self.prompts.within(self.room(shape.config))))
+
     def memory(self, config: EngineConfig) -> MemoryPlan:
         """The memory of an actor in this shape."""
         return memory_of(config, self.models.configs, self.job)
@@ -146,8 +163,8 @@ class Prepared:
                 f"limit: is {self.job.limit}, but {state.rows} rows are done in {self.folder.url}; raise it, or use "
                 "another output"
             )
-        shape = shape_of(self.job, self.models.configs, plan.rows, (state.description | self.changed(state))["shape"])
-        return replace(self, plan=plan, shape=shape)
+        stored = (state.description | self.changed(state))["shape"]
+        return replace(self, plan=plan, shape=self.shape_of(self.job, plan, stored))
 
     def _grew(self, planned: Shard, now: Shard) -> bool:
         # A limit counts rows in the plan's order, in which the new rows come before those of later shards.
@@ -210,7 +227,7 @@ def prepare(job: Job, restart: bool = False, mending: bool = False) -> Prepared:
     prepared = Prepared(
         job, output, restart, mending, found[1], columns, found[0], settled, plan, shape, prompts, models
     )
-    return prepared.resumed(earlier) if earlier else prepared
+    return prepared.resumed(earlier) if earlier else replace(prepared, shape=prepared.shape_of(job, plan, None))
 
 
 def _with_ids(job: Job, schema: pa.Schema, before: list[str] | None) -> Job:
@@ -280,7 +297,7 @@ def _check_models(job: Job) -> CheckedModels:
             f"draft {job.draft}: its context of {contexts[1]} tokens is shorter than the capacity of {capacity}; "
             "set capacity, or take a draft with a longer context"
         )
-    constrained = job.kind != Job.kind
+    constrained = job.kind != Job.kind or job.max_thinking_tokens is not None
     return CheckedModels(tokenizers[0], contexts[0], digests, configs, own.without_limits() if constrained else own)
 
 
@@ -318,9 +335,8 @@ def _check_device(job: Job) -> None:
 
 def _check_columns(job: Job, schema: pa.Schema) -> None:
     """Raises JobError for all settings that name missing columns, or columns that must be carried and are not."""
-    named = {
-        key: [getattr(job, key)] for key in ("id_column", *COLUMNS) if getattr(job, key) is not None
-    } | job.kept_columns
+    keys = ("id_column", "completion_column", "choices_column", *COLUMNS)
+    named = {key: [column] for key in keys if (column := getattr(job, key, None)) is not None} | job.kept_columns
     missing = [(key, column) for key, columns in named.items() for column in columns if column not in schema.names]
     problems = [f"{key}: {no_column(column, schema.names)}" for key, column in missing]
     try:

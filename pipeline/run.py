@@ -45,7 +45,6 @@ from exspec.pipeline.shape import (
     recalled,
     sample,
     settle,
-    shape_of,
     stored_shape,
 )
 from exspec.pipeline.storage import STAGED
@@ -217,7 +216,7 @@ class _Run:
             prepared.refuse_other(self.writer.state, job.device)
         state = self.writer.state
         stored = None if fresh else (state.description | prepared.changed(state))["shape"]
-        shape = shape_of(job, prepared.models.configs, self.plan.rows, stored)
+        shape = prepared.shape_of(job, self.plan, stored)
         settled = self._settle(shape) if self.load is None else Settled(shape.config, [])
         if not fresh:
             self._update({"job": prepared.job.published()} | prepared.changed(state))

@@ -32,6 +32,7 @@ from exspec.pipeline.job.settings import AUTO, Job
 from exspec.pipeline.weights import local_model
 
 LONGEST = 4096  # capacity in tokens, unless the job sets one
+AT_ONCE, WIDEST = 512, 64  # tokens that a round scores; of a completion
 SAMPLED = (8, 256)  # a calibration sample: chunks that it is taken from, and prompts
 ALWAYS = ("kernels", "prefill")  # calibrated along with anything else
 BY_DRAFTER = ("method", "drafter", *DRAFTING)
@@ -71,8 +72,10 @@ def shape_of(job: Job, models: Sequence[PretrainedConfig], rows: int, stored: di
     columns                              default                        stored, or as many as the drafts had
     pages, attention                     this machine                   this machine
 
-    A job of few rows (see `recalled`) and one with eqspec take defaults instead of calibrating. A job that began plain
-    stays plain unless it names a drafter and its forwards have columns for drafts.
+    A job of few rows (see `recalled`) and one with eqspec take defaults instead of calibrating. A scoring job decodes
+    plainly, with as many columns as its completions need (`wide`), and calibrates kernels and prefill alone.
+
+    A job that began plain stays plain unless it names a drafter and its forwards have columns for drafts.
     Raises JobError for settings that exclude each other.
     """
     target, draft = models[0], models[1] if len(models) > 1 else None
@@ -92,6 +95,8 @@ def shape_of(job: Job, models: Sequence[PretrainedConfig], rows: int, stored: di
         raise JobError(f"drafter {config.drafter}: {why}")
     if stored is not None or config.method == "eqspec":
         return Shape(config, (), stored is not None)
+    if job.scores:
+        return Shape(config, ALWAYS if rows >= job.tune_from else ())
     if rows < job.tune_from:
         if {"method", "drafter"} <= set(free) and job.draft is None:
             config = replace(config, method="plain", drafter=NONE)  # without a draft, drafting may not pay
@@ -103,7 +108,7 @@ def shape_of(job: Job, models: Sequence[PretrainedConfig], rows: int, stored: di
 
 def _new_config(job: Job, draft: PretrainedConfig | None, drafters: list[str], capacity: int) -> EngineConfig:
     values = {name: value for name in SETTINGS if (value := getattr(job, name)) not in (None, "auto")}
-    method, drafter = job.method, job.drafter
+    method, drafter = ("plain", NONE) if job.scores else (job.method, job.drafter)
     if method == "auto" and (drafter == NONE or (drafter == "auto" and not drafters)):
         method = "plain"
     if method == "plain":
@@ -149,6 +154,22 @@ def _resumed_config(job: Job, stored: dict[str, Any], own: dict[str, Any], draft
     return config.drafting({"drafter": drafter, **own})
 
 
+def wide(job: Job, shape: Shape, requests: Sequence[Request]) -> Shape:
+    """The shape of a new scoring job: most completions fit into one round, and a round has about as many tokens as a
+    forward of a prefill. requests: a sample. draft_tokens asks for the columns of a job with so many drafts."""
+    lengths = sorted(len(r.given) for r in requests if r.given) or [WIDEST]
+    common = lengths[len(lengths) * 9 // 10]
+    most = min(WIDEST, shape.config.bucket, shape.config.capacity)
+    columns = min(1 << (common - 1).bit_length(), most) if job.draft_tokens == "auto" else int(job.draft_tokens) + 1
+    rows = max(1, AT_ONCE // columns) if job.batch_size == "auto" else int(job.batch_size)
+    window = max(rows, shape.config.window) if job.window == "auto" else int(job.window)
+    rows = min(rows, window) if job.batch_size == "auto" else rows
+    try:
+        return replace(shape, config=replace(shape.config, columns=columns, batch_size=rows, window=window))
+    except ValueError as error:
+        raise JobError(str(error)) from error
+
+
 def wants_draft(job: Job) -> bool:
     """Whether the job may use the draft that it names."""
     if job.draft is None or job.method == "plain" or job.drafter == NONE:
@@ -184,8 +205,9 @@ def sample(job: Job, plan: Plan, prompts: Prompts) -> list[Request]:
     for chunk in islice(plan.chunks(), 0, None, -(-count // SAMPLED[0])):
         first = range(min(each, chunk.rows))
         with suppress(JobError):  # the chunk will be set aside
-            asked = requests(chunk, job, prompts, schema, first)
-            found += [a.request for a in asked if not isinstance(a.request, RowError)]
+            for asked in requests(chunk, job, prompts, schema, first):
+                if not isinstance(asked.request, RowError):
+                    found += prompts.answers.requests(asked.request, prompts.given(asked.row))
     return found
 
 

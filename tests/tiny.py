@@ -28,6 +28,7 @@ from exspec.actors.engine.layers.programs import compiler_trial
 from exspec.actors.engine.layers.spans import layers_of
 from exspec.actors.engine.methods import drafter_of
 from exspec.actors.engine.scheduling.group import Group
+from exspec.actors.engine.tokens.constraint import Constraint, tokens_of
 from exspec.actors.engine.tokens.sampling import gumbel_noise
 from exspec.actors.models import Pair, load_draft
 from exspec.actors.source import Source
@@ -167,16 +168,31 @@ class Penalties(transformers.LogitsProcessor):  # type: ignore[misc]
         return logits
 
 
+class Allowed(transformers.LogitsProcessor):  # type: ignore[misc]
+    """Leaves the tokens that a constraint allows next."""
+
+    def __init__(self, constraint: Constraint) -> None:
+        self.constraint = constraint
+
+    def __call__(self, _: Tensor, scores: Tensor) -> Tensor:
+        barred = torch.ones_like(scores, dtype=torch.bool)
+        allowed = [token for token in tokens_of(self.constraint.allowed()) if token < scores.shape[1]]
+        barred[:, allowed] = False
+        return scores.masked_fill(barred, -torch.inf)
+
+
 def slow_decode(target: PreTrainedModel, requests: Sequence[Request]) -> dict[Hashable, list[int]]:
     """One sequence, one token at a time, without a cache; transformers processes the logits, the noise is the engine's.
 
-    The oracle for sampling, penalties, min_new_tokens, ignore_end and bad_words.
+    The oracle for sampling, penalties, min_new_tokens, ignore_end, bad_words and constraints.
     """
-    return {request.id: _slow_decode(target, request) for request in requests}
+    return {request.id: slow_logprobs(target, request)[0] for request in requests}
 
 
 @torch.inference_mode()
-def _slow_decode(target: PreTrainedModel, request: Request) -> list[int]:
+def slow_logprobs(target: PreTrainedModel, request: Request) -> tuple[list[int], list[tuple[Tensor, Tensor]]]:
+    """The tokens of `slow_decode`; and for each the log-probabilities [V] of all tokens, by the target alone and in the
+    distribution that it was drawn from."""
     prompt, sampling = request.prompt, request.sampling
     processors = transformers.LogitsProcessorList()
     if least := request.min_new_tokens:
@@ -186,6 +202,9 @@ def _slow_decode(target: PreTrainedModel, request: Request) -> list[int]:
     if sampling.repetition_penalty != 1:
         processors.append(transformers.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
     processors.append(Penalties(len(prompt), sampling))
+    constraint = request.constraint() if request.constraint else None
+    if constraint:
+        processors.append(Allowed(constraint))
     if sampling.temperature > 0:
         processors.append(transformers.TemperatureLogitsWarper(sampling.temperature))
         if sampling.top_k:
@@ -194,17 +213,21 @@ def _slow_decode(target: PreTrainedModel, request: Request) -> list[int]:
             processors.append(transformers.TopPLogitsWarper(sampling.top_p))
         if sampling.min_p:
             processors.append(transformers.MinPLogitsWarper(sampling.min_p))
-    tokens = list(prompt)
+    tokens, found = list(prompt), []
     while len(tokens) < min(len(prompt) + request.max_new_tokens, CONTEXT):
         ids = torch.tensor([tokens])
-        logits = processors(ids, target(input_ids=ids).logits[:, -1].float())[0]
+        own = target(input_ids=ids).logits[:, -1].float()
+        logits = processors(ids, own.clone())[0]
+        found.append((own[0].log_softmax(-1), logits.log_softmax(-1)))
         if sampling.temperature > 0:
             noise = gumbel_noise(torch.tensor([sampling.seed]), torch.tensor([[len(tokens)]]), len(logits))
             logits = logits + noise[0, 0]
         tokens.append(int(logits.argmax()))
         if tokens[-1] in ENDS and not request.ignore_end:
             break
-    return tokens[len(prompt) :]
+        if constraint:
+            constraint.advance(tokens[-1])
+    return tokens[len(prompt) :], found
 
 
 @dataclass

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from exspec.actors.engine.request import Completion
+from exspec.actors.engine.request import Completion, Request
 from exspec.actors.engine.tokens.constraint import MakeConstraint
 
 SEPARATORS = {True: (", ", ": "), False: (",", ":")}  # after JSON's items and keys, with and without spaces
@@ -28,6 +28,14 @@ class Answers(ABC):
     end_ids: frozenset[int] = frozenset()
     longest: int | None = None
     limits: Mapping[str, Any] = {}
+
+    def requests(self, request: Request, given: Sequence[Sequence[int]] | None) -> list[Request]:  # noqa: ARG002
+        """The engine's requests for a row. given: the tokens of its completions in a scoring job."""
+        return [request]
+
+    def joined(self, request: Request, completions: Sequence[Completion]) -> tuple[Completion, dict[str, Any]]:  # noqa: ARG002
+        """The row's completion, and values by column, from the completions of `requests`."""
+        return completions[0], {}
 
     @abstractmethod
     def read(self, completion: Completion, text: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,8 +29,6 @@ class Choices(Answers):
     Raises AnswerError naming the field and label that the tokenizer cannot write.
     """
 
-    scored = sys.maxsize
-
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
@@ -40,6 +37,7 @@ class Choices(Answers):
         spaces: bool = True,
     ) -> None:
         self.tokenizer, self.columns, self.given = tokenizer, columns, (fields, spaces)
+        self.scored = max(map(len, fields.values())) + 1  # more tokens are not allowed where a label is chosen
         self.end_ids = frozenset({end_token(tokenizer)})
         named = list(fields) != [""]
         comma, colon = SEPARATORS[spaces]

@@ -33,8 +33,8 @@ class EngineConfig(EarlyExitSettings, WindowSettings):
         from a window that is refilled while rows end.
     window: with eqspec, more slots than B would only wait: the engine has B. If any rows can form a group, it has as
         many as the rounds need, and some to spare.
-    columns: width of a verify forward; default K + 1 (plain: 1). Additional columns are dead: `plain` with
-        `columns = K + 1` is the reference in the shape of speculation.
+    columns: width of a verify forward; default K + 1 (plain: 1). Additional columns are dead, or hold tokens of a given
+        completion: `plain` with `columns = K + 1` is the reference in the shape of speculation.
     draft_from: with fixed shapes, rows with at most so many tokens have forwards of their own, with one column.
     bucket: a row attends to its length rounded up to a multiple of it; rows of one bucket form a group. With attention
         in place, all lengths share one bucket.
@@ -235,7 +235,7 @@ class EngineConfig(EarlyExitSettings, WindowSettings):
         """Rows and KV columns of a round with `live` sequences, the longest of which has `longest` tokens."""
         if self.fixed_shapes:
             return self.batch_size, self.kv_columns(longest)
-        return live, min(longest + self.drafted, self.capacity)
+        return live, min(longest + self.width - 1, self.capacity)
 
     def kv_columns(self, length: int) -> int:
         """KV columns that a row of `length` tokens attends to: whole buckets, at most the capacity."""

@@ -20,13 +20,25 @@ from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.kv.cached_model import context_length
 from exspec.actors.engine.layers.programs import running
 from exspec.actors.engine.methods import build, compiling, drafter_of, recorder_for, resolve
-from exspec.actors.engine.request import Completion, FinishReason, Request, RequestError, Room, Sampling, Scores
+from exspec.actors.engine.request import (
+    MOST_LIKELY,
+    Completion,
+    FinishReason,
+    Logprob,
+    Request,
+    RequestError,
+    Room,
+    Sampling,
+    Scores,
+    TokenLogprobs,
+)
 from exspec.actors.engine.scheduling.group import Group
 from exspec.actors.engine.scheduling.pool import Pool, Sequence
 from exspec.actors.engine.scheduling.prefill import PrefillChunk
 from exspec.actors.engine.statistics import EngineCounters, EngineStatistics
 from exspec.actors.engine.tokens.constraint import Barred, Constraint, Guarded, forced
 from exspec.actors.engine.tokens.constraint_walker import Candidates, ConstraintWalker, Masks, candidate_ids
+from exspec.actors.engine.tokens.logprobs import Logprobs, logprobs
 from exspec.actors.engine.tokens.sampling import Sampler, SamplerState
 
 P = ParamSpec("P")
@@ -39,7 +51,8 @@ class Outcome(NamedTuple):
 
     tokens: the accepted drafts and the target's own token after them. drafted: how many tokens were proposed. columns:
     width of the row's forward. scores: of the candidates, by position in `tokens`; none where there was no choice.
-    by_drafter: the drafter's own counts, by field of SequenceStatistics.
+    by_drafter: the drafter's own counts, by field of SequenceStatistics. logprobs: of `tokens`, if the row asks for
+    them.
     """
 
     tokens: list[int]
@@ -47,6 +60,7 @@ class Outcome(NamedTuple):
     columns: int
     scores: dict[int, Scores]
     by_drafter: dict[str, int]
+    logprobs: list[TokenLogprobs]
 
 
 class Round(NamedTuple):
@@ -54,7 +68,7 @@ class Round(NamedTuple):
 
     copies: the target's tokens [R, Q] after the pending one and after each draft, the lengths of the drafts [R], the
     drafts [R, N], and [R] for each name in `counted`. scores: the logits [R, Q, M] of the candidates, which are the
-    tokens that scored rows may choose from.
+    tokens that scored rows may choose from. logprobs: `Logprobs`, if a row asks for them.
     """
 
     group: Group
@@ -62,6 +76,15 @@ class Round(NamedTuple):
     counted: list[str]
     scores: HostCopy | None
     candidates: Candidates
+    logprobs: HostCopy | None
+
+
+class Picked(NamedTuple):
+    """tokens: [R, Q], chosen from logits. scores: the logits [R, Q, M] of tokens that were asked for."""
+
+    tokens: Tensor
+    scores: Tensor | None
+    logprobs: Logprobs | None
 
 
 def phase(method: "Callable[Concatenate[Engine, P], T]") -> "Callable[Concatenate[Engine, P], T]":
@@ -114,7 +137,7 @@ class Engine:
         self.pool = Pool(config.slots, store, config.width, ahead, config.capacity)
         self.samplers = SamplerState(config.slots, self.vocabulary, self.device, recorder.wrap)
         self.fill, self._forward = recorder.wrap(self.target.fill), recorder.wrap(self.target.forward)
-        self.choose, self._pick = recorder.wrap(self._choices), recorder.wrap(picked)
+        self.choose, self._pick = recorder.wrap(self._choices), recorder.wrap(pick)
         self.counters = EngineCounters()
         self.learning = True  # the drafter learns from finished sequences
         self._running: Round | None = None  # on the device, while rounds overlap
@@ -141,14 +164,23 @@ class Engine:
             if bad := [t for t in ids if not 0 <= t < self.vocabulary]:
                 size = self.vocabulary
                 raise RequestError(f"{name}: {key}: token id {bad[0]} is outside the vocabulary of {size} tokens")
-        if reason := Room(self.context, self.config.capacity).refusal(length, request.max_new_tokens):
+        whole = request.given is not None
+        if reason := Room(self.context, self.config.capacity).refusal(length, request.max_new_tokens, whole):
             raise RequestError(f"{name}: {reason}")
         if not 0 <= request.min_new_tokens <= request.max_new_tokens:
             raise RequestError(f"{name}: min_new_tokens is {request.min_new_tokens}, expected 0 to max_new_tokens")
         if not all(request.bad_words):
             raise RequestError(f"{name}: bad_words: expected sequences of one token or more")
+        if request.logprobs is not None and not 0 <= request.logprobs <= MOST_LIKELY:
+            raise RequestError(f"{name}: logprobs is {request.logprobs}, expected 0 to {MOST_LIKELY}")
         if request.constraint and (request.min_new_tokens or request.bad_words or request.ignore_end):
             raise RequestError(f"{name}: constraint excludes min_new_tokens, bad_words and ignore_end")
+        if request.given is not None and (request.logprobs is None or self.config.drafts):
+            raise RequestError(f"{name}: given needs logprobs, and method plain")
+        if request.given is not None and (
+            request.constraint or request.stop or request.min_new_tokens or request.bad_words
+        ):
+            raise RequestError(f"{name}: given excludes stop, constraint, min_new_tokens and bad_words")
         if request.stop and request.constraint:
             raise RequestError(f"{name}: stop and constraint exclude each other")
 
@@ -159,7 +191,8 @@ class Engine:
         if request.id in self._ids:
             raise RequestError(f"request {request.id!r}: a request with this id is already being decoded")
         sequence = Sequence(request, self.context)
-        sequence.ends = frozenset() if request.ignore_end else self.end_ids | request.end_ids
+        endless = request.ignore_end or request.given is not None
+        sequence.ends = frozenset() if endless else self.end_ids | request.end_ids
         if request.constraint:
             sequence.constraint = Guarded(request.constraint(), self.vocabulary, sequence.failed)
         elif request.min_new_tokens or request.bad_words:
@@ -172,7 +205,9 @@ class Engine:
 
     def _begin(self, sequence: Sequence) -> None:
         """Append the tokens that a constraint forces at the start: they are prefilled with the prompt, in no round."""
-        first = forced(sequence.constraint, sequence.budget - 1) if sequence.constraint else []
+        if sequence.constraint is None or sequence.request.logprobs is not None:
+            return
+        first = forced(sequence.constraint, sequence.budget - 1)
         for token in takewhile(lambda token: not self._ends(sequence, token), first):
             self._append(sequence, token, {})
             sequence.counters.forced += 1
@@ -316,9 +351,21 @@ class Engine:
 
     @phase
     def draft(self, group: Group) -> Draft:
-        """Have the drafter propose tokens after each row's pending one."""
-        draft = self.drafter.propose(group, self.draft_length.limits(group))
+        """Have the drafter propose tokens after each row's pending one. Given completions are their own drafts."""
+        if group.given is None:
+            draft = self.drafter.propose(group, self.draft_length.limits(group))
+        else:
+            draft = self._given(group)
         return self._walked(group, group.walker, draft) if group.walker else draft
+
+    def _given(self, group: Group) -> Draft:
+        assert group.given is not None
+        tokens = [
+            list(s.request.given[len(s.committed) :][:n]) if s and s.request.given else []
+            for s, n in zip(group.sequences, group.useful, strict=True)
+        ]
+        lengths = list(map(len, tokens))
+        return Draft(group.given[:, : max(lengths)].clamp(min=0), self._to_device(lengths), tokens)
 
     def _walked(self, group: Group, walker: ConstraintWalker, draft: Draft) -> Draft:
         """The draft as the constraints allow it; the host waits for the draft. A drafter whose tokens were replaced
@@ -349,23 +396,29 @@ class Engine:
     def verify(self, group: Group, draft: Draft) -> Round:
         """Have the target choose the tokens after the pending one and after each draft."""
         batch = self._drafted(group, draft)
-        scores, candidates = None, Candidates()
+        candidates = Candidates()
         if group.walker is None:
-            choices = self.choose(batch, group.sampler)
+            more = () if group.likeliest is None else (group.likeliest, group.given)
+            picked = self.choose(batch, group.sampler, *more)
         else:
             logits, width = self._forward(batch), batch.tokens.shape[1]
             # The masks are made while the device computes.
             masks, candidates = group.walker.write_masks(width), group.walker.candidates(width)
             asked = candidate_ids(candidates, len(group.sequences), width, self.device) if candidates else None
-            choices, scores = self._pick(logits, batch.tokens, batch.starts, group.sampler, masks, asked)
+            wanted = group.likeliest, group.given, masks, asked
+            picked = self._pick(logits, batch.tokens, batch.starts, group.sampler, *wanted)
         if self.drafter.follows:
-            self.drafter.prefill(batch._replace(tokens=choices).shifted(1))
-        copies = HostCopy(choices, draft.lengths, draft.tokens, *draft.counts.values())
-        return Round(group, copies, list(draft.counts), None if scores is None else HostCopy(scores), candidates)
+            self.drafter.prefill(batch._replace(tokens=picked.tokens).shifted(1))
+        copies = HostCopy(picked.tokens, draft.lengths, draft.tokens, *draft.counts.values())
+        scores = None if picked.scores is None else HostCopy(picked.scores)
+        found = None if picked.logprobs is None else HostCopy(*picked.logprobs)
+        return Round(group, copies, list(draft.counts), scores, candidates, found)
 
-    def _choices(self, batch: Batch, sampler: Sampler) -> Tensor:
+    def _choices(
+        self, batch: Batch, sampler: Sampler, likeliest: int | None = None, given: Tensor | None = None
+    ) -> Picked:
         """The tokens [R, Q] that the target chooses after each token of the batch."""
-        return picked(self.target.forward(batch), batch.tokens, batch.starts, sampler)[0]
+        return pick(self.target.forward(batch), batch.tokens, batch.starts, sampler, likeliest, given)
 
     @phase
     def wait(self, started: Round) -> list[Outcome]:
@@ -378,9 +431,11 @@ class Engine:
         proposed = walker.proposed if walker else lengths.tolist()  # tokens that a constraint cut off count too
         counted = np.stack(counts, axis=1).tolist() if counts else [[]] * len(chosen)
         outcomes = [
-            Outcome(tokens[: kept + 1], length, width, {}, dict(zip(started.counted, row, strict=True)))
+            Outcome(tokens[: kept + 1], length, width, {}, dict(zip(started.counted, row, strict=True)), [])
             for tokens, kept, length, row in zip(chosen.tolist(), accepted.tolist(), proposed, counted, strict=True)
         ]
+        if started.logprobs:
+            self._read_logprobs(started, outcomes)
         if started.scores:
             logits = started.scores.wait()[0].double()
             for (r, q), tokens in started.candidates.items():
@@ -388,6 +443,17 @@ class Engine:
                 scores = logits[r, q, : len(tokens)].log_softmax(0).tolist()
                 outcomes[r].scores[q] = dict(zip(tokens, scores, strict=True))
         return outcomes
+
+    def _read_logprobs(self, started: Round, outcomes: list[Outcome]) -> None:
+        assert started.logprobs is not None
+        found = started.logprobs.wait()
+        for r, (sequence, outcome) in enumerate(zip(started.group.sequences, outcomes, strict=True)):
+            if sequence is None or (most := sequence.request.logprobs) is None:
+                continue
+            tokens, pairs, ranks = (tensor[r].tolist() for tensor in found)
+            for q in range(len(outcome.tokens)):
+                chosen, *likeliest = (Logprob(t, *pair) for t, pair in zip(tokens[q], pairs[q], strict=True))
+                outcome.logprobs.append(TokenLogprobs(chosen, ranks[q] + 1, likeliest[:most]))
 
     @phase
     def commit(self, group: Group, outcomes: list[Outcome]) -> None:
@@ -406,7 +472,8 @@ class Engine:
             committed = len(sequence.tokens) - before
             # Drafts past an end do not count.
             drafted = min(outcome.drafted, committed) if ending else outcome.drafted
-            sequence.counters.round(grouped, drafted, min(accepted, committed), outcome.by_drafter)
+            counted = (0, 0) if sequence.request.given else (drafted, min(accepted, committed))
+            sequence.counters.round(grouped, *counted, outcome.by_drafter)
             if group.walker and sequence.constraint:
                 sequence.counters.forced += group.walker.forced(row, committed)
                 ending = ending or self._finish(sequence, sequence.constraint)
@@ -436,6 +503,12 @@ class Engine:
 
     def _extend(self, sequence: Sequence, outcome: Outcome) -> Ending | None:
         """Append the outcome's tokens up to the first that ends the sequence; returns that ending."""
+        before = len(sequence.tokens)
+        ending = self._extended(sequence, outcome)
+        sequence.logprobs += outcome.logprobs[: len(sequence.tokens) - before]
+        return ending
+
+    def _extended(self, sequence: Sequence, outcome: Outcome) -> Ending | None:
         if sequence.unwatched and sequence.ends.isdisjoint(outcome.tokens):
             sequence.tokens += outcome.tokens[: sequence.budget]
             return ("length", None) if sequence.budget == 0 else None
@@ -446,6 +519,8 @@ class Engine:
 
     def _finish(self, sequence: Sequence, constraint: Constraint) -> Ending | None:
         """Append the tokens that a constraint forces, if they lead to the end: they need no round."""
+        if sequence.request.logprobs is not None:
+            return None
         rest = forced(constraint, sequence.budget)
         if not any(self._ends(sequence, token) for token in rest):
             return None
@@ -482,21 +557,30 @@ class Engine:
         return ("length", None) if sequence.budget == 0 else None
 
 
-def picked(
+def pick(
     logits: Tensor,
     tokens: Tensor,
     starts: Tensor,
     sampler: Sampler,
+    likeliest: int | None = None,
+    given: Tensor | None = None,
     masks: Tensor | None = None,
     asked: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """The tokens [R, Q] chosen from logits [R, Q, V] of a batch; and the logits of the tokens `asked` [R, Q, M].
+) -> Picked:
+    """Choose tokens from logits [R, Q, V] of a batch. likeliest: of each position, give log-probabilities of the chosen
+    token and of so many others; None: of none. given: [R, Q] or wider, tokens to take in place of a choice; -1: choose.
+    asked: [R, Q, M], tokens whose logits to give.
 
     tokens, starts: as in `Batch`. Its KV columns are left out, so that one recording serves every number of them.
     """
     positions = starts[:, None] + 1 + torch.arange(tokens.shape[1], device=tokens.device)
-    choices = sampler.choose(logits, positions, tokens[:, 1:], masks)
-    return choices, None if asked is None else logits.float().gather(2, asked.clamp(0, logits.shape[-1] - 1))
+    drawn = sampler.distribution(logits, tokens[:, 1:], masks)
+    chosen = sampler.drawn(drawn, positions)
+    if given is not None:
+        given = given[:, : chosen.shape[1]]
+        chosen = torch.where(given < 0, chosen, given)
+    scores = None if asked is None else logits.float().gather(2, asked.clamp(0, logits.shape[-1] - 1))
+    return Picked(chosen, scores, None if likeliest is None else logprobs(logits, drawn, chosen, likeliest))
 
 
 def model_end_ids(model: PreTrainedModel) -> frozenset[int]:

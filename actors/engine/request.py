@@ -1,10 +1,10 @@
 """The engine's input and output: requests and completions, in token ids."""
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from exspec.actors.engine.statistics import SequenceStatistics
 
@@ -19,6 +19,26 @@ Scores = dict[int, float]  # log-probabilities by token
 SMALLEST, LARGEST = 1e-6, 1e6  # a logit times or divided by a number in this range stays a finite float32
 LARGEST_INT = 2**31 - 1
 HIGHEST = 100  # penalty that is subtracted from logits
+MOST_LIKELY = 20  # of the likeliest tokens of a position, at most so many are kept
+
+
+class Logprob(NamedTuple):
+    """A token and its log-probability: by the target alone, and in the distribution that tokens are drawn from, after
+    penalties, constraint, temperature and filters. There -inf means that it cannot be drawn. For a greedy row that
+    distribution has temperature 1 and no filters."""
+
+    token: int
+    target: float
+    drawn: float
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities at one position: of the token that was chosen, and of the likeliest by the target, in order.
+    rank: of the chosen token by the target's logits, from 1; tokens with equal logits share the best rank."""
+
+    chosen: Logprob
+    rank: int
+    likeliest: list[Logprob]
 
 
 @dataclass(frozen=True)
@@ -76,6 +96,9 @@ def _whole(value: object) -> bool:
     return isinstance(value, Integral)
 
 
+NUMBERS = ("max_new_tokens", "min_new_tokens", "scored", "logprobs")  # fields of a request that are whole numbers
+
+
 @dataclass(frozen=True)
 class Request:
     """One sequence to decode.
@@ -91,8 +114,13 @@ class Request:
     constraint: makes the completion's constraint, which must allow an end token at some point.
     scored: keep log-probabilities at positions where the constraint allows a choice between at most this many tokens;
         0 keeps none.
+    logprobs: keep log-probabilities of every chosen token, and of so many of the likeliest, at most 20; None keeps
+        none. Tokens that a constraint forces then take part in rounds, because their logits are needed.
+    given: the completion's tokens, which are scored and not chosen; max_new_tokens is their number. They are their own
+        draft, so that a round scores as many as it has columns. Needs `logprobs` and method plain.
 
-    Token ids are copied. An exception in `stop` or `constraint` ends this request alone.
+    Token ids are copied, but for a prompt that is a tuple of `int`. An exception in `stop` or `constraint` ends this
+    request alone.
 
     Raises RequestError if token ids or lengths are not whole numbers: a tensor of them would fail for all rows.
     """
@@ -108,22 +136,31 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()
     constraint: "MakeConstraint | None" = None
     scored: int = 0
+    logprobs: int | None = None
+    given: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        lengths = {name: [getattr(self, name)] for name in ("max_new_tokens", "min_new_tokens", "scored")}
+        numbers = [name for name in NUMBERS if name != "logprobs" or self.logprobs is not None]
+        lengths = {name: [getattr(self, name)] for name in numbers}
         for name, values in {**self.token_ids, **lengths}.items():
             if bad := [kind.__name__ for kind in set(map(type, values)) if not issubclass(kind, Integral)]:
                 raise RequestError(f"request {self.id!r}: {name}: expected whole numbers, not {bad[0]}")
         if not isinstance(self.sampling, Sampling):
             raise RequestError(f"request {self.id!r}: sampling: expected Sampling, not {type(self.sampling).__name__}")
         words = tuple(tuple(map(int, word)) for word in self.bad_words)
-        copies = {"prompt": list(map(int, self.prompt)), "end_ids": frozenset(map(int, self.end_ids))}
+        copies: dict[str, Collection[int]] = {"end_ids": frozenset(map(int, self.end_ids))}
+        if type(self.prompt) is not tuple or set(map(type, self.prompt)) != {int}:
+            copies["prompt"] = list(map(int, self.prompt))
+        if self.given is not None:
+            copies["given"] = list(map(int, self.given))
+            lengths["max_new_tokens"] = [len(copies["given"])]
         vars(self).update(copies, bad_words=words, **{name: int(value) for name, (value,) in lengths.items()})
 
     @property
     def token_ids(self) -> dict[str, Iterable[int]]:
         """All token ids of the request, by field."""
-        return {"prompt": self.prompt, "end_ids": self.end_ids, "bad_words": chain(*self.bad_words)}
+        own = {"prompt": self.prompt, "end_ids": self.end_ids, "bad_words": chain(*self.bad_words)}
+        return own if self.given is None else own | {"given": self.given}
 
 
 @dataclass(frozen=True)
@@ -136,6 +173,7 @@ class Completion:
     stopped_by: the end token's id, or the result of the stop check; None after `length`.
     scores: of a scored request, for each position the target's log-probabilities of the allowed tokens, normalised over
         these tokens; empty where there was no choice.
+    logprobs: of each token, if the request asks for them.
     error: the exception that the request's stop check or constraint raised. The tokens then mean nothing.
     """
 
@@ -145,6 +183,7 @@ class Completion:
     stopped_by: int | str | None
     statistics: SequenceStatistics
     scores: list[Scores] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     error: BaseException | None = None
 
 
@@ -163,10 +202,13 @@ class Room:
         """Tokens of the longest prompt that leaves room for `new` tokens."""
         return min(self.context, self.capacity) - new
 
-    def refusal(self, prompt: int, new: int) -> str | None:
-        """The reason why `new` tokens do not fit after a prompt of `prompt` tokens; None if they fit."""
+    def refusal(self, prompt: int, new: int, whole: bool = False) -> str | None:
+        """The reason why `new` tokens do not fit after a prompt of `prompt` tokens; None if they fit. whole: whether
+        all of them must fit into the context, which otherwise ends a completion."""
         if prompt >= self.context:
             return f"a prompt of {prompt} tokens leaves no room in the context of {self.context}"
+        if whole and prompt + new > self.context:
+            return f"{prompt} prompt and {new} given tokens do not fit the context of {self.context}"
         if min(prompt + new, self.context) > self.capacity:
             return (
                 f"{prompt} prompt and {new} new tokens do not fit the slots' capacity of {self.capacity} tokens; "

@@ -20,7 +20,7 @@ from exspec.pipeline.errors import JobError
 from exspec.pipeline.job.settings import load_job, read_job_file
 from exspec.pipeline.secrets import anonymous
 
-COMMANDS = ("run", "label", "audit")
+COMMANDS = ("run", "label", "score", "audit")
 PATHS = ("input", "output", "target", "draft")  # settings and arguments that may be paths
 ARGUMENTS = "arguments.json"  # the file with the command line, in the job's folder
 

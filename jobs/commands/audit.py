@@ -9,6 +9,7 @@ import json
 from collections import defaultdict
 from collections.abc import Set
 from dataclasses import asdict, replace
+from itertools import chain
 from posixpath import commonpath, dirname
 from typing import Any
 
@@ -17,11 +18,11 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
-from exspec.actors.answers.answers import AnswerError, Answers
 from exspec.actors.engine import Completion, EngineConfig
+from exspec.actors.engine.engine import model_end_ids
 from exspec.actors.models import Pair, forget_sampling
-from exspec.actors.stop_strings import StopStrings, completion_text
-from exspec.jobs.commands.reference import decode, fitted, generated, is_greedy, margin
+from exspec.actors.samples import SAMPLES, RowResult, Texts, drawn, read
+from exspec.jobs.commands.reference import decode, fitted, generated, is_greedy, margin, mean_logprob
 from exspec.jobs.finished import FinishedRow, check_map, choose, read_rows
 from exspec.pipeline.errors import JobError, counted
 from exspec.pipeline.input.plan import Shard
@@ -35,6 +36,8 @@ from exspec.pipeline.secrets import anonymous
 from exspec.pipeline.shape import known_shape, memory_budget, pair_of
 from exspec.pipeline.storage import Folder
 
+Expected = dict[tuple[str, int], RowResult]  # by shard and row number
+CLOSE = {Dtype.float32: 1e-3, Dtype.bfloat16: 0.05}  # between mean log-probabilities: more is no rounding error
 SHOWN = 3  # differences that are printed per comparison
 
 
@@ -67,7 +70,10 @@ def audit(
         rows = list(read_rows(job, done, pair, choose(done, count, share, seed, missing)))
         progress.stage(f"decoding {counted(len(rows), 'row')} again")
         comparisons = [_against_plain(rows, job, done, pair, device)]
-        if generate:
+        if generate and job.scores:
+            progress.stage(f"computing the scores of {counted(len(rows), 'row')} with transformers")
+            comparisons.append(_against_forward(rows, job, device))
+        elif generate:
             greedy = [row for row in rows if row.request is None or is_greedy(row.request)]
             progress.stage(f"decoding {counted(len(greedy), 'row')} with generate of transformers, one at a time")
             comparisons.append(_against_generate(greedy, job, pair, device))
@@ -108,46 +114,73 @@ def _places(shards: list[Shard]) -> list[str]:
 def _against_plain(rows: list[FinishedRow], job: Job, done: Output, pair: Pair, device: str) -> Comparison:
     shape = EngineConfig(**known_shape(done.state.description["shape"])).plain()
     config = fitted(shape, pair, memory_budget(job, torch.device(device)))
-    expected = decode(pair.target, config, [row.request for row in rows if row.request is not None])
-    return _compare("plain decoding in the job's shape", rows, expected, pair, job.answers(pair.tokenizer))
+    answers, texts = job.answers(pair.tokenizer, model_end_ids(pair.target)), Texts(pair.tokenizer)
+    samples = {row.key: drawn(row.request, row.drawn) for row in rows if row.request is not None}
+    asked = {row.key: [answers.requests(s, row.given) for s in samples.get(row.key, [])] for row in rows}
+    decoded = decode(pair.target, config, chain(*chain(*asked.values())))
+    expected: Expected = {}
+    for key, each in samples.items():
+        if all(request.id in decoded for request in chain(*asked[key])):
+            made = [[decoded[request.id] for request in requests] for requests in asked[key]]
+            found = [read(answers, texts, *one) for one in zip(each, made, strict=True)]
+            expected[key] = job.draws.joined(each, found)
+    return _compare("plain decoding in the job's shape", rows, expected, pair)
 
 
 def _against_generate(rows: list[FinishedRow], job: Job, pair: Pair, device: str) -> Comparison:
     model = pair_of(job.model_copy(update={"dtype": Dtype.float32}), device, draft=False).target
     forget_sampling(model)
-    expected = {row.key: generated(model, row.request) for row in rows if row.request is not None}
-    exact = replace(pair, target=model)
-    return _compare("generate of transformers in float32", rows, expected, exact, job.answers(pair.tokenizer))
+    answers, texts = job.answers(pair.tokenizer, model_end_ids(model)), Texts(pair.tokenizer)
+    expected = Expected()
+    for row in rows:
+        if row.request is not None:
+            (request,) = answers.requests(row.request, row.given)
+            expected[row.key] = read(answers, texts, row.request, [generated(model, request)])
+    return _compare("generate of transformers in float32", rows, expected, replace(pair, target=model))
 
 
-def _compare(
-    against: str, rows: list[FinishedRow], expected: dict[tuple[str, int], Completion], pair: Pair, answers: Answers
-) -> Comparison:
-    found = [_difference(row, expected.get(row.key), pair, answers) for row in rows]
+def _against_forward(rows: list[FinishedRow], job: Job, device: str) -> Comparison:
+    """Mean log-probabilities of chosen completions, which rounding alone may change."""
+    model, differences = pair_of(job.model_copy(update={"dtype": Dtype.float32}), device, draft=False).target, []
+    scored = [row for row in rows if row.completion is not None]
+    for row in scored:
+        if row.request is None or row.given is None:
+            expected = None
+        else:
+            expected = mean_logprob(model, row.request, row.given[row.values.get("choice", 0)])
+        if expected is None or abs(row.values["mean_logprob"] - expected) > CLOSE[job.dtype]:
+            given = str(row.values["mean_logprob"]), None if expected is None else str(expected)
+            differences.append(Difference(row.shard, row.number, row.id, *given, 0, None))
+    equal = len(scored) - len(differences)
+    return Comparison("a forward of transformers in float32", len(scored), equal, differences)
+
+
+def _compare(against: str, rows: list[FinishedRow], expected: Expected, pair: Pair) -> Comparison:
+    found = [_difference(row, expected.get(row.key), pair) for row in rows]
     differences = [difference for difference in found if difference is not None]
     return Comparison(against, len(rows), len(rows) - len(differences), differences)
 
 
-def _difference(row: FinishedRow, expected: Completion | None, pair: Pair, answers: Answers) -> Difference | None:
+def _difference(row: FinishedRow, expected: RowResult | None, pair: Pair) -> Difference | None:
     """How a row differs from its reference, if it does. A row without a reference must be an error row."""
-    text, values = None, row.values
-    if expected is not None:
-        assert row.request is not None
-        assert row.request.stop is None or isinstance(row.request.stop, StopStrings)
-        text = completion_text(pair.tokenizer, expected, row.request.stop)
-        try:
-            values = answers.read(expected, text)
-        except AnswerError:
-            expected = text = None
-    count = None if expected is None else len(expected.tokens)
-    if (text, count) != (row.completion, row.tokens):
-        token, lead = (0, None) if expected is None else _first_difference(pair, row, expected, text or "")
-        return Difference(row.shard, row.number, row.id, row.completion, text, token, lead)
-    wrong = [name for name in row.values if row.values[name] != values[name]]
+    made = expected.completion if expected else None
+    if expected is None or made is None:
+        if row.completion is None:
+            return None
+        return Difference(row.shard, row.number, row.id, row.completion, None, 0, None)
+    if (expected.text, made.statistics.completion_tokens) != (row.completion, row.tokens):
+        thinks = "thinking" in expected.values  # its tokens are not among those of the completion
+        token, lead = (0, None) if thinks else _first_difference(pair, row, made, expected.text or "")
+        return Difference(row.shard, row.number, row.id, row.completion, expected.text, token, lead)
+    stored, again = dict(row.values), {name: expected.values[name] for name in row.values}
+    if row.samples is not None and SAMPLES in expected.values:
+        stored[SAMPLES] = row.samples
+        again[SAMPLES] = [sample.get("completion") for sample in expected.values[SAMPLES]]
+    wrong = [name for name in stored if stored[name] != again[name]]
     if not wrong:
         return None
-    stored, read = (json.dumps({name: given[name] for name in wrong}) for given in (row.values, values))
-    return Difference(row.shard, row.number, row.id, stored, read, 0, None)
+    shown = [json.dumps({name: given[name] for name in wrong}) for given in (stored, again)]
+    return Difference(row.shard, row.number, row.id, shown[0], shown[1], 0, None)
 
 
 def _first_difference(pair: Pair, row: FinishedRow, expected: Completion, text: str) -> tuple[int, float | None]:

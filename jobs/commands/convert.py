@@ -11,17 +11,21 @@ from pathlib import Path
 from typing import Any, TextIO, TypeVar
 from urllib.parse import quote
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyarrow.dataset import write_dataset
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 
 from exspec.actors.engine.faults import first_line
+from exspec.actors.samples import SAMPLES
 from exspec.pipeline.errors import JobError, counted, did_you_mean
-from exspec.pipeline.input.batch import answer, is_batch
+from exspec.pipeline.input.batch import MODEL, URL, answer, is_batch
 from exspec.pipeline.input.plan import decode_schema
 from exspec.pipeline.input.rows import as_json, nearest
 from exspec.pipeline.job.kinds import stored_job
 from exspec.pipeline.job.settings import Job
+from exspec.pipeline.output.columns import GENERATED
 from exspec.pipeline.output.contents import columns_of, tables
 from exspec.pipeline.output.owner import SUCCESS, Output, read_output
 from exspec.pipeline.secrets import anonymous
@@ -30,6 +34,7 @@ from exspec.pipeline.storage import Folder
 J = TypeVar("J", bound=Job)
 FORMULA = re.compile(r"[=@\t\r]|[+-](?![\d.,]*\Z)")  # the beginning of a formula; -1.5 is a number
 JOB_SUFFIX = ".job"  # of the folder that a job works in if its output is a file
+NUMBERED = ("sample", "sample_seed")  # columns that a row of a sample has, beside those of a row
 Row = dict[str, Any]
 Each = Callable[[Row], Row]  # makes what is written from a row
 Lines = Callable[[TextIO, list[str], Iterator[Row]], None]
@@ -64,18 +69,23 @@ def finish(job: Job, file: str | None, code: int) -> int:
 
 
 def partition(
-    output: str, folder: str, options: dict[str, Any], by: list[str], columns: list[str] | None = None
+    output: str,
+    folder: str,
+    options: dict[str, Any],
+    by: list[str],
+    columns: list[str] | None = None,
+    explode: bool = False,
 ) -> int:
     """Write the rows of an output as Parquet into folders named after the values of columns. Returns their number.
 
-    columns: the columns to write. Default: all. Raises JobError if a row or a column is missing, or the folder exists.
+    Arguments: as of `convert`. Raises JobError if a row or a column is missing, or the folder exists.
     """
-    done, target = _complete(output, options), Folder(folder, options)
+    source, target = Source(_complete(output, options), explode), Folder(folder, options)
     if target.exists(""):
         cut = "" if target.local or target.exists(SUCCESS) else " without _SUCCESS: a convert was interrupted"
         raise JobError(f"{folder}: already exists{cut}; expected a new folder")
-    names = _columns(done, [*(columns or []), *by])
-    remaining = tables(done, list(dict.fromkeys([*columns, *by])) if columns else names)
+    names = source.columns([*(columns or []), *by])
+    remaining = source.tables(list(dict.fromkeys([*columns, *by])) if columns else names)
     quoted = {name: _folder(name) for name in by}
     remaining = (t.rename_columns([quoted.get(name, name) for name in t.column_names]) for t in remaining)
     first = next(remaining)
@@ -93,7 +103,7 @@ def partition(
         except pa.ArrowException as error:  # too many values, or values that cannot name a folder
             raise JobError(f"--partition-by {', '.join(by)}: {first_line(error)}") from error
         place.write(SUCCESS, b"")
-    return done.state.rows
+    return source.rows
 
 
 def _folder(name: str) -> str:
@@ -103,23 +113,28 @@ def _folder(name: str) -> str:
 
 
 def convert(
-    output: str, file: str, options: dict[str, Any], columns: list[str] | None = None, quote_formulas: bool = False
+    output: str,
+    file: str,
+    options: dict[str, Any],
+    columns: list[str] | None = None,
+    quote_formulas: bool = False,
+    explode: bool = False,
 ) -> int:
     """Write the rows of an output in order to one file, atomically. Returns their number.
 
     If the input was requests of the batch API, JSON Lines holds its answers. file: a path or fsspec URL, whose suffix
     names the format. columns: the columns to write. Default: all. quote_formulas: put ' before text in CSV that a
-    spreadsheet would run. Raises JobError if a row or a column is missing.
+    spreadsheet would run. explode: write a row for each sample. Raises JobError if a row or a column is missing.
     """
     suffix = format_of(file)
     if suffix is None:
         raise JobError(f"{file}: expected a name that ends with {' or '.join(WRITERS)}")
-    done = _complete(output, options)
-    every = _columns(done, columns or [])
-    names = columns or every
+    source = Source(_complete(output, options), explode)
+    names = source.columns(columns or [])
+    names, whole = columns or names, columns is None and not explode
     formulas = Formulas(quote_formulas)
-    each = formulas if suffix.startswith(".csv") else _answers(done) if columns is None else None
-    found = (table.select(names) for table in tables(done, names))
+    each = formulas if suffix.startswith(".csv") else _answers(source.output) if whole else None
+    found = (table.select(names) for table in source.tables(names))
     folder, _, name = file.rpartition("/")
     with Folder(folder or ".", options).writing(name) as path:
         WRITERS[suffix](path, list(map(formulas.text, names)) if each is formulas else names, found, each)
@@ -128,7 +143,7 @@ def convert(
             f"{formulas.found} of the CSV's values may run as a formula in a spreadsheet (=, +, -, @, tab or CR); "
             "exspec convert --quote-formulas puts ' before them"
         )
-    return done.state.rows
+    return source.rows
 
 
 def _complete(output: str, options: dict[str, Any]) -> Output:
@@ -140,12 +155,54 @@ def _complete(output: str, options: dict[str, Any]) -> Output:
     return done
 
 
-def _columns(output: Output, wanted: list[str]) -> list[str]:
-    """The columns of an output. Raises JobError if a wanted column is not one of them."""
-    names: list[str] = columns_of(output).names
-    if missing := [name for name in wanted if name not in names]:
-        raise JobError(*(f"{output.folder.url}: has no column {name!r}{did_you_mean(name, names)}" for name in missing))
-    return names
+class Source:
+    """The rows that are written: those of an output, or with `explode` a row for each sample. rows: so far."""
+
+    def __init__(self, output: Output, explode: bool) -> None:
+        self.output, self.explode, self.rows = output, explode, 0
+        self.own: list[str] = columns_of(output).names
+        url = output.folder.url
+        if explode and SAMPLES not in self.own:
+            raise JobError(f"--explode: {url} has no column {SAMPLES!r}; expected the output of a job with --n")
+        if explode and (taken := [name for name in NUMBERED if name in self.own]):
+            raise JobError(f"--explode: {url} has a column {taken[0]!r} already; leave it out of carry")
+
+    def columns(self, wanted: list[str]) -> list[str]:
+        """All columns. Raises JobError if a wanted one is not among them."""
+        names = [name for name in self.own if name != SAMPLES] + list(NUMBERED) if self.explode else self.own
+        if missing := [name for name in wanted if name not in names]:
+            url = self.output.folder.url
+            raise JobError(*(f"{url}: has no column {name!r}{did_you_mean(name, names)}" for name in missing))
+        return names
+
+    def tables(self, names: list[str]) -> Iterator[pa.Table]:
+        """The rows, with these columns."""
+        read = list(dict.fromkeys([SAMPLES, *(n for n in names if n not in NUMBERED)])) if self.explode else names
+        for table in tables(self.output, read):
+            made = exploded(table).select(names) if self.explode else table
+            self.rows += made.num_rows
+            yield made
+
+
+def exploded(table: pa.Table) -> pa.Table:
+    """A row for each sample, with the sample's own values in the columns of a row. A row without samples stays."""
+    samples = table[SAMPLES].combine_chunks()
+    counts = samples.value_lengths().fill_null(0).to_numpy()
+    sizes = np.maximum(counts, 1)
+    rows = np.repeat(np.arange(len(table)), sizes)
+    numbers = np.arange(len(rows)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    there = np.repeat(counts > 0, sizes)
+    flat = samples.flatten().take(pa.array(np.cumsum(there) - 1, mask=~there))
+    table, is_sample = table.drop_columns([SAMPLES]).take(pa.array(rows)), pa.array(there)
+    for i, field in enumerate(table.schema):
+        if flat.type.get_field_index(field.name) >= 0:
+            table = table.set_column(
+                i, field, pc.if_else(is_sample, pc.struct_field(flat, field.name), table[field.name])
+            )
+    columns = pa.array(numbers, pa.int32(), mask=~there), pc.struct_field(flat, "seed")
+    for name, column in zip(NUMBERED, columns, strict=True):
+        table = table.append_column(name, column)
+    return table
 
 
 class Formulas:
@@ -167,9 +224,12 @@ class Formulas:
 def _answers(output: Output) -> Each | None:
     """What makes an answer of the batch API from a row; None if the input was not requests of it."""
     description = output.state.description
-    if not is_batch(stored_job(description, output.folder.options), decode_schema(output.state.plan.schema)):
+    job = stored_job(description, output.folder.options)
+    if not is_batch(job, decode_schema(output.state.plan.schema)):
         return None
-    return partial(answer, model=description["job"]["target"], created=int(output.state.began))
+    own = {*job.answer_columns().names, *GENERATED.names, URL, MODEL}  # not what was carried
+    made = partial(answer, model=description["job"]["target"], created=int(output.state.began))
+    return lambda row: made({name: value for name, value in row.items() if name in own})
 
 
 def _text(

@@ -76,6 +76,7 @@ def estimate(prepared: Prepared, share: float) -> Estimate:
     done, tokens, seconds = _decode(engine, others)
     counted = sum((c.statistics for c in done), start=SequenceStatistics())
     each = counted.completion_tokens / len(done) if done else float(job.max_new_tokens)
+    each *= job.draws.count
     cards = torch.cuda.device_count() if device == "cuda" else 0
     gpus = (job.num_gpus or 1.0) if cards else 0.0
     actors = job.actor_range[1]

@@ -15,6 +15,7 @@ from exspec.actors.engine.shape.roofline import ACCEPTANCE, CARDS, LENGTHS, Roof
 from exspec.jobs.commands.convert import behind
 from exspec.jobs.commands.estimate import estimate
 from exspec.jobs.commands.shared_prompts import Shared
+from exspec.jobs.commands.tables import budgets
 from exspec.pipeline.errors import JobError, counted
 from exspec.pipeline.input.plan import Chunk
 from exspec.pipeline.input.prompts import Prompts
@@ -93,6 +94,9 @@ def plan(job: Job, cards: bool, estimated: bool, price: float | None) -> int:
         progress.stop()
         for line in found.lines(price):
             console.print(line, markup=False, highlight=False)
+        if memory := budgets(found.shape.candidates):
+            for shown in memory:
+                console.print(shown, markup=False, highlight=False)
     return 0
 
 

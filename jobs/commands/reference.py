@@ -1,6 +1,6 @@
 """What an audit compares with: plain decoding by the engine, and `generate` of transformers."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 from transformers import PreTrainedModel
@@ -34,17 +34,15 @@ def fitted(shape: EngineConfig, pair: Pair, budget: int) -> EngineConfig:
     return config
 
 
-def decode(
-    target: PreTrainedModel, config: EngineConfig, requests: Iterable[Request]
-) -> dict[tuple[str, int], Completion]:
-    """Completions by shard and row number. A request that the engine refuses has none."""
+def decode(target: PreTrainedModel, config: EngineConfig, requests: Iterable[Request]) -> dict[Hashable, Completion]:
+    """Completions by the requests' ids. A request that the engine refuses has none."""
     engine = Engine(target, None, config)
     for request in requests:
         try:
             engine.submit(request)
         except RequestError:
             continue  # the job must have written an error row
-    return {(str(c.id[0]), int(c.id[1])): c for c in engine.run()}  # type: ignore[index]
+    return {completion.id: completion for completion in engine.run()}
 
 
 def is_greedy(request: Request) -> bool:
@@ -71,8 +69,8 @@ def generated(model: PreTrainedModel, request: Request) -> Completion:
         stopped = check(token) if check else None
         if token in ends or stopped is not None:
             by = token if token in ends else stopped
-            return Completion(request.id, tokens[: i + 1], "stop", by, SequenceStatistics())
-    return Completion(request.id, tokens, "length", None, SequenceStatistics())
+            return Completion(request.id, tokens[: i + 1], "stop", by, SequenceStatistics(completion_tokens=i + 1))
+    return Completion(request.id, tokens, "length", None, SequenceStatistics(completion_tokens=len(tokens)))
 
 
 @torch.inference_mode()
@@ -84,6 +82,14 @@ def margin(model: PreTrainedModel, request: Request, tokens: Sequence[int]) -> f
         logits = logits[_allowed(request, tokens)]
     best = logits.topk(min(2, len(logits))).values
     return float(best[0] - best[1]) if len(best) > 1 else None
+
+
+@torch.inference_mode()
+def mean_logprob(model: PreTrainedModel, request: Request, tokens: Sequence[int]) -> float:
+    """The mean log-probability of tokens after a request's prompt."""
+    ids = torch.tensor([[*request.prompt, *tokens]], device=model.device)
+    logits = model(input_ids=ids).logits[0, len(request.prompt) - 1 : -1].float()
+    return float(logits.log_softmax(-1).gather(1, ids[0, len(request.prompt) :, None]).mean())
 
 
 def _allowed(request: Request, tokens: Sequence[int]) -> list[int]:

@@ -1,5 +1,6 @@
 """Tables for the terminal."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from exspec.jobs.training.scale import Measured, Timed
 
 SHOWN = 8  # candidates of a calibration
+KEPT = 0.95  # of the speed, by a budget that is large enough
 
 
 def bench_tables(rows: list[dict[str, Any]], title: str) -> tuple[Table, Table]:
@@ -51,6 +53,24 @@ def _grid(title: str, *headings: str) -> Table:
 
 def _cell(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
+
+
+def budgets(candidates: list[dict[str, Any]]) -> tuple[str, Table] | None:
+    """The least memory that keeps the speed, as a line, and the fastest shape for each budget, by prediction. None if
+    nothing was predicted."""
+    best: dict[float, dict[str, Any]] = {}  # by GiB; each is faster than all that need less
+    for row in sorted(candidates, key=lambda row: row["memory_mib"]):
+        if row["predicted"] > max((other["predicted"] for other in best.values()), default=0):
+            best[math.ceil(row["memory_mib"] / 102.4) / 10] = row
+    if not best:
+        return None
+    most = max(row["predicted"] for row in best.values())
+    enough = next(size for size, row in best.items() if row["predicted"] >= KEPT * most)
+    grid = _grid("tokens/s by memory of an actor, predicted", "memory_gib", "drafter", "B", "W", "K", "tokens/s")
+    for size, row in best.items():
+        names = ("drafter", "batch_size", "window", "draft_tokens")
+        grid.add_row(f"{size:.1f}", *(str(row[name]) for name in names), f"{row['predicted']:.0f}")
+    return f"memory_gib: {enough:.1f} keeps {KEPT:.0%} of the speed", grid
 
 
 def candidates_table(candidates: list[dict[str, Any]], seconds: float) -> Table:

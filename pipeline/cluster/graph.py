@@ -63,7 +63,7 @@ def results(
     for group in read_together(tasks):
         passes.append({"tasks": pickle.dumps(group)})
         count += len(group)
-    calls = max(job.chunks_in_flight, -(-ROWS_PER_SLOT * slots // rows_per_chunk))
+    calls = max(job.chunks_in_flight, -(-ROWS_PER_SLOT * slots // (rows_per_chunk * job.draws.count)))
     calls = min(calls, -(-count // high))  # the first actor that is ready must not take all chunks
     # A fixed pool balances best with one waiting task per actor; an elastic pool grows only if more wait.
     waiting = calls + 1 if low == high else 2 * calls
@@ -77,7 +77,7 @@ def results(
         Generator,
         batch_size=None,
         batch_format="pyarrow",
-        fn_constructor_args=(load, job.sampling, sink, ledger, RayMeter(), job.attempts, job.answers),
+        fn_constructor_args=(load, job.sampling, sink, ledger, RayMeter(), job.attempts, job.answers, job.draws),
         compute=ActorPoolStrategy(
             **pool,
             max_tasks_in_flight_per_actor=waiting,

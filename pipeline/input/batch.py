@@ -3,15 +3,16 @@
 import json
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from typing import Annotated, Any, Literal
 
 import pyarrow as pa
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, create_model
 
-from exspec.actors.engine.request import HIGHEST, LARGEST, LARGEST_INT, SMALLEST
+from exspec.actors.engine.request import HIGHEST, LARGEST, LARGEST_INT, MOST_LIKELY, SMALLEST
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.rows import RowError, are_texts, values
-from exspec.pipeline.job.settings import SHARED, Job
+from exspec.pipeline.job.settings import MOST_SAMPLES, SHARED, Job
 
 BODY, ID, METHOD, URL, MODEL = "body", "custom_id", "method", "url", "requested_model"
 ENDPOINTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}  # with the field that each needs
@@ -21,11 +22,13 @@ COLUMNS = {
     "temperature_column": "temperature",
     "seed_column": "seed",
     "stop_column": "stop",
+    "logprobs_column": "logprobs",
+    "n_column": "n",
 }
 # Fields that change no token; and fields that are accepted with the value that asks for nothing.
 IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
 HARMLESS: dict[str, Any] = {
-    "n": 1, "best_of": 1, "stream": False, "echo": False, "logprobs": False, "top_logprobs": 0, "tools": [],
+    "best_of": 1, "stream": False, "echo": False, "tools": [],
     "tool_choice": "none", "functions": [], "function_call": "none", "logit_bias": {},
     "response_format": {"type": "text"},
 }  # fmt: skip
@@ -77,6 +80,11 @@ class _Used(BaseModel, strict=True, extra="forbid", allow_inf_nan=False):
     frequency_penalty: float = _field(f"a number from {-HIGHEST} to {HIGHEST}", ge=-HIGHEST, le=HIGHEST)
     seed: int = _field("a whole number from 0 to 2**63 - 1", ge=0, lt=2**63)
     stop: Annotated[Any, _check(are_texts)] = _field("text, or a list of texts, none of them empty")
+    logprobs: bool | Annotated[int, Field(ge=0, le=MOST_LIKELY)] = _field(
+        f"true or false for messages, a whole number from 0 to {MOST_LIKELY} for a prompt"
+    )
+    n: int = _field(f"a whole number from 1 to {MOST_SAMPLES}", ge=1, le=MOST_SAMPLES)
+    top_logprobs: int = _field(f"a whole number from 0 to {MOST_LIKELY}", ge=0, le=MOST_LIKELY)
 
 
 def _asks_for(expected: Any, value: Any) -> bool:
@@ -164,11 +172,23 @@ def fields(row: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {name: given.get(name) for name in COLUMNS.values()}
     found["max_tokens"] = given.get("max_tokens", given.get("max_completion_tokens"))
     found["sampling"] = {name: given[name] for name in SHARED if name in given}
+    found["logprobs"] = _logprobs(given)
     messages = [
         message | {"content": "".join(part["text"] for part in _parts(message["content"]))}
         for message in given.get("messages", [])
     ]
     return found | {"prompt": given.get("prompt") or messages}
+
+
+def _logprobs(given: dict[str, Any]) -> int | None:
+    """How many of the likeliest tokens a body asks for; None if it asks for no log-probabilities. Raises RowError."""
+    asked = given.get("logprobs", False)
+    if asked is not False and isinstance(asked, bool) != ("messages" in given):
+        raise RowError(f"body.logprobs: expected {EXPECTED['logprobs']}, not {_shown(asked)}")
+    most = int(given.get("top_logprobs", 0))
+    if most and asked is not True:
+        raise RowError("body.top_logprobs: expected logprobs true with it")
+    return most if asked is True else None if asked is False else int(asked)
 
 
 def _problem(error: Any) -> str:
@@ -195,14 +215,42 @@ def answer(row: dict[str, Any], model: str, created: int) -> dict[str, Any]:
         response = {"status_code": 400, "request_id": name, "body": {"error": failed}}
         return shared | {"response": response, "error": None}
     chat = "chat" in str(row.get(URL) or "chat")
-    content = {"message": {"role": "assistant", "content": row["completion"]}} if chat else {"text": row["completion"]}
+    samples = [sample for sample in row.get("samples") or [row] if sample["error"] is None]
     usage = {"prompt_tokens": row["prompt_tokens"], "completion_tokens": row["completion_tokens"]}
     body = {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{name}",
         "object": "chat.completion" if chat else "text_completion",
         "created": created,
         "model": row.get(MODEL) or model,
-        "choices": [{"index": 0, **content, "logprobs": None, "finish_reason": row["finish_reason"]}],
+        "choices": [_choice(i, sample, chat) for i, sample in enumerate(samples)],
         "usage": usage | {"total_tokens": sum(usage.values())},
     }
     return shared | {"response": {"status_code": 200, "request_id": name, "body": body}, "error": None}
+
+
+def _choice(number: int, row: dict[str, Any], chat: bool) -> dict[str, Any]:
+    text = row["completion"]
+    content = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+    logprobs = None if row.get("logprobs") is None else (_chat_logprobs if chat else _completion_logprobs)(row)
+    return {"index": number, **content, "logprobs": logprobs, "finish_reason": row["finish_reason"]}
+
+
+def _chat_logprobs(row: dict[str, Any]) -> dict[str, Any]:
+    def described(token: str, logprob: float) -> dict[str, Any]:
+        part = "\ufffd" in token  # of a character
+        return {"token": token, "logprob": logprob, "bytes": None if part else list(token.encode())}
+
+    found = zip(row["tokens"], row["logprobs"], row["top_logprobs"], strict=True)
+    content = [
+        described(token, logprob) | {"top_logprobs": [described(one["token"], one["logprob"]) for one in likeliest]}
+        for token, logprob, likeliest in found
+    ]
+    return {"content": content}
+
+
+def _completion_logprobs(row: dict[str, Any]) -> dict[str, Any]:
+    offsets = list(accumulate(map(len, row["tokens"]), initial=0))[:-1]
+    likeliest = [{one["token"]: one["logprob"] for one in tokens} for tokens in row["top_logprobs"]]
+    return {
+        "tokens": row["tokens"], "token_logprobs": row["logprobs"], "top_logprobs": likeliest, "text_offset": offsets
+    }  # fmt: skip

@@ -15,7 +15,7 @@ from jinja2 import nodes
 
 from exspec.actors.answers.answers import asked
 from exspec.actors.engine import Request, Room, Sampling
-from exspec.actors.engine.request import LARGEST
+from exspec.actors.engine.request import LARGEST, MOST_LIKELY
 from exspec.actors.stop_strings import StopStrings
 from exspec.pipeline.errors import JobError, no_column
 from exspec.pipeline.input.batch import BODY, COLUMNS, METHOD, URL, fields, is_batch
@@ -23,7 +23,7 @@ from exspec.pipeline.input.plan import Shard
 from exspec.pipeline.input.rows import Row, RowError, are_texts, shown
 from exspec.pipeline.input.schemas import is_json, is_list, is_text
 from exspec.pipeline.input.templates import Sandbox, bounded
-from exspec.pipeline.job.settings import Job
+from exspec.pipeline.job.settings import ALIKE, MOST_SAMPLES, Job
 
 MESSAGES = "messages"
 DEFAULT_COLUMNS = (MESSAGES, "prompt", "message", "text")
@@ -33,11 +33,15 @@ LONG = 32  # characters per token of capacity: of a longer text, the beginning i
 
 @dataclass(frozen=True)
 class RowSettings:
-    """Settings of one row. sampling: the sampling settings that differ between rows."""
+    """Settings of one row. sampling: the sampling settings that differ between rows. given: the tokens of its
+    completions in a scoring job, which are max_new_tokens at most. samples: how many to draw."""
 
     max_new_tokens: int
     sampling: dict[str, Any]
     stop: list[str]
+    logprobs: int | None
+    given: list[list[int]] | None = None
+    samples: int = 1
 
 
 class Prompts:
@@ -50,10 +54,21 @@ class Prompts:
 
     def __init__(self, job: Job, tokenizer: Any, schema: pa.Schema) -> None:
         self.batch = is_batch(job, schema)
+        if self.batch and job.scores:
+            raise JobError("input: requests of the batch API cannot be scored; set prompt_column or prompt_template")
         if self.batch and (given := [name for name in COLUMNS if getattr(job, name)]):
             raise JobError(f"{given[0]}: requests of the batch API have their own settings; leave it out")
+        if self.batch and (job.best_of or job.n not in (None, 1)):
+            raise JobError(
+                "n and best_of: requests of the batch API ask for samples; set n to 1, and leave best_of out"
+            )
+        if job.draws.count > 1 and not (job.temperature or job.temperature_column):  # model_sampling set none
+            raise JobError(ALIKE)
         self.job, self.tokenizer = job.model_copy(update=COLUMNS) if self.batch else job, tokenizer
         self.answers = job.answers(tokenizer)
+        if self.answers.longest is None and (job.max_thinking_tokens or 0) >= job.max_new_tokens:
+            thought, most = job.max_thinking_tokens, job.max_new_tokens
+            raise JobError(f"max_thinking_tokens: {thought} leave no answer of max_new_tokens ({most}); raise that")
         self.space: Room | None = None
         self.column = None if job.prompt_template else "prompt" if self.batch else prompt_column(job, schema)
         kind = schema.field(self.column).type if self.column in schema.names else pa.null()
@@ -84,7 +99,7 @@ class Prompts:
 
     def columns(self, schema: pa.Schema) -> list[str]:
         """The columns that prompts and settings of rows need, in the order of the schema."""
-        named = {self.column, *(getattr(self.job, key) for key in COLUMNS), *self.variables}
+        named = {self.column, *(getattr(self.job, key) for key in COLUMNS), *self.variables, self.job.given}
         named = {METHOD, URL, BODY} if self.batch else named
         return [name for name in schema.names if name in named]
 
@@ -100,15 +115,18 @@ class Prompts:
         """
         tokens = self.tokens(row)
         most = self.space.longest_prompt(max_new_tokens) if self.space else len(tokens)
-        long = self.job.truncate_prompt and self.space and self.space.refusal(len(tokens), max_new_tokens)
+        long = self.job.truncate_prompt and self._refusal(len(tokens), max_new_tokens)
         cut = len(tokens) - most if long and most > 0 else 0
         self.room(len(tokens) - cut, max_new_tokens)
         return tokens[cut:], cut
 
     def room(self, tokens: int, max_new_tokens: int) -> None:
         """Raises RowError if the engine would reject a prompt of this many tokens."""
-        if self.space and (why := self.space.refusal(tokens, max_new_tokens)):
+        if why := self._refusal(tokens, max_new_tokens):
             raise RowError(why)
+
+    def _refusal(self, tokens: int, max_new_tokens: int) -> str | None:
+        return self.space.refusal(tokens, max_new_tokens, whole=self.job.scores) if self.space else None
 
     def text(self, row: Row) -> str:
         """The prompt of a row. Raises RowError."""
@@ -195,16 +213,49 @@ class Prompts:
     def _ids(self, text: str) -> list[int]:
         try:
             # The chat template adds the special tokens.
-            first, *others = self.marks.split(text)
-            ids = list(self.tokenizer(first, add_special_tokens=not self.chat)["input_ids"])
-            for piece in filter(None, others):
-                marked = self.special.get(piece)
-                given = {"split_special_tokens": True} if marked else {}
-                ids += self.tokenizer(marked or piece, add_special_tokens=False, **given)["input_ids"]
-            return ids
+            return self._encoded(text, not self.chat)
         except Exception as error:  # for example, for half a surrogate pair
             source = f"column {self.column!r}" if self.column else "prompt_template"
             raise RowError(f"{source}: the tokenizer failed: {type(error).__name__}: {error}") from error
+
+    def _encoded(self, text: str, special: bool) -> list[int]:
+        """The tokens of a text with marks. special: whether the tokenizer puts its own tokens around it."""
+        first, *others = self.marks.split(text)
+        ids = list(self.tokenizer(first, add_special_tokens=special)["input_ids"])
+        for piece in filter(None, others):
+            marked = self.special.get(piece)
+            given = {"split_special_tokens": True} if marked else {}
+            ids += self.tokenizer(marked or piece, add_special_tokens=False, **given)["input_ids"]
+        return ids
+
+    def given(self, row: Row) -> list[list[int]] | None:
+        """The tokens of the completions of a row in a scoring job. Raises RowError."""
+        if not self.job.scores:
+            return None
+        source = f"column {self.job.given!r}" if self.job.given else "choices"
+        values = self.job.completions(self._given(row))
+        if not isinstance(values, list) or not values:
+            raise RowError(f"{source}: expected a list of choices, not {'null' if values is None else shown(values)}")
+        return [self._completion(value, source) for value in values]
+
+    def _completion(self, value: Any, source: str) -> list[int]:
+        """The tokens of a completion: those of its text without special tokens, or the given ones."""
+        if isinstance(value, list) and value and all(map(_is_token, value)):
+            return value
+        if not isinstance(value, str) or not value:
+            given = "null" if value is None else shown(value)
+            raise RowError(f"{source}: expected a non-empty text or list of token ids, not {given}")
+        if self.space and len(value) > (most := LONG * self.space.capacity):
+            raise RowError(f"{source}: a completion has {len(value)} characters; expected at most {most}")
+        try:
+            tokens = self._encoded(self._marked(value), False)
+        except RowError:
+            raise
+        except Exception as error:  # of the tokenizer
+            raise RowError(f"{source}: the tokenizer failed: {type(error).__name__}: {error}") from error
+        if not tokens:
+            raise RowError(f"{source}: a completion has no tokens")
+        return tokens
 
     def request(self, row: Row, shard: Shard, number: int) -> Request:
         """The engine request of a row, identified by shard and row number. Raises RowError."""
@@ -220,6 +271,7 @@ class Prompts:
             max_new_tokens=own.max_new_tokens,
             sampling=sampling,
             stop=StopStrings(self.tokenizer, own.stop, job.min_new_tokens) if own.stop else None,
+            logprobs=own.logprobs,
             **asked(self.answers),
         )
 
@@ -235,9 +287,24 @@ class Prompts:
             row = row | {str(job.stop_column): _json(job.stop_column, text, "texts")}
         stop = _override(row, job.stop_column, job.stop, are_texts, "non-empty texts", read=lambda value: value)
         if stop and self.answers.constraint:
-            raise RowError("stop does not apply to labels or JSON of a schema; leave it out")
+            raise RowError("stop does not apply to labels, JSON of a schema and thinking; leave it out")
         sampling = {"temperature": float(temperature), "seed": seed, **(row["sampling"] if self.batch else {})}
-        return RowSettings(length, sampling, [stop] if isinstance(stop, str) else list(stop))
+        expected = f"a whole number up to {MOST_LIKELY}"
+        default = None if self.batch else job.logprobs  # a batch request asks by itself
+        logprobs = _override(row, job.logprobs_column, default, _is_few, expected)
+        given = self.given(row)
+        if given is not None:
+            length, logprobs = max(map(len, given)), logprobs or 0
+        if self.batch and job.logprobs is None and logprobs is not None:
+            raise RowError("body.logprobs: the job keeps no log-probabilities; the setting logprobs turns them on")
+        samples = _override(row, job.n_column, job.n or 1, _is_count, f"a whole number from 1 to {MOST_SAMPLES}")
+        if self.batch and job.n is None and samples > 1:
+            raise RowError("body.n: the job keeps one sample; the setting n turns lists of samples on")
+        if job.best_of:
+            samples, logprobs = job.best_of if temperature > 0 else 1, logprobs or 0
+        if samples > 1 and temperature == 0:
+            raise RowError(f"all {samples} samples would be the same; expected a temperature above 0, not 0")
+        return RowSettings(length, sampling, [stop] if isinstance(stop, str) else list(stop), logprobs, given, samples)
 
 
 def _marks(tokenizer: Any) -> dict[str, str]:
@@ -302,6 +369,18 @@ def _override(
 
 def _is_seed(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _is_token(value: Any) -> bool:
+    return _is_seed(value) and value < 2**31
+
+
+def _is_count(value: Any) -> bool:
+    return _is_seed(value) and 1 <= value <= MOST_SAMPLES
+
+
+def _is_few(value: Any) -> bool:
+    return _is_seed(value) and value <= MOST_LIKELY
 
 
 def _is_length(value: Any) -> bool:

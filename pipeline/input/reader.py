@@ -90,6 +90,9 @@ WORK_SCHEMA = pa.schema(
         "_max_new_tokens": pa.int32(),
         "_sampling": pa.string(),
         "_stop": pa.list_(pa.string()),
+        "_logprobs": pa.int32(),
+        "_given": pa.list_(pa.list_(pa.int32())),
+        "_samples": pa.int32(),
     }
 )
 
@@ -103,7 +106,8 @@ def _asked(prompts: Prompts, chunk: Chunk, i: int, row: Row) -> dict[str, Any]:
     settings = prompts.settings(row, chunk.shard, chunk.first + i)
     tokens, cut = prompts.fitted(row, settings.max_new_tokens)
     work = {"_prompt": tokens, "_cut": cut, "_max_new_tokens": settings.max_new_tokens, "_stop": settings.stop}
-    return work | {"_sampling": json.dumps(settings.sampling)}
+    work |= {"_sampling": json.dumps(settings.sampling), "_logprobs": settings.logprobs}
+    return work | {"_given": settings.given, "_samples": settings.samples}
 
 
 @lru_cache(maxsize=2)

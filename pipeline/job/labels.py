@@ -51,13 +51,13 @@ class LabelJob(Job):
     @field_validator("labels", mode="before")
     @classmethod
     def _label_texts(cls, value: Any) -> Any:
-        return _as_texts([value] if isinstance(value, str) else value)
+        return as_texts([value] if isinstance(value, str) else value)
 
     @field_validator("fields", mode="before")
     @classmethod
     def _by_field(cls, value: Any) -> Any:
         if isinstance(value, dict):
-            return {name: _as_texts(labels) for name, labels in value.items()}
+            return {name: as_texts(labels) for name, labels in value.items()}
         if not isinstance(value, list):
             return value
         pairs = [str(text).partition("=") for text in value]
@@ -141,7 +141,7 @@ class LabelJob(Job):
     def inlined(self) -> dict[str, str]:
         return super().inlined | ({"json_schema": self.json_schema} if self.json_schema else {})
 
-    def answer_columns(self) -> pa.Schema:
+    def form_columns(self) -> pa.Schema:
         columns = [
             pa.field(f"{self.column(name)}{suffix}", kind, metadata={"description": text})
             for name in self.classes
@@ -156,9 +156,9 @@ class LabelJob(Job):
 
     @property
     def value_columns(self) -> list[str]:
-        return [self.column(name) for name in self.choices or self._properties]
+        return super().value_columns + [self.column(name) for name in self.choices or self._properties]
 
-    def answers(self, tokenizer: Any) -> "Answers":
+    def form(self, tokenizer: Any) -> "Answers":
         from exspec.actors.answers.choices import Choices
         from exspec.actors.answers.json_schema import Json
 
@@ -190,7 +190,7 @@ def _are_labels(values: Any) -> bool:
     return isinstance(values, list) and len(values) > 1 and all(isinstance(v, str) and v for v in values)
 
 
-def _as_texts(labels: Any) -> Any:
+def as_texts(labels: Any) -> Any:
     """Labels of a job file as texts: numbers are labels too."""
     if not isinstance(labels, list):
         return labels

@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from exspec.actors.engine.config import SETTINGS
-from exspec.actors.engine.request import HIGHEST, LARGEST, LARGEST_INT, SMALLEST
+from exspec.actors.engine.request import HIGHEST, LARGEST, LARGEST_INT, MOST_LIKELY, SMALLEST
 from exspec.actors.engine.settings import Later, Setting
 from exspec.pipeline.errors import JobError, did_you_mean
 from exspec.pipeline.job.functions import Function
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from exspec.actors.answers.answers import Answers
+    from exspec.actors.samples import Draws
 
 J = TypeVar("J", bound="Job")
 
@@ -48,9 +49,13 @@ RULES = "\n"  # between the messages of rules that a job breaks, in one error of
 # The headings of the help, in order.
 GROUPS = (
     "Models", "Input and output", "Prompts", "Sampling", "Decoding", "Cluster", "Chunks and failures", "Labels",
+    "Scores",
 )  # fmt: skip
 CHUNK, LEAST_CHUNK = 64, 8  # rows of a chunk: maximum and minimum where rows_per_chunk is auto
 ROUNDS = 4  # chunks that each actor should get
+MOST_SAMPLES = 1024  # of a row
+ALIKE = "n and best_of need a temperature above 0: without it all samples of a row are the same"
+LONGEST_THINKING = 2**20  # tokens
 # Sampling settings that all rows share.
 SHARED = ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
@@ -74,7 +79,7 @@ def setting(group: str, default: Any, help: str, later: Later = "the same", **li
     return Field(default, description=help, json_schema_extra={"group": group, "later": later, **extra}, **limits)
 
 
-_models, _files, _prompts, _sampling, _decoding, _cluster, _chunks, _ = (partial(setting, name) for name in GROUPS)
+_models, _files, _prompts, _sampling, _decoding, _cluster, _chunks, *_ = (partial(setting, name) for name in GROUPS)
 
 
 def _engines(known: Setting) -> tuple[Any, Any]:
@@ -102,6 +107,7 @@ class Job(Decoding):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     kind: ClassVar[str] = "generate"
+    scores: ClassVar[bool] = False  # whether completions are given
 
     target: str = _models(..., "Target model: hub id, folder or fsspec URL. Default: the demo pair.")
     draft: str | None = _models(None, "Draft or head: hub id, folder, fsspec URL, or from:OUTPUT.", "any if exact")
@@ -141,6 +147,8 @@ class Job(Decoding):
     temperature_column: str | None = _sampling(None, "Column that overrides temperature per row.")
     seed_column: str | None = _sampling(None, "Column that overrides the seed per row.")
     stop_column: str | None = _sampling(None, "Column that overrides stop per row: text, or a list of texts.")
+    logprobs_column: str | None = _sampling(None, "Column that overrides logprobs per row.")
+    n_column: str | None = _sampling(None, "Column that overrides n per row.")
 
     max_new_tokens: int = _sampling(256, "Maximum tokens of a completion.", ge=1, le=LARGEST_INT)
     temperature: float = _sampling(0.0, "Sampling temperature; 0 is greedy.", ge=0, le=LARGEST)
@@ -161,6 +169,24 @@ class Job(Decoding):
     model_sampling: bool = _sampling(False, "Use the target's generation config for unset sampling settings.", "any")
     seed: int = _sampling(0, "Seed of the job. Each row's seed is derived from it.", ge=0)
     stop: list[str] = _sampling([], "Strings that end a completion. They are not part of the output.")
+    logprobs: int | None = _sampling(
+        None, "Keep the log-probability of each token, and of the N likeliest ones.", ge=0, le=MOST_LIKELY
+    )
+
+    max_thinking_tokens: int | None = _sampling(
+        None,
+        "End a section of thinking after so many tokens. It goes to the column thinking.",
+        ge=0,
+        le=LONGEST_THINKING,
+    )
+    thinking_markers: list[str] = _sampling(
+        [], "The texts that begin and end thinking. Default: <think> and </think>, if the chat template has them."
+    )
+    thinking_sentence: str | None = _sampling(None, "Text to write before the end marker where thinking is cut off.")
+    n: int | None = _sampling(None, "Samples of each row, in the column samples.", ge=1, le=MOST_SAMPLES)
+    best_of: int | None = _sampling(
+        None, "Draw so many samples of each row, and keep the likeliest one, or the likeliest n.", ge=2, le=MOST_SAMPLES
+    )
 
     learn: Literal["off", "auto", "model", "eagle3", "clover", "dflash"] = _decoding(
         "off", "Train a drafter during the job if that saves time: auto, off, or which drafter.", "any"
@@ -294,6 +320,21 @@ class Job(Decoding):
             yield f"min_new_tokens is {self.min_new_tokens}, above max_new_tokens ({self.max_new_tokens})"
         if "auto" not in (self.window, self.batch_size) and int(self.window) < int(self.batch_size):
             yield f"window is {self.window}, expected at least batch_size ({self.batch_size})"
+        if self.thinking_markers and len(self.thinking_markers) != 2:
+            yield f"thinking_markers: expected two texts, not {self.thinking_markers}"
+        if self.max_thinking_tokens is None and (self.thinking_markers or self.thinking_sentence):
+            yield "thinking_markers and thinking_sentence need max_thinking_tokens"
+        limits = ("stop", "stop_column", "min_new_tokens", "ignore_eos", "bad_words", "bad_words_ids")
+        if self.max_thinking_tokens is not None and (useless := [name for name in limits if getattr(self, name)]):
+            yield f"{useless[0]} does not work with max_thinking_tokens"
+        more = [name for name in ("n", "n_column", "best_of", "max_thinking_tokens") if getattr(self, name) is not None]
+        if more and self.learn != "off":
+            yield f"learn does not work with {more[0]}"
+        several = (self.n or 1) > 1 or self.best_of
+        if several and not (self.temperature or self.temperature_column or self.model_sampling):
+            yield ALIKE
+        if self.best_of and (self.n_column or (self.n or 1) > self.best_of):
+            yield "best_of keeps n of its samples: expected n up to best_of, and no n_column"
         if min(self.actor_range) < 1 or self.actor_range[0] > self.actor_range[1]:
             yield f"actors is {self.actors}, expected a number or MIN:MAX, from 1 up"
 
@@ -319,8 +360,19 @@ class Job(Decoding):
         """The sampling settings that all rows share."""
         return {name: getattr(self, name) for name in SHARED}
 
-    def answers(self, tokenizer: Any) -> "Answers":
-        """How completions are constrained and parsed. Raises AnswerError if the tokenizer cannot express it."""
+    def answers(self, tokenizer: Any, ends: frozenset[int] = frozenset()) -> "Answers":
+        """How completions are constrained and parsed. ends: end tokens of the target. Raises AnswerError if the
+        tokenizer cannot express it."""
+        from exspec.actors.answers.thinking import Thoughtful
+
+        form = self.form(tokenizer)
+        if self.max_thinking_tokens is None:
+            return form
+        markers, sentence = self.thinking_markers, self.thinking_sentence
+        return Thoughtful(tokenizer, form, self.max_thinking_tokens, markers, sentence, ends)
+
+    def form(self, tokenizer: Any) -> "Answers":
+        """The form of the answers, without thinking. Raises AnswerError."""
         from exspec.actors.answers.answers import FreeText
 
         words = FreeText(tokenizer, self.min_new_tokens, self.ignore_eos, self.bad_words)
@@ -332,6 +384,44 @@ class Job(Decoding):
         """The columns that answers fill."""
         import pyarrow as pa
 
+        from exspec.actors.answers.logprobs import COLUMNS
+
+        note = {"description": "what the target thought before the completion"}
+        thinking = [] if self.max_thinking_tokens is None else [pa.field("thinking", pa.string(), metadata=note)]
+        columns = [*thinking, *self.form_columns(), *(COLUMNS if self.keeps_logprobs else [])]
+        return pa.schema([*columns, *([_samples(columns)] if self.listed else [])])
+
+    @property
+    def draws(self) -> "Draws":
+        """What is kept of a row's samples."""
+        from exspec.actors.samples import Draws
+
+        best = (self.n or 1) if self.best_of else None
+        return Draws(self.best_of or self.n or 1, best, self.listed)
+
+    @property
+    def listed(self) -> bool:
+        """Whether rows have the column of samples."""
+        return self.n is not None or self.n_column is not None
+
+    @property
+    def given(self) -> str | None:
+        """The column that the given completions are in."""
+        return None
+
+    def completions(self, row: dict[str, Any]) -> Any:  # noqa: ARG002
+        """The given completions of a row: a list, unless the row is wrong."""
+        return None
+
+    @property
+    def keeps_logprobs(self) -> bool:
+        """Whether rows may have log-probabilities."""
+        return not (self.logprobs is None and self.logprobs_column is None and self.best_of is None)
+
+    def form_columns(self) -> "pa.Schema":
+        """The columns that the form of the answers has."""
+        import pyarrow as pa
+
         return pa.schema([])
 
     @property
@@ -341,8 +431,8 @@ class Job(Decoding):
 
     @property
     def value_columns(self) -> list[str]:
-        """The answer columns that follow from the completion's text alone."""
-        return []
+        """The answer columns that follow from the completion's tokens alone."""
+        return [] if self.max_thinking_tokens is None else ["thinking"]
 
     def evaluate(self, read: "Callable[[list[str]], Iterator[pa.Table]]") -> dict[str, Any]:  # noqa: ARG002
         """Figures of the answers, by field. read: reads the given columns of all parts."""
@@ -369,11 +459,24 @@ class Job(Decoding):
         """Rows of a chunk in a job of this many rows."""
         if self.rows_per_chunk != "auto":
             return int(self.rows_per_chunk)
-        return min(CHUNK, max(LEAST_CHUNK, -(-rows // (ROUNDS * self.actor_range[1]))))
+        at_once = min(CHUNK, max(1, MOST_SAMPLES // (self.best_of or self.n or 1)))  # an actor holds all samples
+        return min(at_once, max(LEAST_CHUNK, -(-rows // (ROUNDS * self.actor_range[1]))))
 
 
 # Permissions to run code that comes with a model.
 PERMISSIONS = {"trust_remote_code", "allow_pickle"}
+
+
+def _samples(columns: "list[pa.Field]") -> "pa.Field":
+    """The column of a row's samples. columns: those that answers fill."""
+    import pyarrow as pa
+
+    own = {
+        "completion": pa.string(), "finish_reason": pa.string(), "error": pa.string(), "completion_tokens": pa.int32(),
+        "seed": pa.int64(),
+    }  # fmt: skip
+    kind = pa.list_(pa.struct([*(pa.field(name, kind) for name, kind in own.items()), *columns]))
+    return pa.field("samples", kind, metadata={"description": "all samples that are kept, with their own columns"})
 
 
 def load_job(kind: type[J], file: Path | None, flags: dict[str, Any], pair: dict[str, str] | None = None) -> J:

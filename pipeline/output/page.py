@@ -18,6 +18,7 @@ INK = "#010203"  # of lines and text in plots; the page replaces it by its own c
 BARS = "#4c78a8"
 SHOWN = 30  # classes of a confusion matrix
 LENGTHS = 40  # bars of the plot of lengths
+TITLES = {"label": "Labels", "score": "Scores"}  # by kind of job
 LONG = 300  # characters shown of a completion
 
 
@@ -40,7 +41,7 @@ def render(
     reasons.merge(figures["errors_by_reason"])
     changed, others = _settings(written)
     return template("page.html").render(
-        title=f"{'Labels' if written['kind'] == 'label' else 'Completions'} in {url.rstrip('/').rpartition('/')[2]}",
+        title=f"{TITLES.get(written['kind'], 'Completions')} in {url.rstrip('/').rpartition('/')[2]}",
         subtitle=_subtitle(written, figures, url),
         verdict=_verdict(figures),
         tiles=_tiles(written, figures),
@@ -157,6 +158,7 @@ def _plots(totals: Totals, figures: dict[str, Any]) -> list[tuple[str, str]]:
         plot(f"Tokens by time{marked}", "seconds", "tokens/s", by_time(speeds)),
         plot("Lengths of completions", "tokens", "rows", lambda a: a.hist(values, bins=edges, weights=counts)),
     ]
+    plots += [_histogram(name, found) for name, found in figures["answers"].items() if "histogram" in found]
     if len(names) > 1:
         plots.append(plot("Rows by actor", "rows", "", lambda a: a.barh(names, list(rows.values()))))
     if figures["acceptance_by_position"]:
@@ -169,6 +171,13 @@ def _plots(totals: Totals, figures: dict[str, Any]) -> list[tuple[str, str]]:
 
         plots.insert(2, plot("Accepted drafts by position", "position in the draft", "accepted / drafted", paint))
     return plots
+
+
+def _histogram(name: str, found: dict[str, Any]) -> tuple[str, str]:
+    counts, first, last = found["histogram"], found["from"], found["to"]
+    edges = [first + i * (last - first) / len(counts) for i in range(len(counts) + 1)]
+    what = name.replace("_", " ")
+    return plot(f"Rows by {what}", what, "rows", lambda axes: axes.stairs(counts, edges, fill=True))
 
 
 def plot(title: str, x_label: str, y_label: str, paint: Callable[[Any], Any]) -> tuple[str, str]:

@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from exspec.actors.generator import Origin, RowResult
+from exspec.actors.generator import Origin
+from exspec.actors.samples import SAMPLES, RowResult
 from exspec.pipeline.input.plan import Chunk, Task
 from exspec.pipeline.input.rows import RowError, stored, values
 from exspec.pipeline.job.functions import Function, FunctionError
@@ -69,7 +70,7 @@ class PartSink:
                 raise FunctionError(f"{self.last.name}: changed the order of the rows")
             for field in self.added:
                 table = table.append_column(field, made[field.name])
-        counted = summarize(chunk, table, origin, reasons)
+        counted = summarize(chunk, generated, origin, reasons)
         content = encode(table, self.job, [counted])
         staged = self.folder.stage(content, self.prefix)
         return vars(described(content, staged, [counted])) | {"chunks": [vars(counted)]}
@@ -136,7 +137,7 @@ def _generated(result: RowResult) -> dict[str, Any]:
 
 
 def summarize(chunk: Chunk, table: pa.Table, origin: Origin, reasons: Reasons) -> Summary:
-    """The summary of a chunk's rows."""
+    """The summary of a chunk's rows. table: their generated columns."""
     sums: dict[str, Any] = {name: int(pc.sum(table[name]).as_py() or 0) for name in SUMMED}
 
     def by_position(name: str) -> list[int]:
@@ -151,11 +152,18 @@ def summarize(chunk: Chunk, table: pa.Table, origin: Origin, reasons: Reasons) -
         **sums,
         drafted_by_position=by_position("drafted_by_position"),
         accepted_by_position=by_position("accepted_by_position"),
-        lengths=Counter(str(n) for n in table["completion_tokens"].to_pylist() if n is not None),
+        lengths=Counter(map(str, _lengths(table))),
         reasons=reasons.to_json(),
         produced=_produced(table, origin.ended - origin.started),
         **vars(origin),
     )
+
+
+def _lengths(table: pa.Table) -> list[int]:
+    """Tokens of each completion, or of each sample."""
+    if SAMPLES in table.schema.names:
+        return list(pc.struct_field(pc.list_flatten(table[SAMPLES]), "completion_tokens").drop_null().to_pylist())
+    return list(table["completion_tokens"].drop_null().to_pylist())
 
 
 def _produced(table: pa.Table, seconds: float) -> list[float]:

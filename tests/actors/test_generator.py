@@ -13,6 +13,7 @@ import torch
 from exspec.actors.answers.answers import FreeText
 from exspec.actors.generator import Generator, Turns
 from exspec.actors.ledger import Ledger
+from exspec.actors.samples import Draws
 from exspec.pipeline.input.plan import Chunk, Shard, Task
 from exspec.pipeline.input.reader import WORK_SCHEMA, block
 from tests.pipeline import jobs
@@ -45,7 +46,7 @@ def test_an_actor_that_runs_out_of_memory_tries_half_its_window_next() -> None:
     ledger, unused = Ledger(), SimpleNamespace()
     for slots in (24, 12, 6, 3, 1, 1):
         with pytest.raises(torch.OutOfMemoryError, match=f"^{slots} slots$"):
-            Generator(Full(window=24), {}, unused, ledger, unused, 3, lambda _: FreeText())  # type: ignore[arg-type]
+            Generator(Full(window=24), {}, unused, ledger, unused, 3, lambda *_: FreeText(), Draws())  # type: ignore[arg-type]
 
 
 def test_a_row_with_impossible_settings_fails_alone() -> None:
@@ -58,8 +59,8 @@ def test_a_row_with_impossible_settings_fails_alone() -> None:
 
     keep: Any = SimpleNamespace(stage=stage)
     quiet: Any = SimpleNamespace(report=lambda *_: None)
-    generator = Generator(jobs.ArithmeticLoader(), {}, keep, Ledger(), quiet, 3, lambda _: FreeText())
-    work = {"_prompt": [1], "_cut": 0, "_skip": False, "_max_new_tokens": 4, "_stop": []}
+    generator = Generator(jobs.ArithmeticLoader(), {}, keep, Ledger(), quiet, 3, lambda *_: FreeText(), Draws())
+    work = {"_prompt": [1], "_cut": 0, "_skip": False, "_max_new_tokens": 4, "_stop": [], "_samples": 1}
     rows = [work | {"_sampling": json.dumps({"temperature": t, "seed": 0})} for t in (0.0, 1e-39, float("inf"), 0.0)]
     task = Task(Chunk(Shard("s", "file:///s", 4, 1, ""), 0, 0, 4))
     generator(block(task, pa.Table.from_pylist(rows, schema=WORK_SCHEMA), None))

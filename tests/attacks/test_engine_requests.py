@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from exspec.actors import generator
+from exspec.actors import samples
 from exspec.actors.engine import EngineThread, Request, Sampling
 from exspec.actors.engine.tokens.constraint import Automaton, Constraint, Node, chain
 from exspec.actors.stop_strings import StopMatcher, completion_text
@@ -252,7 +252,7 @@ def test_a_completion_that_cannot_be_decoded_costs_a_job_one_row(
     text = completion_text
     bad = ArithmeticModel.continuation(jobs.prompt(5), jobs.budget(5))
     odd = lambda tokenizer, completion, stop: fail() if completion.tokens == bad else text(tokenizer, completion, stop)  # noqa: E731
-    monkeypatch.setattr(generator, "completion_text", odd)
+    monkeypatch.setattr(samples, "completion_text", odd)
     assert jobs.run(pair, tmp_path) == 0
     check_one_error(tmp_path / "out", "OwnError: on purpose")
 

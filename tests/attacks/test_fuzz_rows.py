@@ -18,7 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from exspec.actors.engine import Room
-from exspec.actors.generator import Origin, RowResult
+from exspec.actors.generator import Origin
+from exspec.actors.samples import RowResult
 from exspec.jobs.commands.convert import WRITERS
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.batch import is_batch, of_batch

@@ -17,6 +17,7 @@ import typer.main
 
 from exspec.jobs.cli import app
 from exspec.pipeline.input.batch import Body
+from exspec.pipeline.job.kinds import KINDS
 from exspec.pipeline.job.labels import LabelJob
 from exspec.pipeline.job.settings import Auto, Job, grouped
 
@@ -87,13 +88,14 @@ def _home(name: str, option: Any) -> str | None:
 
 def settings_reference() -> str:
     """The generated part of the page of settings: those of all kinds of jobs, by group."""
-    name = LabelJob.kind
-    options = {p.name: p for p in commands()[name].params}
+    kinds = [kind for kind in KINDS.values() if kind is not Job]
+    options = {p.name: (kind.kind, p) for kind in reversed(kinds) for p in commands()[kind.kind].params}
     groups: dict[str, list[str]] = {}
     later: dict[str, list[str]] = {}
-    for key, field in grouped(dict(LabelJob.model_fields)).items():
+    for key, field in grouped({n: f for kind in kinds for n, f in kind.model_fields.items()}).items():
         if key in options:
-            flag, row = f"`{options[key].opts[0]}`", _row(name, options[key])
+            name, option = options[key]
+            flag, row = f"`{option.opts[0]}`", _row(name, option)
         else:
             kind = "list of lists" if isinstance(field.default, list) else "mapping"
             flag, row = f"`{key}`", f"- `{key}` ({kind}, only in the job file): {_line(str(field.description))}"
@@ -101,7 +103,8 @@ def settings_reference() -> str:
         later.setdefault(field.json_schema_extra["later"], []).append(flag)  # type: ignore[index, arg-type]
     lines = ["## Reference"]
     for group, rows in groups.items():
-        alone = "" if any(_group(f) == group for f in Job.model_fields.values()) else " (of `exspec label` alone)"
+        own = [kind for kind in KINDS.values() if any(_group(f) == group for f in kind.model_fields.values())]
+        alone = "" if Job in own else f" (of `exspec {own[0].kind}` alone)"
         lines += ["", f"### {group}{alone}", "", *rows]
     changes = [f"- {rule}: {', '.join(later[name])}" for name, rule in LATER.items()]
     return "\n".join([*lines, "", "### In a later run", "", *changes, STAY])

@@ -12,6 +12,7 @@ import torch
 
 from exspec.actors.engine import EngineConfig
 from exspec.jobs.commands.estimate import Estimate
+from exspec.jobs.commands.tables import budgets
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job.settings import Job, load_job
 from exspec.pipeline.shape import Settled
@@ -65,6 +66,15 @@ def test_an_estimate_decodes_some_rows(messages: Path, tmp_path: Path) -> None:
     assert re.search(r"24 rows: about [\d,]+ prompt tokens and [\d,]+ completion tokens", printed)
     assert "with 1 such actor; no cost, because no GPU is used" in " ".join(printed.split())
     assert not list((tmp_path / "out").glob("*"))
+
+
+def test_the_least_memory_that_keeps_the_speed() -> None:
+    shape = {"drafter": "model", "batch_size": 8, "window": 16, "draft_tokens": 5}
+    found = [(410, 100.0), (205, 60.0), (200, 50.0), (300, 55.0), (512, 104.0), (900, 103.0)]
+    line, grid = budgets([shape | {"memory_mib": mib, "predicted": speed} for mib, speed in found]) or ("", None)
+    assert line == "memory_gib: 0.5 keeps 95% of the speed"
+    assert [list(column.cells) for column in grid.columns][::5] == [["0.2", "0.3", "0.5"], ["50", "60", "104"]]
+    assert budgets([]) is None
 
 
 def test_time_and_cost_follow_from_tokens_and_speed() -> None:

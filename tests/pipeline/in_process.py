@@ -55,11 +55,11 @@ def results(
 ) -> Iterator[dict[str, Any]]:
     """`graph.results` with one reader and one actor, which works on several chunks at once."""
     read = handed_over(Reader(job, schema, room))
-    load, sampling, sink, answers = handed_over((load, job.sampling, sink, job.answers))
+    load, sampling, sink, answers, draws = handed_over((load, job.sampling, sink, job.answers, job.draws))
     meter: Any = SimpleNamespace(report=lambda *_: None)
     going: deque[Future[pa.Table]] = deque()
     with (
-        closing(Generator(load, sampling, sink, ledger, meter, job.attempts, answers)) as generate,
+        closing(Generator(load, sampling, sink, ledger, meter, job.attempts, answers, draws)) as generate,
         ThreadPoolExecutor(CALLS) as pool,
     ):
         for group in read_together(tasks):

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -55,6 +56,15 @@ def save_deep(folder: Path) -> Pair:
     target.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return str(folder), None
+
+
+def with_end_token(target: str, folder: Path) -> str:
+    """A copy of a target whose tokenizer has an end token."""
+    shutil.copytree(target, folder)
+    made = tokenizer()
+    made.eos_token = WORDS[tiny.ENDS[0]]
+    made.save_pretrained(folder)
+    return str(folder)
 
 
 def prompt(row: int) -> list[int]:

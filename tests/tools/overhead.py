@@ -30,7 +30,7 @@ NAMES = {"_choices": "verify", "_draft": f"draft of {DRAFTED}", "fill": "prefill
 def llama(layers: int, size: int, heads: int) -> PreTrainedModel:
     config = LlamaConfig(
         vocab_size=4096, hidden_size=size, intermediate_size=3 * size, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=1024,
+        num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=2048,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
 

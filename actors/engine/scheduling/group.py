@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from exspec.actors.engine.config import EngineConfig
+from exspec.actors.engine.request import MOST_LIKELY
 from exspec.actors.engine.scheduling.pool import Sequence
 from exspec.actors.engine.tokens.constraint_walker import ConstraintWalker
 from exspec.actors.engine.tokens.sampling import Sampler, SamplerState
@@ -23,6 +24,10 @@ class Group:
     longest: tokens of the longest row, including the pending token.
     useful: by row, the most drafts that fit its bucket and its budget; 0 for dead rows.
     walker: walks the rows' constraints; None if no row has one.
+    likeliest: tokens of a position whose log-probabilities a row asks for, beside the chosen one's: none, or all that a
+        row may ask for, so that no value depends on another row; None if no row asks for any.
+    given: of rows whose completion is given, the tokens after the pending one [R, width], with -1 where the target
+        chooses; None if there is no such row.
     """
 
     sequences: list[Sequence | None]
@@ -36,6 +41,8 @@ class Group:
     useful: list[int]
     sampler: Sampler
     walker: ConstraintWalker | None = None
+    likeliest: int | None = None
+    given: Tensor | None = None
 
     @classmethod
     def of(
@@ -63,8 +70,11 @@ class Group:
         # A prompt of one token has no token before the pending one.
         values[1:, : len(sequences)] = [s.tokens[-2:][0] for s in sequences], [s.tokens[-1] for s in sequences], lengths
         numbers, previous, pending, starts = torch.from_numpy(values).to(device, non_blocking=True)
+        asked = [s.request.logprobs for s in sequences if s.request.logprobs is not None]
+        width = config.width_at(max(lengths))
         useful = [
-            min(config.drafted_at(n), kv_columns - n - 1, s.budget - 1) for s, n in zip(sequences, lengths, strict=True)
+            min(config.drafted_at(n) if s.request.given is None else width - 1, kv_columns - n - 1, s.budget - 1)
+            for s, n in zip(sequences, lengths, strict=True)
         ]
         return cls(
             sequences=padded,
@@ -73,9 +83,22 @@ class Group:
             pending=pending,
             starts=starts,
             kv_columns=kv_columns,
-            width=config.width_at(max(lengths)),
+            width=width,
             longest=max(lengths) + 1,
             useful=[*useful, *[0] * dead],
             sampler=samplers.rows(numbers, live),
             walker=walker(padded),
+            likeliest=MOST_LIKELY if any(asked) else 0 if asked else None,
+            given=_given(sequences, rows, width, device),
         )
+
+
+def _given(sequences: list[Sequence], rows: int, width: int, device: torch.device) -> Tensor | None:
+    rest = [s.request.given and s.request.given[len(s.committed) :][:width] for s in sequences]
+    if not any(rest):
+        return None
+    values = np.full((rows, width), -1, dtype=np.int64)
+    for row, tokens in enumerate(rest):
+        if tokens:
+            values[row, : len(tokens)] = tokens
+    return torch.from_numpy(values).to(device, non_blocking=True)

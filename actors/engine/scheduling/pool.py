@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Set
 
 from exspec.actors.engine.kv.pages import Store
-from exspec.actors.engine.request import Completion, FinishReason, Request, Scores
+from exspec.actors.engine.request import Completion, FinishReason, Request, Scores, TokenLogprobs
 from exspec.actors.engine.statistics import SequenceCounters, SequenceStatistics
 from exspec.actors.engine.tokens.constraint import Constraint
 
@@ -24,6 +24,7 @@ class Sequence:
         self.constraint: Constraint | None = None
         self.error: BaseException | None = None  # of one of the request's own functions
         self.scores: list[Scores] = []
+        self.logprobs: list[TokenLogprobs] = []
         self.limit = min(len(self.tokens) + request.max_new_tokens, longest)  # tokens at most, prompt included
         self.slot = -1
         self.prefilled, self.cached = -1, 0
@@ -146,7 +147,8 @@ class Pool:
         )
         counted = sequence.statistics + timing
         name = sequence.request.id
-        return Completion(name, committed, reason, stopped_by, counted, sequence.scores, sequence.error)
+        found = sequence.scores, sequence.logprobs
+        return Completion(name, committed, reason, stopped_by, counted, *found, sequence.error)
 
     def check(self) -> None:
         """Raise AssertionError if the invariants do not hold."""

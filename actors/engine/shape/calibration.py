@@ -56,11 +56,13 @@ SURE = 0.25  # of the turns may contradict that the less plain of two shapes is 
 
 @dataclass
 class Candidate:
-    """A shape with its tokens/s: predicted by the dry run, and measured in each turn of the final."""
+    """A shape with its tokens/s: predicted by the dry run, and measured in each turn of the final. memory: bytes that
+    rows like those of the sample need."""
 
     config: EngineConfig
     predicted: float
     turns: list[float] = field(default_factory=list)
+    memory: int = 0
 
     @property
     def measured(self) -> float | None:
@@ -108,6 +110,7 @@ class Calibration:
                 "draft_from": c.config.draft_from,
                 "bucket": c.config.bucket,
                 "kernels": c.config.kernels,
+                "memory_mib": c.memory >> 20,
                 "predicted": round(c.predicted, 1),
                 "measured": None if c.measured is None else round(c.measured, 1),
                 "turns": [round(speed, 1) for speed in c.turns],
@@ -190,7 +193,8 @@ class Calibrator:
             threshold = best_threshold(chosen.config, costs, sample)
         costs.forget()
         best = replace(chosen.config, threshold=threshold)
-        if self.kept and self.seconds >= COMPILE_FROM:
+        whole = {"method", "batch_size"} & set(self.free)  # else it is no shape for other jobs
+        if self.kept and whole and self.seconds >= COMPILE_FROM:
             self.kept.keep_shape(best)
         compiled = str(CODE) if CODE.seconds > self.compiling else None
         return Calibration(best, reason, predicted, sample, time.monotonic() - self.start, compiled)
@@ -272,7 +276,8 @@ class Calibrator:
             with suppress(OutOfTimeError, ValueError, torch.OutOfMemoryError):  # the last two: it does not fit
                 fitted = self.models.fitted(shape)
                 if fitted.batch_size == shape.batch_size:
-                    found.append(Candidate(fitted, predict(fitted, costs, sample)))
+                    memory = self.models.memory(fitted, max(map(sum, sample.lengths)))
+                    found.append(Candidate(fitted, predict(fitted, costs, sample), memory=memory))
         return found
 
     def finalists(self, predicted: list[Candidate]) -> list[Candidate]:

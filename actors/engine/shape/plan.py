@@ -88,6 +88,16 @@ class Models:
             return config
         return fit(self.target.config, self.draft_config, config, self.target.dtype, self.budget)
 
+    def memory(self, config: EngineConfig, longest: int) -> int:
+        """Bytes of an engine of this shape with pages for rows of `longest` tokens in all slots, weights included. It
+        is a budget with which `fitted` keeps the window and the batch."""
+        if config.method != "eqspec":
+            config = replace(config, pages=None)
+            most, least = config.page_count, max(config.fewest_pages, config.page_count // 4)
+            needed = config.slots * -(-(longest + config.width) // config.page_size)
+            config = replace(config, pages=min(max(needed, least), most))
+        return plan_memory(self.target.config, self.draft_config, config, self.target.dtype).total
+
     def rows(self, config: EngineConfig) -> int:
         """Rows of the largest batch that fits, at most the config's."""
         try:

@@ -177,6 +177,13 @@ class Sampler:
     def _chosen(
         self, logits: Tensor, positions: Tensor, drafts: Tensor, masks: Tensor | None, *, exact: bool
     ) -> Tensor:
+        return self.drawn(self.distribution(logits, drafts, masks, exact=exact), positions)
+
+    def distribution(
+        self, logits: Tensor, drafts: Tensor, masks: Tensor | None = None, *, exact: bool = True
+    ) -> Tensor:
+        """Logits [R, Q, V] of the distribution that tokens are drawn from: after penalties, masks, temperature and
+        filters. That of a greedy row has temperature 1 and no filter. Arguments: as of `choose`."""
         if self.uses & (Uses.PENALISED | Uses.FILTERED):
             cut(logits, compiles=False)  # these are hundreds of operations
         if self.uses & Uses.PENALISED:
@@ -184,19 +191,23 @@ class Sampler:
         if masks is not None:
             logits = logits.masked_fill(~unpacked(masks, logits.shape[-1]), -torch.inf)
         if self.greedy:
-            return logits.argmax(dim=-1)
+            return logits
         scaled = logits.float() / self.temperature
-        noise = gumbel_noise(self.integers[:, 0], positions, logits.shape[-1])
-        if self.uses & Uses.FILTERED:
-            cut(noise, compiles=False)
-        scores = noise.mul_(self._number(1)).add_(scaled)
-        if self.uses & Uses.FILTERED:
-            scores.masked_fill_(logits < self._threshold(logits, scaled, exact), -torch.inf)
         if self.uses & Uses.MIN_P:
             # p < min_p times the largest p, as logits. A greedy row may keep any set that has its largest logit.
             floor = scaled.amax(dim=-1, keepdim=True) + self._number(3).log()
-            scores.masked_fill_(scaled < floor, -torch.inf)
-        return scores.argmax(dim=-1)
+        if self.uses & Uses.FILTERED:
+            scaled.masked_fill_(logits < self._threshold(logits, scaled, exact), -torch.inf)
+        if self.uses & Uses.MIN_P:
+            scaled.masked_fill_(scaled < floor, -torch.inf)
+        return scaled
+
+    def drawn(self, scaled: Tensor, positions: Tensor) -> Tensor:
+        """The token [R, Q] drawn from each distribution: its logits [R, Q, V] plus noise, except in greedy rows."""
+        if self.greedy:
+            return scaled.argmax(dim=-1)
+        noise = gumbel_noise(self.integers[:, 0], positions, scaled.shape[-1])
+        return noise.mul_(self._number(1)).add_(scaled).argmax(dim=-1)
 
     def _penalise(self, logits: Tensor, drafts: Tensor) -> Tensor:
         held = self._held(drafts, logits.shape)

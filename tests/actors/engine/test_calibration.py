@@ -15,7 +15,7 @@ from exspec.actors.engine.scheduling import grouping
 from exspec.actors.engine.shape import calibration
 from exspec.actors.engine.shape.calibration import Calibrator, Candidate, calibrate, decided, in_reach, later, partly
 from exspec.actors.engine.shape.candidates import FREE, probe_shape
-from exspec.actors.engine.shape.plan import Models, plan_memory
+from exspec.actors.engine.shape.plan import Models, fit, plan_memory
 from exspec.actors.engine.shape.prediction import predict
 from exspec.actors.engine.shape.sample import Feed, Sample, probe
 from exspec.actors.engine.shape.trials import Trials
@@ -195,6 +195,15 @@ def test_candidates_stay_within_the_memory_budget() -> None:
     found = calibrate(target, draft, REQUESTS, SHAPE, seconds=0.5, budget=two)
     assert found.candidates
     assert all(planned(c.config) <= two for c in found.candidates)
+
+
+def test_the_memory_of_a_candidate_keeps_its_window_and_its_batch() -> None:
+    target, draft = tiny.model(), tiny.model(seed=1)
+    found = calibrate(target, draft, REQUESTS, SHAPE, seconds=0.5)
+    for c in found.candidates:
+        kept = fit(target.config, draft.config, c.config, torch.float32, c.memory)
+        assert (kept.batch_size, kept.window) == (c.config.batch_size, c.config.window)
+        assert c.memory <= plan_memory(target.config, draft.config, c.config, torch.float32).total
 
 
 def test_a_sample_that_cannot_be_decoded_is_refused() -> None:

@@ -72,15 +72,13 @@ def constrained() -> Automaton:
 def decode(made: Engine, requests: list[Request]) -> set[tuple[torch.device, torch.dtype]]:
     """Decode the requests; returns the device and dtype of all logits that tokens were chosen from."""
     found = set()
-    chosen = Sampler._chosen
+    distribution = Sampler.distribution
 
     def record(sampler: Sampler, logits: Tensor, *given: Any, **named: Any) -> Tensor:
         found.add((logits.device, logits.dtype))
-        tokens = chosen(sampler, logits, *given, **named)
-        assert (tokens.device, tokens.dtype) == (CUDA, torch.int64)
-        return tokens
+        return distribution(sampler, logits, *given, **named)
 
-    with patch.object(Sampler, "_chosen", record):
+    with patch.object(Sampler, "distribution", record):
         for request in requests:
             made.submit(request)
         completions = made.run()
@@ -110,6 +108,7 @@ def test_nothing_waits_or_leaves_the_device(
     assert (made.config.kernels, made.config.attention) == (kernels, attention)
     rows = tiny.requests(tiny.prompts(3, longest=12), 6)
     rows.append(replace(rows[2], id="c", constraint=constrained, scored=5))
+    rows.append(replace(rows[2], id="l", logprobs=2))
     assert decode(made, rows) == {(CUDA, torch.bfloat16)}
     assert {t.device for t in weights(made)} == {CUDA}
     assert bool(code.pieces) == (kernels == "compiled")

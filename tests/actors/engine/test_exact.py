@@ -84,9 +84,9 @@ def watch(engine: Engine) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     choose = engine.choose
 
-    def watched(batch: Batch, sampler: Any) -> Any:
+    def watched(batch: Batch, *given: Any) -> Any:
         found.extend((start, batch.tokens.shape[1]) for start in batch.starts[batch.slots < engine.pool.slots].tolist())
-        return choose(batch, sampler)
+        return choose(batch, *given)
 
     engine.choose = watched
     return found

@@ -5,13 +5,20 @@ EXSPEC_FUZZ is the number of engines, EXSPEC_FUZZ_FROM the first seed.
 
 import os
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from exspec.actors.answers.thinking import Thinking
 from exspec.actors.engine import Request, Sampling
 from exspec.actors.engine.drafters.registry import DRAFTERS, NONE
+from exspec.actors.engine.tokens.constraint import Constraint, MakeConstraint
+from exspec.actors.samples import drawn
 from tests import tiny
+from tests.actors.engine.test_constraints import constraint_of
+from tests.actors.engine.test_logprobs import compare
+from tests.pipeline.test_thinking import section
 
 COUNT, FIRST = int(os.environ.get("EXSPEC_FUZZ", "12")), int(os.environ.get("EXSPEC_FUZZ_FROM", "0"))
 DEEP = ("early_exit", *tiny.HEADS)  # they use the target's layers
@@ -68,6 +75,21 @@ def prompt(rng: random.Random, trunk: list[int]) -> list[int]:
     return [*trunk[: rng.choice([0, 0, 7, 16, 33])], *own]
 
 
+def request(rng: random.Random, name: int, trunk: list[int]) -> Request:
+    """A row that may have log-probabilities, and a budget for thinking, with an answer that has a form or not."""
+    tokens, new = prompt(rng, trunk), rng.randint(1, 20)
+    constraint: MakeConstraint | None = None
+    if rng.random() < 0.3:
+        answer = rng.choice([None, constraint_of(name)])
+        budget, inside = rng.randrange(9), rng.random() < 0.5
+
+        def constraint() -> Constraint:
+            return Thinking(section(budget), inside, answer() if answer else None)
+
+    logprobs = rng.choice([None, None, 0, 3])
+    return Request(name, tokens, new, sampling(rng), constraint=constraint, logprobs=logprobs)
+
+
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + COUNT))
 def test_a_random_engine_equals_a_slow_loop(seed: int) -> None:
     rng = random.Random(seed)
@@ -83,5 +105,15 @@ def test_a_random_engine_equals_a_slow_loop(seed: int) -> None:
         draft = tiny.clover(target, seed, heads=rng.choice([1, 3, 5]))
     trunk = [rng.randrange(tiny.VOCABULARY) for _ in range(33)]
     made = tiny.engine(target, draft=draft, **settings)
-    rows = [Request(i, prompt(rng, trunk), rng.randint(1, 20), sampling(rng)) for i in range(rng.randint(1, 9))]
-    assert tiny.decode(made, rows, shuffle=seed) == tiny.slow_decode(target, rows), (family, settings)
+    rows = [request(rng, i, trunk) for i in range(rng.randint(1, 9))]
+    rows += [sample for row in rows if rng.random() < 0.2 for sample in drawn(row, rng.randint(1, 4))]
+    found = tiny.run(made, rows, shuffle=seed)
+    print(family, settings)
+    for row in rows:
+        compare(target, row, found[row.id])
+    if settings["method"] == "plain":  # the scores of what was generated are those of its generation
+        scored = [replace(r, constraint=None, given=found[r.id].tokens) for r in rows if r.logprobs is not None]
+        again = tiny.run(made, scored, shuffle=seed + 1)
+        for row in scored:
+            scores = [[t.chosen.target for t in done[row.id].logprobs] for done in (found, again)]
+            assert scores[0] == (scores[1] if settings["exact"] else pytest.approx(scores[1], abs=1e-4))

@@ -125,7 +125,7 @@ def test_tokens_are_chosen_by_one_recording_in_all_buckets() -> None:
     requests = [replace(r, constraint=lambda: Automaton(free)) for r in tiny.requests(tiny.prompts(3), 40)]
     tiny.decode(engine(Named(), bucket=8, attention="gathered", method="plain"), requests)
     assert recorded["forward"] > 2, "several buckets"
-    assert recorded["picked"] == 1
+    assert recorded["pick"] == 1
 
 
 def test_the_stand_in_finds_a_recording_that_reads_a_value() -> None:

@@ -70,7 +70,7 @@ def test_a_chat_call_becomes_a_request() -> None:
             '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
             'content.0.type: expected "text", not "image_url"',
         ),
-        ('{"prompt": "x", "n": 2}', "body.n: expected 1, not 2"),
+        ('{"prompt": "x", "n": 2}', "body.n: the job keeps one sample; the setting n turns lists of samples on"),
         (
             '{"prompt": "x", "response_format": {"type": "json_object"}}',
             'body.response_format: expected {"type": "text"}, not dict',
