@@ -31,9 +31,9 @@ class RowResult:
 class Draws:
     """How many samples of a row are drawn, and what is kept.
 
-    count: of most rows. best: keep so many of the likeliest, which have the largest sums of log-probabilities; None:
-    keep all, in order. listed: whether the row has a list of all that are kept. The row's own completion is the first
-    of them.
+    count: samples of a row, unless its column says otherwise. best: keep so many of the likeliest, which have the
+    largest sums of log-probabilities; None: keep all, in order. listed: whether the row has a list of all that are
+    kept. The row's own completion is the first of them without an error.
     """
 
     count: int = 1

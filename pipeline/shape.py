@@ -32,7 +32,7 @@ from exspec.pipeline.job.settings import AUTO, Job
 from exspec.pipeline.weights import local_model
 
 LONGEST = 4096  # capacity in tokens, unless the job sets one
-AT_ONCE, WIDEST = 512, 64  # tokens that a round scores; of a completion
+AT_ONCE, WIDEST = 512, 64  # tokens that a round scores: of all rows, and of one completion
 SAMPLED = (8, 256)  # a calibration sample: chunks that it is taken from, and prompts
 ALWAYS = ("kernels", "prefill")  # calibrated along with anything else
 BY_DRAFTER = ("method", "drafter", *DRAFTING)

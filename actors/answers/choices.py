@@ -37,7 +37,7 @@ class Choices(Answers):
         spaces: bool = True,
     ) -> None:
         self.tokenizer, self.columns, self.given = tokenizer, columns, (fields, spaces)
-        self.scored = max(map(len, fields.values())) + 1  # more tokens are not allowed where a label is chosen
+        self.scored = max(map(len, fields.values())) + 1  # a position where a label is chosen allows no more tokens
         self.end_ids = frozenset({end_token(tokenizer)})
         named = list(fields) != [""]
         comma, colon = SEPARATORS[spaces]

@@ -11,11 +11,11 @@ from exspec.actors.samples import together
 
 
 class Scores(Answers):
-    """The likelihood of a row's completion, or of several between which the likeliest is chosen.
+    """The likelihood of a row's completion, or of several, of which the likeliest is chosen.
 
     by: what is compared: the sum of a completion's log-probabilities, or their mean. choices: whether rows have several
-    completions. prompt: whether the tokens of prompts have log-probabilities too. Then rounds compute the prompt, all
-    but its first token.
+    completions. prompt: whether the tokens of prompts have log-probabilities too. Then rounds compute the prompt
+    except its first token.
     """
 
     def __init__(self, by: Literal["sum", "mean"] = "sum", choices: bool = False, prompt: bool = False) -> None:

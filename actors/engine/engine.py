@@ -567,9 +567,9 @@ def pick(
     masks: Tensor | None = None,
     asked: Tensor | None = None,
 ) -> Picked:
-    """Choose tokens from logits [R, Q, V] of a batch. likeliest: of each position, give log-probabilities of the chosen
-    token and of so many others; None: of none. given: [R, Q] or wider, tokens to take in place of a choice; -1: choose.
-    asked: [R, Q, M], tokens whose logits to give.
+    """Choose tokens from logits [R, Q, V] of a batch. likeliest: how many of the likeliest tokens of each position get
+    log-probabilities, beside the chosen one; None: no log-probabilities. given: [R, Q] or wider, tokens to take in
+    place of a choice; -1: choose. asked: [R, Q, M], tokens whose logits to give.
 
     tokens, starts: as in `Batch`. Its KV columns are left out, so that one recording serves every number of them.
     """

@@ -19,7 +19,7 @@ Scores = dict[int, float]  # log-probabilities by token
 SMALLEST, LARGEST = 1e-6, 1e6  # a logit times or divided by a number in this range stays a finite float32
 LARGEST_INT = 2**31 - 1
 HIGHEST = 100  # penalty that is subtracted from logits
-MOST_LIKELY = 20  # of the likeliest tokens of a position, at most so many are kept
+MOST_LIKELY = 20  # of the likeliest tokens that a request may ask for, per position
 
 
 class Logprob(NamedTuple):
@@ -119,7 +119,7 @@ class Request:
     given: the completion's tokens, which are scored and not chosen; max_new_tokens is their number. They are their own
         draft, so that a round scores as many as it has columns. Needs `logprobs` and method plain.
 
-    Token ids are copied, but for a prompt that is a tuple of `int`. An exception in `stop` or `constraint` ends this
+    Token ids are copied, except a prompt that is a tuple of `int`. An exception in `stop` or `constraint` ends this
     request alone.
 
     Raises RequestError if token ids or lengths are not whole numbers: a tensor of them would fail for all rows.

@@ -162,7 +162,7 @@ class Source:
         self.output, self.explode, self.rows = output, explode, 0
         self.own: list[str] = columns_of(output).names
         url = output.folder.url
-        if explode and SAMPLES not in self.own:
+        if explode and not stored_job(output.state.description, output.folder.options).listed:
             raise JobError(f"--explode: {url} has no column {SAMPLES!r}; expected the output of a job with --n")
         if explode and (taken := [name for name in NUMBERED if name in self.own]):
             raise JobError(f"--explode: {url} has a column {taken[0]!r} already; leave it out of carry")
@@ -194,8 +194,9 @@ def exploded(table: pa.Table) -> pa.Table:
     there = np.repeat(counts > 0, sizes)
     flat = samples.flatten().take(pa.array(np.cumsum(there) - 1, mask=~there))
     table, is_sample = table.drop_columns([SAMPLES]).take(pa.array(rows)), pa.array(there)
+    own = {field.name for field in flat.type} - {"seed"}  # an input column may have that name
     for i, field in enumerate(table.schema):
-        if flat.type.get_field_index(field.name) >= 0:
+        if field.name in own:
             table = table.set_column(
                 i, field, pc.if_else(is_sample, pc.struct_field(flat, field.name), table[field.name])
             )

@@ -431,7 +431,7 @@ class Job(Decoding):
 
     @property
     def value_columns(self) -> list[str]:
-        """The answer columns that follow from the completion's tokens alone."""
+        """The answer columns that an audit computes again and compares."""
         return [] if self.max_thinking_tokens is None else ["thinking"]
 
     def evaluate(self, read: "Callable[[list[str]], Iterator[pa.Table]]") -> dict[str, Any]:  # noqa: ARG002
@@ -459,7 +459,7 @@ class Job(Decoding):
         """Rows of a chunk in a job of this many rows."""
         if self.rows_per_chunk != "auto":
             return int(self.rows_per_chunk)
-        at_once = min(CHUNK, max(1, MOST_SAMPLES // (self.best_of or self.n or 1)))  # an actor holds all samples
+        at_once = min(CHUNK, max(1, MOST_SAMPLES // self.draws.count))  # an actor holds all samples
         return min(at_once, max(LEAST_CHUNK, -(-rows // (ROUNDS * self.actor_range[1]))))
 
 

@@ -163,7 +163,10 @@ def _lengths(table: pa.Table) -> list[int]:
     """Tokens of each completion, or of each sample."""
     if SAMPLES in table.schema.names:
         return list(pc.struct_field(pc.list_flatten(table[SAMPLES]), "completion_tokens").drop_null().to_pylist())
-    return list(table["completion_tokens"].drop_null().to_pylist())
+    lengths = table["completion_tokens"]
+    if "token_ids" in table.schema.names:  # with best_of alone, completion_tokens is of all samples
+        lengths = pc.coalesce(pc.list_value_length(table["token_ids"]), lengths)
+    return list(lengths.drop_null().to_pylist())
 
 
 def _produced(table: pa.Table, seconds: float) -> list[float]:

@@ -63,12 +63,16 @@ def test_the_likeliest_samples_are_kept(pair: jobs.Pair, source: Path, tmp_path:
         assert one["cumulative_logprob"] == order[0]["cumulative_logprob"]
         assert [s["seed"] for s in kept["samples"]] == [s["seed"] for s in order[:2]]
     assert "samples" not in best[0]
+    longest = max(len(row["tokens"]) for row in best)
+    assert jobs.report(tmp_path / "best")["completion_length"]["longest"] == longest, "of one sample"
     for name in ("best", "two"):
         assert audit(str(tmp_path / name), {}, 64, None, 0, True, {}) == 0
 
 
 def test_a_column_says_how_many(pair: jobs.Pair, tmp_path: Path) -> None:
-    given = table(tmp_path / "in", prompt=["w1 w2"] * 4, many=[None, 3, 0, 2], heat=[1.0, 1.0, 1.0, 0.0])
+    given = table(
+        tmp_path / "in", prompt=["w1 w2"] * 4, many=[None, 3, 0, 2], heat=[1.0, 1.0, 1.0, 0.0], seed=[5, 6, 7, 8]
+    )
     rows = run(pair, given, tmp_path / "out", n_column="many", temperature_column="heat", id_column=None, **HOT)
     assert [row["samples"] and len(row["samples"]) for row in rows] == [1, 3, None, None]
     assert rows[2]["error"] == "column 'many': expected a whole number from 1 to 1024, not 0"

@@ -95,7 +95,8 @@ class Tape:
 def _bounded(result: Any) -> Any:
     """A result as a tape keeps it. Of large logits, which only the device reads, it keeps the shape."""
     if isinstance(result, tuple):
-        return tuple(map(_bounded, result))
+        parts = map(_bounded, result)
+        return type(result)(*parts) if hasattr(result, "_fields") else tuple(parts)
     if isinstance(result, Tensor) and result.dtype.is_floating_point and result.nbytes > LARGEST:
         return result.new_zeros(1).expand(result.shape)
     return result

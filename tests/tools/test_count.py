@@ -83,9 +83,9 @@ def test_layers_are_counted_as_if_all_of_them_ran(pair: count.Pair) -> None:
 
 def test_a_kernel_more_in_choosing_tokens_is_found(pair: count.Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     costs = pair.forwards(TINY(kernels="eager"))
-    chosen = sampling.Sampler._chosen
-    more: Any = lambda self, logits, *rest, exact: chosen(self, logits + 1, *rest, exact=exact)  # noqa: E731
-    monkeypatch.setattr(sampling.Sampler, "_chosen", more)
+    distribution = sampling.Sampler.distribution
+    more: Any = lambda self, logits, *rest, **named: distribution(self, logits + 1, *rest, **named)  # noqa: E731
+    monkeypatch.setattr(sampling.Sampler, "distribution", more)
     verify, draft = pair.forwards(TINY(kernels="eager"))
     assert verify.kernels == costs[0].kernels + 1
     assert draft.kernels == costs[1].kernels + 3

@@ -24,8 +24,8 @@ class Group:
     longest: tokens of the longest row, including the pending token.
     useful: by row, the most drafts that fit its bucket and its budget; 0 for dead rows.
     walker: walks the rows' constraints; None if no row has one.
-    likeliest: tokens of a position whose log-probabilities a row asks for, beside the chosen one's: none, or all that a
-        row may ask for, so that no value depends on another row; None if no row asks for any.
+    likeliest: how many of the likeliest tokens get log-probabilities, beside the chosen one: 0, or MOST_LIKELY if a row
+        asks for one or more, so that no value depends on another row; None if no row asks for any.
     given: of rows whose completion is given, the tokens after the pending one [R, width], with -1 where the target
         chooses; None if there is no such row.
     """

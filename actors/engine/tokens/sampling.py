@@ -165,19 +165,14 @@ class Sampler:
         fed to the last column; penalties count them as seen. masks: int32 [R, Q, words], the tokens that may be chosen;
         None: all.
         """
-        return self._chosen(logits, positions, drafts, masks, exact=True)
+        return self.drawn(self.distribution(logits, drafts, masks), positions)
 
     def propose(self, logits: Tensor, positions: Tensor, drafts: Tensor, masks: Tensor | None = None) -> Tensor:
         """As `choose`, except that a few tokens at the threshold of top-k and top-p may be kept or dropped wrongly.
 
         For drafts, which decide nothing: it takes at most half the passes over the logits.
         """
-        return self._chosen(logits, positions, drafts, masks, exact=False)
-
-    def _chosen(
-        self, logits: Tensor, positions: Tensor, drafts: Tensor, masks: Tensor | None, *, exact: bool
-    ) -> Tensor:
-        return self.drawn(self.distribution(logits, drafts, masks, exact=exact), positions)
+        return self.drawn(self.distribution(logits, drafts, masks, exact=False), positions)
 
     def distribution(
         self, logits: Tensor, drafts: Tensor, masks: Tensor | None = None, *, exact: bool = True
