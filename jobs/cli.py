@@ -80,6 +80,7 @@ def _size(text: str) -> int:
         raise typer.BadParameter(f"expected bytes with a unit, such as 256MiB or 1GB, not {text!r}") from error
 
 
+PlanOnly = Annotated[bool, typer.Option("--plan", help="Show what the job would do, and run nothing.")]
 Restart = Annotated[bool, typer.Option(help="Copy the output aside and start over.")]
 RetryErrors = Annotated[bool, typer.Option(help="Run rows again whose error a retry may cure.")]
 Repair = Annotated[Path | None, typer.Option(help="Decode corrected rows of a file that convert --errors wrote.")]
@@ -119,7 +120,9 @@ def run(
     _run(job, restart, retry_errors, repair, quiet)
 
 
-def _run(job: Job, restart: bool, retry_errors: bool, repair: Path | None, quiet: bool) -> NoReturn:
+def _run(job: Job, restart: bool, retry_errors: bool, repair: Path | None, quiet: bool, plan: bool = False) -> NoReturn:
+    if plan:
+        _plan(job)
     with Progress(quiet) as progress:
         progress.stage("checking the job")  # before the slow imports
         show_token()
@@ -175,7 +178,7 @@ def tune(job: Job) -> None:
 @with_settings(LabelJob)
 def label(
     job: LabelJob,
-    plan: Annotated[bool, typer.Option("--plan", help="Show what the job would do, and run nothing.")] = False,
+    plan: PlanOnly = False,
     restart: Restart = False,
     retry_errors: RetryErrors = False,
     repair: Repair = None,
@@ -187,9 +190,7 @@ def label(
     or the job broke off (run it again), or too many rows have an error; 2 the job was refused before it started;
     3 a bug in exspec; 130 interrupted.
     """
-    if plan:
-        _plan(job)
-    _run(job, restart, retry_errors, repair, quiet)
+    _run(job, restart, retry_errors, repair, quiet, plan)
 
 
 @command(
@@ -199,7 +200,7 @@ def label(
 @with_settings(ScoreJob)
 def score(
     job: ScoreJob,
-    plan: Annotated[bool, typer.Option("--plan", help="Show what the job would do, and run nothing.")] = False,
+    plan: PlanOnly = False,
     restart: Restart = False,
     retry_errors: RetryErrors = False,
     repair: Repair = None,
@@ -211,9 +212,7 @@ def score(
     or the job broke off (run it again), or too many rows have an error; 2 the job was refused before it started;
     3 a bug in exspec; 130 interrupted.
     """
-    if plan:
-        _plan(job)
-    _run(job, restart, retry_errors, repair, quiet)
+    _run(job, restart, retry_errors, repair, quiet, plan)
 
 
 @command(

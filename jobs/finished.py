@@ -26,7 +26,7 @@ from exspec.pipeline.output.owner import Output
 class FinishedRow:
     """One row of a job's output, with the request that it came from.
 
-    tokens: how many the completion has. values: the columns that the job read out of the text. request: None for a row
+    tokens: how many the completion has. values: the columns that an audit compares, by name. request: None for a row
     that could not be turned into a request. given: the tokens of its completions in a scoring job. drawn: how many
     samples the job drew. samples: the texts of those that it kept, if it listed them.
     """
@@ -101,8 +101,8 @@ def read_rows(job: Job, output: Output, pair: Pair, samples: Iterable[ChunkSampl
     schema = decode_schema(output.state.plan.schema)
     room = Room(context_length(pair.target.config), output.state.description["shape"]["capacity"])
     prompts = Prompts(job, pair.tokenizer, mapped(job, schema)).within(room)
-    listed = [SAMPLES] if job.listed else []
-    columns = ["id", "completion", "completion_tokens", "error", *listed, *job.value_columns]
+    more = [*([SAMPLES] if job.listed else []), *job.value_columns]
+    columns = ["id", "completion", "completion_tokens", "error", *more]
     checked: set[str] = set()
     for sample in samples:
         chunk, place = sample.chunk, output.place(sample.file)
@@ -117,7 +117,7 @@ def read_rows(job: Job, output: Output, pair: Pair, samples: Iterable[ChunkSampl
                 continue  # the row killed an actor, and would kill this process too
             request = None if isinstance(asked.request, RowError) else asked.request
             own = request and prompts.settings(asked.row, chunk.shard, asked.number)
-            listed = out.get(SAMPLES)
+            kept = out.get(SAMPLES)
             yield FinishedRow(
                 chunk.shard.name,
                 asked.number,
@@ -128,5 +128,5 @@ def read_rows(job: Job, output: Output, pair: Pair, samples: Iterable[ChunkSampl
                 request,
                 own.given if own else None,
                 own.samples if own else 1,
-                None if listed is None else [sample["completion"] for sample in listed],
+                None if kept is None else [one["completion"] for one in kept],
             )

@@ -163,9 +163,10 @@ def wide(job: Job, shape: Shape, requests: Sequence[Request]) -> Shape:
     columns = min(1 << (common - 1).bit_length(), most) if job.draft_tokens == "auto" else int(job.draft_tokens) + 1
     rows = max(1, AT_ONCE // columns) if job.batch_size == "auto" else int(job.batch_size)
     window = max(rows, shape.config.window) if job.window == "auto" else int(job.window)
-    rows = min(rows, window) if job.batch_size == "auto" else rows
     try:
-        return replace(shape, config=replace(shape.config, columns=columns, batch_size=rows, window=window))
+        return replace(
+            shape, config=replace(shape.config, columns=columns, batch_size=min(rows, window), window=window)
+        )
     except ValueError as error:
         raise JobError(str(error)) from error
 

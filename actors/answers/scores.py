@@ -33,13 +33,10 @@ class Scores(Answers):
         if self.prompt:
             (whole,) = completions
             count = len(request.prompt) - 1
-            kept = whole.tokens[count:], whole.logprobs[count:]
-            statistics = replace(
-                whole.statistics, prompt_tokens=len(request.prompt), completion_tokens=len(whole.tokens) - count
-            )
-            before = [None, *(found.chosen.target for found in whole.logprobs[:count])]
-            done = replace(whole, id=request.id, tokens=kept[0], logprobs=kept[1], statistics=statistics)
-            return done, {"prompt_logprobs": before}
+            before, logprobs = whole.logprobs[:count], whole.logprobs[count:]
+            statistics = replace(whole.statistics, prompt_tokens=len(request.prompt), completion_tokens=len(logprobs))
+            done = replace(whole, id=request.id, tokens=whole.tokens[count:], logprobs=logprobs, statistics=statistics)
+            return done, {"prompt_logprobs": [None, *(found.chosen.target for found in before)]}
         sums = [math.fsum(found.chosen.target for found in c.logprobs) for c in completions]
         compared = [s / len(c.tokens) for s, c in zip(sums, completions, strict=True)] if self.by == "mean" else sums
         best = max(range(len(sums)), key=compared.__getitem__)

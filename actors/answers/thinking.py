@@ -11,7 +11,7 @@ from torch import Tensor
 
 from exspec.actors.answers.answers import AnswerError, Answers
 from exspec.actors.engine.request import Completion, Request
-from exspec.actors.engine.tokens.constraint import Constraint, Few, MakeConstraint, Words, mask_of, mask_without
+from exspec.actors.engine.tokens.constraint import Constraint, Few, Words, mask_of, mask_without
 
 SPACES = 4  # tokens, at most, between a begin marker and the end of a prompt
 MARKERS = ("<think>", "</think>")  # of most models that think
@@ -60,10 +60,8 @@ class Thinking(Constraint):
 
     def __init__(self, section: Section, inside: bool, answer: Constraint | None) -> None:
         self.section, self.answer = section, answer
-        begun = self._entered(State((), 0, ()))
-        if not inside:
-            begun = State(section.begin if answer else (), -1, ())
-        self.path = [begun]
+        outside = State(section.begin if answer else (), -1, ())
+        self.path = [self._entered(State((), 0, ())) if inside else outside]
 
     def allowed(self) -> Tensor:
         if (kept := self.kept()) is None:
@@ -167,7 +165,7 @@ class Thoughtful(Answers):
         if sentence and end in sentence:
             raise AnswerError(f"thinking_sentence: has the end marker {end!r}, which follows it anyway; leave it out")
         size = len(tokenizer)
-        ends = frozenset(end for end in ends | inner.end_ids if end < size)  # a model's config may name others
+        ends = frozenset(token for token in ends | inner.end_ids if token < size)  # a model's config may name others
         self.section = Section(begins, closes, budget, (*says, *closes), ends, size)
         self.scored, self.end_ids, self.limits = inner.scored, inner.end_ids, inner.limits
         if inner.longest:
@@ -176,9 +174,8 @@ class Thoughtful(Answers):
     def _tokens(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    @property
-    def constraint(self) -> MakeConstraint:  # type: ignore[override]
-        return partial(self._made, False)
+    def constraint(self) -> Thinking:
+        return self._made(False)
 
     def _made(self, inside: bool) -> Thinking:
         return Thinking(self.section, inside, self.inner.constraint() if self.inner.constraint else None)

@@ -355,17 +355,12 @@ class Engine:
         if group.given is None:
             draft = self.drafter.propose(group, self.draft_length.limits(group))
         else:
-            draft = self._given(group)
+            draft = self._given(group, group.given)
         return self._walked(group, group.walker, draft) if group.walker else draft
 
-    def _given(self, group: Group) -> Draft:
-        assert group.given is not None
-        tokens = [
-            list(s.request.given[len(s.committed) :][:n]) if s and s.request.given else []
-            for s, n in zip(group.sequences, group.useful, strict=True)
-        ]
-        lengths = list(map(len, tokens))
-        return Draft(group.given[:, : max(lengths)].clamp(min=0), self._to_device(lengths), tokens)
+    def _given(self, group: Group, given: Tensor) -> Draft:
+        lengths = [n if s and s.request.given else 0 for s, n in zip(group.sequences, group.useful, strict=True)]
+        return Draft(given[:, : max(lengths)].clamp(min=0), self._to_device(lengths))
 
     def _walked(self, group: Group, walker: ConstraintWalker, draft: Draft) -> Draft:
         """The draft as the constraints allow it; the host waits for the draft. A drafter whose tokens were replaced
@@ -435,7 +430,7 @@ class Engine:
             for tokens, kept, length, row in zip(chosen.tolist(), accepted.tolist(), proposed, counted, strict=True)
         ]
         if started.logprobs:
-            self._read_logprobs(started, outcomes)
+            self._read_logprobs(started.group, started.logprobs.wait(), outcomes)
         if started.scores:
             logits = started.scores.wait()[0].double()
             for (r, q), tokens in started.candidates.items():
@@ -444,10 +439,8 @@ class Engine:
                 outcomes[r].scores[q] = dict(zip(tokens, scores, strict=True))
         return outcomes
 
-    def _read_logprobs(self, started: Round, outcomes: list[Outcome]) -> None:
-        assert started.logprobs is not None
-        found = started.logprobs.wait()
-        for r, (sequence, outcome) in enumerate(zip(started.group.sequences, outcomes, strict=True)):
+    def _read_logprobs(self, group: Group, found: list[Tensor], outcomes: list[Outcome]) -> None:
+        for r, (sequence, outcome) in enumerate(zip(group.sequences, outcomes, strict=True)):
             if sequence is None or (most := sequence.request.logprobs) is None:
                 continue
             tokens, pairs, ranks = (tensor[r].tolist() for tensor in found)
@@ -470,6 +463,7 @@ class Engine:
             before = len(sequence.tokens)
             ending = self._extend(sequence, outcome)
             committed = len(sequence.tokens) - before
+            sequence.logprobs += outcome.logprobs[:committed]
             # Drafts past an end do not count.
             drafted = min(outcome.drafted, committed) if ending else outcome.drafted
             counted = (0, 0) if sequence.request.given else (drafted, min(accepted, committed))
@@ -503,12 +497,6 @@ class Engine:
 
     def _extend(self, sequence: Sequence, outcome: Outcome) -> Ending | None:
         """Append the outcome's tokens up to the first that ends the sequence; returns that ending."""
-        before = len(sequence.tokens)
-        ending = self._extended(sequence, outcome)
-        sequence.logprobs += outcome.logprobs[: len(sequence.tokens) - before]
-        return ending
-
-    def _extended(self, sequence: Sequence, outcome: Outcome) -> Ending | None:
         if sequence.unwatched and sequence.ends.isdisjoint(outcome.tokens):
             sequence.tokens += outcome.tokens[: sequence.budget]
             return ("length", None) if sequence.budget == 0 else None

@@ -103,7 +103,7 @@ class Prompts:
         named = {METHOD, URL, BODY} if self.batch else named
         return [name for name in schema.names if name in named]
 
-    def _given(self, row: Row) -> dict[str, Any]:
+    def _values(self, row: Row) -> dict[str, Any]:
         if isinstance(row, RowError):
             raise row
         return fields(row) if self.batch else row
@@ -135,7 +135,7 @@ class Prompts:
 
     def _rendered(self, row: Row) -> str:
         """The prompt, with a mark for every control token in the row's text."""
-        row = self._given(row)
+        row = self._values(row)
         if self.template:
             try:
                 with bounded():
@@ -211,21 +211,21 @@ class Prompts:
         return ids
 
     def _ids(self, text: str) -> list[int]:
-        try:
-            # The chat template adds the special tokens.
-            return self._encoded(text, not self.chat)
-        except Exception as error:  # for example, for half a surrogate pair
-            source = f"column {self.column!r}" if self.column else "prompt_template"
-            raise RowError(f"{source}: the tokenizer failed: {type(error).__name__}: {error}") from error
+        source = f"column {self.column!r}" if self.column else "prompt_template"
+        return self._encoded(text, source, special=not self.chat)  # the chat template adds the special tokens
 
-    def _encoded(self, text: str, special: bool) -> list[int]:
-        """The tokens of a text with marks. special: whether the tokenizer puts its own tokens around it."""
-        first, *others = self.marks.split(text)
-        ids = list(self.tokenizer(first, add_special_tokens=special)["input_ids"])
-        for piece in filter(None, others):
-            marked = self.special.get(piece)
-            given = {"split_special_tokens": True} if marked else {}
-            ids += self.tokenizer(marked or piece, add_special_tokens=False, **given)["input_ids"]
+    def _encoded(self, text: str, source: str, special: bool) -> list[int]:
+        """The tokens of a text with marks. source: of the text. special: whether the tokenizer puts its own tokens
+        around it. Raises RowError."""
+        try:
+            first, *others = self.marks.split(text)
+            ids = list(self.tokenizer(first, add_special_tokens=special)["input_ids"])
+            for piece in filter(None, others):
+                marked = self.special.get(piece)
+                given = {"split_special_tokens": True} if marked else {}
+                ids += self.tokenizer(marked or piece, add_special_tokens=False, **given)["input_ids"]
+        except Exception as error:  # for example, for half a surrogate pair
+            raise RowError(f"{source}: the tokenizer failed: {type(error).__name__}: {error}") from error
         return ids
 
     def given(self, row: Row) -> list[list[int]] | None:
@@ -233,7 +233,7 @@ class Prompts:
         if not self.job.scores:
             return None
         source = f"column {self.job.given!r}" if self.job.given else "choices"
-        values = self.job.completions(self._given(row))
+        values = self.job.completions(self._values(row))
         if not isinstance(values, list) or not values:
             raise RowError(f"{source}: expected a list of choices, not {'null' if values is None else shown(values)}")
         return [self._completion(value, source) for value in values]
@@ -247,13 +247,7 @@ class Prompts:
             raise RowError(f"{source}: expected a non-empty text or list of token ids, not {given}")
         if self.space and len(value) > (most := LONG * self.space.capacity):
             raise RowError(f"{source}: a completion has {len(value)} characters; expected at most {most}")
-        try:
-            tokens = self._encoded(self._marked(value), False)
-        except RowError:
-            raise
-        except Exception as error:  # of the tokenizer
-            raise RowError(f"{source}: the tokenizer failed: {type(error).__name__}: {error}") from error
-        if not tokens:
+        if not (tokens := self._encoded(self._marked(value), source, special=False)):
             raise RowError(f"{source}: a completion has no tokens")
         return tokens
 
@@ -277,7 +271,7 @@ class Prompts:
 
     def settings(self, row: Row, shard: Shard, number: int) -> RowSettings:
         """The settings of a row: the job's, overridden by columns. Raises RowError."""
-        job, row = self.job, self._given(row)
+        job, row = self.job, self._values(row)
         seed = _override(row, job.seed_column, row_seed(job.seed, shard, number), _is_seed, "a whole number of 63 bits")
         length = _override(row, job.max_new_tokens_column, job.max_new_tokens, _is_length, "a whole number from 1 up")
         temperature = _override(row, job.temperature_column, job.temperature, _is_temperature, "0 or more")
@@ -291,7 +285,7 @@ class Prompts:
         sampling = {"temperature": float(temperature), "seed": seed, **(row["sampling"] if self.batch else {})}
         expected = f"a whole number up to {MOST_LIKELY}"
         default = None if self.batch else job.logprobs  # a batch request asks by itself
-        logprobs = _override(row, job.logprobs_column, default, _is_few, expected)
+        logprobs = _override(row, job.logprobs_column, default, _is_likeliest, expected)
         given = self.given(row)
         if given is not None:
             length, logprobs = max(map(len, given)), logprobs or 0
@@ -379,7 +373,7 @@ def _is_count(value: Any) -> bool:
     return _is_seed(value) and 1 <= value <= MOST_SAMPLES
 
 
-def _is_few(value: Any) -> bool:
+def _is_likeliest(value: Any) -> bool:
     return _is_seed(value) and value <= MOST_LIKELY
 
 

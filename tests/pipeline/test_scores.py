@@ -117,6 +117,10 @@ def test_prompts_have_scores_if_asked(pair: jobs.Pair, tmp_path: Path) -> None:
     found = score(pair[0], source, tmp_path / "out", completion_column="answer", prompt_logprobs=True)
     assert [len(row["prompt_logprobs"]) for row in found] == [3, 1] == [row["prompt_tokens"] for row in found]
     assert [row["prompt_logprobs"][0] for row in found] == [None, None]
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        before = tiny.model()(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    assert found[0]["prompt_logprobs"][1:] == pytest.approx(before.tolist(), abs=1e-4)
     assert [row["completion"] for row in found] == ["w5 w6", "w7"]
     assert [len(row["logprobs"]) for row in found] == [2, 1] == [row["completion_tokens"] for row in found]
 

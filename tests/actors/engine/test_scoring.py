@@ -72,6 +72,7 @@ def test_given_rows_run_beside_others() -> None:
         name: tokens for name, (tokens, _) in (expected | alone).items()
     }
     assert all(found[name] == alone[name] for name in alone)
+    assert all(found[r.id] == expected[r.id] for r in free if r.logprobs is not None)
 
 
 def test_a_prompt_is_computed_once_for_many_completions() -> None:
