@@ -181,10 +181,9 @@ class Cluster:
 
 def parts(fs: s3fs.S3FileSystem) -> dict[str, str]:
     """The parts of the output and the time when each was written."""
-    if not fs.exists("exspec/completions"):
-        return {}
-    found = fs.ls("exspec/completions", detail=True, refresh=True)
-    return {info["name"]: str(info["LastModified"]) for info in found if "/part-" in info["name"]}
+    fs.invalidate_cache()
+    found = fs.find("exspec/completions", maxdepth=1, detail=True)
+    return {name: str(info["LastModified"]) for name, info in found.items() if "/part-" in name}
 
 
 def await_that(holds: Any, what: str, fs: s3fs.S3FileSystem, cluster: Cluster, attempt: str) -> None:
