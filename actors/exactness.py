@@ -14,6 +14,7 @@ from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.kv.cached_model import GATHERED, PagedModel, context_length, kv_shape
 from exspec.actors.engine.kv.pages import Pages
 from exspec.actors.engine.layers import experts
+from exspec.actors.engine.layers.packed import is_quantized, quantization
 from exspec.actors.engine.layers.runtime_copy import runtime_copy
 from exspec.actors.source import ModelError
 
@@ -101,7 +102,7 @@ def check_forward(model: PreTrainedModel, name: str, bits: bool = True) -> None:
     """
     inexact = False
     try:
-        inexact = bits and not choose_experts(model)
+        inexact = bits and not (choose_experts(model) and _keeps_bits(model))
         reason = _positions_mixed(model) or _paged_differs(_narrowed(model))
     except torch.OutOfMemoryError:
         raise
@@ -110,11 +111,21 @@ def check_forward(model: PreTrainedModel, name: str, bits: bool = True) -> None:
     kind = model.config.model_type
     if reason:
         raise ModelError(f"{name}: {kind} decodes differently in slots than alone ({reason}); expected {WHAT_WORKS}")
+    if inexact and is_quantized(model.config):
+        raise ModelError(
+            f"{name}: quantized by {quantization(model.config)}, a row's logits in {kind} depend on the other rows of "
+            "its batch; expected activations that are not quantized, or with a scale per token"
+        )
     if inexact:
         raise ModelError(
             f"{name}: in {str(model.dtype).removeprefix('torch.')}, a row's logits in {kind} depend on the other rows "
             "of its batch; expected float32, where the difference is no larger than rounding errors"
         )
+
+
+def _keeps_bits(model: PreTrainedModel) -> bool:
+    """Whether no bit of a row's logits depends on the rows beside it. Quantized activations may share a scale."""
+    return not is_quantized(model.config) or not _depends_on_other_rows(model)
 
 
 def choose_experts(model: PreTrainedModel) -> bool:
@@ -179,6 +190,7 @@ def _positions_mixed(model: PreTrainedModel) -> str | None:
     tokens = _tokens(model, FED)
     near = torch.arange(FED, device=model.device)
     far = near + max(context_length(model.config) - FED, 0)
+    rough = is_quantized(model.config)
 
     def logits(rows: Tensor, positions: list[Tensor]) -> Tensor:
         mask = torch.ones_like(rows)
@@ -188,7 +200,7 @@ def _positions_mixed(model: PreTrainedModel) -> str | None:
     together, swapped = logits(tokens, [near, far]), logits(tokens.flip(0), [far, near])
     for row, positions in enumerate((near, far)):
         alone = logits(tokens[row : row + 1], [positions])[0]
-        if not (_same(together[row], alone) and _same(swapped[1 - row], alone)):
+        if not (_same(together[row], alone, rough) and _same(swapped[1 - row], alone, rough)):
             return "a row's logits depend on the positions of the rows beside it"
     return None
 
@@ -199,7 +211,7 @@ def _paged_differs(model: PreTrainedModel) -> str | None:
     expected = _own_logits(model, tokens[:1])
     pages = Pages(2, pages=2 * FED, size=NARROW - 1, chunk=NARROW - 1, longest=3 * FED, device=model.device)
     for slot in (0, 1):
-        pages.begin(slot, [], 0, 2 * FED)
+        pages.begin(slot, [], 0, 2 * FED, 0)
     cached = PagedModel(model, pages, GATHERED)
     slots = torch.tensor([1, 0], device=model.device)
     # The second row has other tokens, so that mixing up the rows changes the logits.
@@ -210,7 +222,7 @@ def _paged_differs(model: PreTrainedModel) -> str | None:
         logits = cached.forward(Batch(slots, second, starts, 2 * FED))[0]
     if waits.names and model.device.type == "cuda":
         return f"its forward waits for the device: {waits.names[0]}"
-    return None if _same(logits, expected) else "its logits differ"
+    return None if _same(logits, expected, is_quantized(model.config)) else "its logits differ"
 
 
 def _own_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
@@ -224,15 +236,15 @@ def _own_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     return torch.stack(logits)
 
 
-def _same(logits: Tensor, expected: Tensor) -> bool:
+def _same(logits: Tensor, expected: Tensor, rough: bool) -> bool:
     """Whether logits [Q, V] are equal up to rounding; NaN never is.
 
-    In half precision the median over the columns counts: rounding may route single tokens to other experts, while a
-    fault of the model shows in all columns.
+    In half precision, and where `rough` (activations may be quantized), the median over the columns counts: rounding
+    may route single tokens to other experts, while a fault of the model shows in all columns.
     """
     off = (logits.float() - expected.float()).abs().amax(-1) / expected.float().abs().max()  # [Q]
-    half = logits.dtype in (torch.bfloat16, torch.float16)
-    return bool(off.median() <= 0.1 if half else off.max() <= 1e-3)
+    rough = rough or logits.dtype in (torch.bfloat16, torch.float16)
+    return bool(off.median() <= 0.1 if rough else off.max() <= 1e-3)
 
 
 def transformers_generate(

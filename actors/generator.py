@@ -26,7 +26,7 @@ from exspec.actors.engine import Completion, Engine, EngineStatistics, EngineThr
 from exspec.actors.engine.layers import experts
 from exspec.actors.hardware import hardware
 from exspec.actors.ledger import Attempt, Ledger
-from exspec.actors.samples import Draws, RowResult, Texts, drawn, read
+from exspec.actors.samples import Draws, RowResult, Texts, read, sample_requests
 from exspec.actors.stop_strings import StopStrings
 from exspec.actors.work import WORK
 
@@ -203,9 +203,9 @@ class Generator:
         stop = StopStrings(self.tokenizer, row["_stop"], min_new_tokens) if row["_stop"] else None
         try:
             sampling = Sampling(**self.sampling | json.loads(row["_sampling"]))
-            own = {"stop": stop, "logprobs": row["_logprobs"], **asked(self.answers)}
+            own = {"stop": stop, "logprobs": row["_logprobs"], "adapter": row["_adapter"] or 0, **asked(self.answers)}
             request = Request(name, tuple(row["_prompt"]), row["_max_new_tokens"], sampling, **own)
-            samples = drawn(request, row["_samples"])
+            samples = sample_requests(request, row["_samples"])
             requests = [self.answers.requests(sample, row["_given"]) for sample in samples]
         except ValueError as error:
             message = str(error)

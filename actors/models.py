@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -21,11 +22,14 @@ from transformers import (
 )
 from transformers.utils.hub import cached_file
 
+from exspec.actors.adapter import adapt, merge
 from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.drafters.head import HeadDrafter
 from exspec.actors.engine.drafters.lookup import head_of
 from exspec.actors.engine.engine import model_end_ids
 from exspec.actors.engine.faults import first_line
+from exspec.actors.engine.kv.memory import ADAPTERS, LOADED
+from exspec.actors.engine.layers.packed import is_quantized
 from exspec.actors.exactness import check_config, check_forward, fix_rotary_factors
 from exspec.actors.source import PICKLED, ModelError, Source, check_name, failure, load_part
 
@@ -140,9 +144,29 @@ def load_model(
             "copy the model again"
         )
     model = model.to(device).eval()
+    if source.adapter:
+        merge(model, source.adapter)
     fix_rotary_factors(model)
     check_forward(model, source.name, bits)
+    if is_quantized(config):  # the first forward may have unpacked its weights
+        setattr(model.config, LOADED, _held(model))
+    if source.adapters:
+        before = _held(model)
+        adapt(model, source.adapters)
+        setattr(model.config, ADAPTERS, _held(model) - before)
     return model  # type: ignore[no-any-return]
+
+
+def _held(model: PreTrainedModel) -> int:
+    """Bytes of a model's tensors."""
+    return sum(map(_bytes, {id(t): t for t in (*model.parameters(), *model.buffers())}.values()))
+
+
+def _bytes(tensor: Tensor) -> int:
+    """What a tensor holds. The parts of a quantized one are tensors of their own."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return tensor.numel() * tensor.element_size()
+    return sum(_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
 
 
 def forget_sampling(model: PreTrainedModel) -> None:

@@ -99,7 +99,7 @@ def together(done: Sequence[SequenceStatistics]) -> SequenceStatistics:
     )
 
 
-def drawn(request: Request, count: int) -> list[Request]:
+def sample_requests(request: Request, count: int) -> list[Request]:
     """The requests for samples of a row. Sample i has the row's seed plus i."""
     seed = request.sampling.seed
     samplings = [replace(request.sampling, seed=(seed + i) % SEEDS) for i in range(count)]

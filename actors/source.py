@@ -24,13 +24,16 @@ class ModelError(ValueError):
 class Source:
     """A model by hub id or folder.
 
-    trust_remote_code: run Python code that comes with it. allow_pickle: load weights that are not safetensors.
+    trust_remote_code: run Python code that comes with it. allow_pickle: load weights that are not safetensors. adapter:
+    the folder of a LoRA adapter to merge into its weights. adapters: folders of adapters, of which a row may use one.
     """
 
     name: str
     revision: str | None = None
     trust_remote_code: bool = False
     allow_pickle: bool = False
+    adapter: str | None = None
+    adapters: tuple[str, ...] = ()
 
 
 def load_part(loader: Any, source: Source, **options: Any) -> Any:

@@ -27,7 +27,7 @@ class FinishedRow:
     """One row of a job's output, with the request that it came from.
 
     tokens: how many the completion has. values: the columns that an audit compares, by name. request: None for a row
-    that could not be turned into a request. given: the tokens of its completions in a scoring job. drawn: how many
+    that could not be turned into a request. given: the tokens of its completions in a scoring job. count: how many
     samples the job drew. samples: the texts of those that it kept, if it listed them.
     """
 
@@ -39,7 +39,7 @@ class FinishedRow:
     values: dict[str, Any]
     request: Request | None
     given: list[list[int]] | None = None
-    drawn: int = 1
+    count: int = 1
     samples: list[str | None] | None = None
 
     @property

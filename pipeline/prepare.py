@@ -4,19 +4,22 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 import pyarrow as pa
 import torch
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 from transformers.utils import logging
 
+from exspec.actors.adapter import CONFIG, UNMERGED, read
 from exspec.actors.answers.answers import AnswerError
 from exspec.actors.engine import EngineConfig, Room
 from exspec.actors.engine.kv.cached_model import context_length
-from exspec.actors.engine.kv.memory import MemoryPlan
+from exspec.actors.engine.kv.memory import ADAPTERS, LOADED, MemoryPlan
+from exspec.actors.engine.layers.packed import is_quantized, quantization
 from exspec.actors.engine.shape.plan import fit
 from exspec.actors.exactness import check_config, limit_context
 from exspec.actors.models import check_folder, check_names, check_vocabularies, config_of, head_config
@@ -48,8 +51,10 @@ from exspec.pipeline.shape import (
     wide,
 )
 from exspec.pipeline.storage import PROBE, Folder
-from exspec.pipeline.weights import local_model, model_digest, resolved
+from exspec.pipeline.weights import local_model, model_digest, resolved, weight_bytes
 
+UNPACKS = "compressed-tensors"
+PACKAGES = {UNPACKS: "compressed_tensors", "torchao": "torchao"}  # of quantized weights, by method
 ROOM = 1 << 20  # bytes of a probe file
 T = TypeVar("T")
 
@@ -282,12 +287,31 @@ def _check_models(job: Job) -> CheckedModels:
                 own = own_settings(load_generation_config(place, revision, config, job.trust_remote_code))
             digests[role] = model_digest(name, revision, job.storage_options)
             check_config(config, name)
+            if is_quantized(config) and starts_here(job):
+                _check_packages(config, name)
+            # Estimates, until the model is loaded. On a CPU, compressed-tensors unpacks the weights.
+            if is_quantized(config) and not (quantization(config) == UNPACKS and device_here(job) == "cpu"):
+                setattr(config, LOADED, weight_bytes(name, job.storage_options))
+            if role == "target":
+                adapters = [weight_bytes(place, job.storage_options) or 0 for place in job.adapters.values()]
+                setattr(config, ADAPTERS, sum(adapters))
         except (JobError, ModelError) as error:
             problems.append(f"{role} {error}")
             continue
         limit_context(config)
         contexts.append(context_length(config))
         configs.append(config)
+    for role, name in _adapters(job).items() if configs else ():
+        try:
+            place = local_model(name, job.storage_options, config=CONFIG)
+            digests[role] = model_digest(name, None, job.storage_options, CONFIG)
+            with torch.device("meta"):
+                target = AutoModelForCausalLM.from_config(configs[0], trust_remote_code=job.trust_remote_code)
+            read(target, place)
+        except (JobError, ModelError) as error:
+            problems.append(f"{role} {error}")
+    if job.adapter and configs and is_quantized(configs[0]):
+        problems.append(UNMERGED)
     if problems:
         raise JobError(*problems)
     if len(tokenizers) == 2:
@@ -299,6 +323,19 @@ def _check_models(job: Job) -> CheckedModels:
         )
     constrained = job.kind != Job.kind or job.max_thinking_tokens is not None
     return CheckedModels(tokenizers[0], contexts[0], digests, configs, own.without_limits() if constrained else own)
+
+
+def _check_packages(config: PretrainedConfig, name: str) -> None:
+    """Raises JobError if a package is missing that quantized weights need."""
+    package = PACKAGES.get(quantization(config))
+    if package is not None and find_spec(package) is None:
+        raise JobError(f"{name}: its weights need {package}; pip install 'exspec[quantized]'")
+
+
+def _adapters(job: Job) -> dict[str, str]:
+    """The places of the job's adapters, by setting."""
+    given = {"adapter": job.adapter} if job.adapter else {}
+    return given | {f"adapters.{name}": place for name, place in job.adapters.items()}
 
 
 def _check_tokens(job: Job, models: CheckedModels) -> None:

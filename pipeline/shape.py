@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from exspec.actors.adapter import CONFIG
 from exspec.actors.engine import EngineConfig, Request
 from exspec.actors.engine.config import DRAFTING, SETTINGS, Method
 from exspec.actors.engine.drafters.lookup import available, drafter_class, kind, label
@@ -289,8 +290,16 @@ def pair_of(job: Job, device: str, draft: bool) -> Pair:
     def source(name: str, revision: str | None) -> Source:
         return Source(local_model(name, job.storage_options), revision, job.trust_remote_code, job.allow_pickle)
 
+    def local(adapter: str) -> str:
+        return local_model(adapter, job.storage_options, config=CONFIG)
+
+    target = replace(
+        source(job.target, job.target_revision),
+        adapter=job.adapter and local(job.adapter),
+        adapters=tuple(map(local, job.adapters.values())),
+    )
     drafting = source(job.draft, job.draft_revision) if job.draft and draft else None
-    return load_pair(source(job.target, job.target_revision), drafting, getattr(torch, job.dtype), device)
+    return load_pair(target, drafting, getattr(torch, job.dtype), device)
 
 
 def device_here(job: Job) -> str:

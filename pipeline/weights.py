@@ -25,7 +25,8 @@ from exspec.pipeline.storage import Folder, at_once, attempt, etag
 
 OFFLINE = constants.HF_HUB_OFFLINE  # whether the user asks for it
 HUB_PATIENCE = 20  # seconds to wait for the hub to resolve a revision
-WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf"}
+SAFE = ".safetensors"
+WEIGHTS = {SAFE, ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf"}
 
 
 @dataclass(frozen=True)
@@ -37,19 +38,19 @@ class ModelFile:
     etag: str
 
 
-def local_model(name: str, options: dict[str, Any], weights: bool = True) -> str:
+def local_model(name: str, options: dict[str, Any], weights: bool = True, config: str = "config.json") -> str:
     """What transformers can load a model from: a hub id, a folder, or for a URL a folder on this node.
 
     The first process on a node that needs a model downloads it; the others wait. If the files behind the URL change,
     they are another model in another folder. An interrupted download resumes with the files that it finished.
 
-    options: for fsspec. weights: False downloads configuration and tokenizer only.
+    options: for fsspec. weights: False downloads configuration and tokenizer only. config: a file that must be there.
     Raises JobError if the URL cannot be read.
     """
     if "://" not in name:
         return name
     source = Folder(name, options)
-    files = _files(source)
+    files = _files(source, config)
     whole = cache_folder() / "models" / f"{source.path.rsplit('/', 1)[-1]}-{_digest(source.path, files)}"
     if weights or whole.is_dir():
         return str(_fetched(source, files, whole))
@@ -77,11 +78,11 @@ def resolved(job: Job) -> Job:
     return job.model_copy(update=commits)
 
 
-def model_digest(name: str, revision: str | None, options: dict[str, Any]) -> str:
+def model_digest(name: str, revision: str | None, options: dict[str, Any], config: str = "config.json") -> str:
     """What identifies a model's files: the commit of a hub id; for a folder a digest of names and contents; for a URL a
     digest of names, sizes and etags."""
     if "://" in name:
-        return _digest("", _files(Folder(name, options)))
+        return _digest("", _files(Folder(name, options), config))
     folder = Path(name)
     if not folder.is_dir():
         return str(_cached_commit(name, revision) or revision)
@@ -90,6 +91,13 @@ def model_digest(name: str, revision: str | None, options: dict[str, Any]) -> st
     names = [path.relative_to(folder).as_posix() for path in paths]
     listed = json.dumps(list(zip(names, contents, strict=True)))
     return f"sha256:{hashlib.sha256(listed.encode()).hexdigest()}"
+
+
+def weight_bytes(name: str, options: dict[str, Any]) -> int | None:
+    """Bytes of a model's weights in safetensors; None for a hub id."""
+    if "://" in name:
+        return sum(file.size for file in _files(Folder(name, options)) if file.name.endswith(SAFE))
+    return sum(file.stat().st_size for file in Path(name).glob(f"*{SAFE}")) if Path(name).is_dir() else None
 
 
 def _commit(name: str, revision: str | None) -> str | None:
@@ -147,7 +155,9 @@ def _content(path: Path) -> str:
     return digest
 
 
-def _files(source: Folder) -> list[ModelFile]:
+def _files(source: Folder, config: str | None = None) -> list[ModelFile]:
+    """The files behind a URL. config: one that must be there. Raises JobError."""
+
     def listing() -> dict[str, dict[str, Any]]:
         source.fs.invalidate_cache()
         return dict(source.fs.find(source.path, detail=True))
@@ -166,9 +176,8 @@ def _files(source: Folder) -> list[ModelFile]:
         for path, info in sorted(found.items())
         if info["type"] == "file" and not path.endswith("/") and path != source.path
     ]
-    if not any(file.name == "config.json" for file in files):
-        place = anonymous(source.url)
-        raise JobError(f"{place}: expected a folder with a model's files, but it has no config.json")
+    if config and not any(file.name == config for file in files):
+        raise JobError(f"{anonymous(source.url)}: expected a folder with a model's files, but it has no {config}")
     return files
 
 

@@ -24,6 +24,7 @@ from exspec.actors.engine.drafters.lookup import drafter_class
 from exspec.actors.engine.graphs import Recorder
 from exspec.actors.engine.kv.attention import trial
 from exspec.actors.engine.kv.cached_model import PagedModel
+from exspec.actors.engine.layers.adapters import using
 from exspec.actors.engine.layers.programs import compiler_trial
 from exspec.actors.engine.layers.spans import layers_of
 from exspec.actors.engine.methods import drafter_of
@@ -216,7 +217,8 @@ def slow_logprobs(target: PreTrainedModel, request: Request) -> tuple[list[int],
     tokens, found = list(prompt), []
     while len(tokens) < min(len(prompt) + request.max_new_tokens, CONTEXT):
         ids = torch.tensor([tokens])
-        own = target(input_ids=ids).logits[:, -1].float()
+        with using(torch.tensor([request.adapter])):
+            own = target(input_ids=ids).logits[:, -1].float()
         logits = processors(ids, own.clone())[0]
         found.append((own[0].log_softmax(-1), logits.log_softmax(-1)))
         if sampling.temperature > 0:

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -43,12 +43,13 @@ class Section:
 
 
 class State(NamedTuple):
-    """forced: tokens that must come next. inside: tokens of the section so far; -1 outside of one; None if the answer's
-    constraint holds."""
+    """phase: inside a section, outside of one, or in the answer, where its own constraint holds. forced: tokens that
+    must come next. used: tokens of the section so far. last: the last tokens, as many as a marker has."""
 
-    forced: tuple[int, ...]
-    inside: int | None
-    last: tuple[int, ...]  # of the section, as many as a marker has
+    phase: Literal["inside", "outside", "answer"]
+    forced: tuple[int, ...] = ()
+    used: int = 0
+    last: tuple[int, ...] = ()
 
 
 class Thinking(Constraint):
@@ -60,8 +61,8 @@ class Thinking(Constraint):
 
     def __init__(self, section: Section, inside: bool, answer: Constraint | None) -> None:
         self.section, self.answer = section, answer
-        outside = State(section.begin if answer else (), -1, ())
-        self.path = [self._entered(State((), 0, ())) if inside else outside]
+        outside = State("outside", section.begin if answer else ())
+        self.path = [self._limited(State("inside")) if inside else outside]
 
     def allowed(self) -> Tensor:
         if (kept := self.kept()) is None:
@@ -73,7 +74,7 @@ class Thinking(Constraint):
         state = self.path[-1]
         if state.forced:
             return _single(state.forced[0])
-        if state.inside is None:
+        if state.phase == "answer":
             assert self.answer is not None
             return self.answer.kept()
         # A section must lead to the answer, if the answer has a form.
@@ -93,14 +94,14 @@ class Thinking(Constraint):
         state = self.path[-1]
         if state.forced:
             return token == state.forced[0]
-        if state.inside is None:
+        if state.phase == "answer":
             assert self.answer is not None
             return self.answer.accepts(token)
         return token < self.section.vocabulary and not (self.answer and token in self.section.ends)
 
     def advance(self, token: int) -> None:
         state = self.path[-1]
-        if state.inside is None:
+        if state.phase == "answer":
             assert self.answer is not None
             self.answer.advance(token)
         self.path.append(self._next(state, token))
@@ -110,34 +111,34 @@ class Thinking(Constraint):
             return
         gone = self.path[-count - 1 : -1]  # the states in which the tokens came
         del self.path[len(self.path) - count :]
-        if self.answer and (back := sum(state.inside is None for state in gone)):
+        if self.answer and (back := sum(state.phase == "answer" for state in gone)):
             self.answer.rollback(back)
 
     def _next(self, state: State, token: int) -> State:
         section = self.section
-        if state.inside is None:
+        if state.phase == "answer":
             return state
         last = (*state.last, token)[-max(len(section.begin), len(section.end)) :]
-        if state.inside < 0:
+        if state.phase == "outside":
             if last[-len(section.begin) :] == section.begin:
-                return self._entered(State((), 0, ()))
-            return State(state.forced[1:], -1, last)
+                return self._limited(State("inside"))
+            return State("outside", state.forced[1:], last=last)
         if state.forced:  # of the closing
             rest = state.forced[1:]
-            return State(rest, state.inside, last) if rest else self._left
+            return State("inside", rest, state.used, last) if rest else self._left
         if last[-len(section.end) :] == section.end:
             return self._left
-        return self._entered(State((), state.inside + 1, last))
+        return self._limited(State("inside", used=state.used + 1, last=last))
 
     @property
     def _left(self) -> State:
         """The state after a section. Without a constraint of the answer, another section may follow."""
-        return State((), None if self.answer else -1, ())
+        return State("answer" if self.answer else "outside")
 
-    def _entered(self, state: State) -> State:
-        """The state with the closing forced if the budget is used."""
-        section, used = self.section, state.inside
-        if used is None or used < section.budget:
+    def _limited(self, state: State) -> State:
+        """The state inside a section, with the closing forced if the budget is used."""
+        section = self.section
+        if state.used < section.budget:
             return state
         begun = next((n for n in range(len(section.end) - 1, 0, -1) if state.last[-n:] == section.end[:n]), 0)
         return state._replace(forced=section.end[begun:] if begun else section.closing)

@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from functools import cached_property, wraps
 from itertools import takewhile
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
@@ -18,6 +18,7 @@ from exspec.actors.engine.drafters.drafter import Draft, MakeDrafter
 from exspec.actors.engine.graphs import HostCopy, Recorder
 from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.kv.cached_model import context_length
+from exspec.actors.engine.layers.adapters import adapters_of
 from exspec.actors.engine.layers.programs import running
 from exspec.actors.engine.methods import build, compiling, drafter_of, recorder_for, resolve
 from exspec.actors.engine.request import (
@@ -130,10 +131,13 @@ class Engine:
         self.device = target.device
         self.vocabulary = target.config.get_text_config().vocab_size
         self.end_ids = model_end_ids(target) if end_ids is None else end_ids
+        self.adapters = adapters_of(target)
         recorder = compiling(recorder or recorder_for(self.device, config), config)
         parts = build(target, draft, config, recorder, drafter)
         self.target, self.drafter, self.drafter_context, self.draft_length, self.grouping, self.prefill, store = parts
         ahead = 0 if self.drafter.window else self.drafter.ahead  # a window's KV is not in the pool's pages
+        if self.adapters:
+            self.target.adapters = torch.zeros(config.slots + 1, dtype=torch.long, device=self.device)
         self.pool = Pool(config.slots, store, config.width, ahead, config.capacity)
         self.samplers = SamplerState(config.slots, self.vocabulary, self.device, recorder.wrap)
         self.fill, self._forward = recorder.wrap(self.target.fill), recorder.wrap(self.target.forward)
@@ -169,6 +173,8 @@ class Engine:
             raise RequestError(f"{name}: {reason}")
         if not 0 <= request.min_new_tokens <= request.max_new_tokens:
             raise RequestError(f"{name}: min_new_tokens is {request.min_new_tokens}, expected 0 to max_new_tokens")
+        if not 0 <= request.adapter <= self.adapters:
+            raise RequestError(f"{name}: adapter is {request.adapter}, expected 0 to {self.adapters}")
         if not all(request.bad_words):
             raise RequestError(f"{name}: bad_words: expected sequences of one token or more")
         if request.logprobs is not None and not 0 <= request.logprobs <= MOST_LIKELY:
@@ -270,6 +276,9 @@ class Engine:
         admitted = self.pool.admit(self.grouping.room(self.pool))
         if not admitted:
             return
+        if self.target.adapters is not None:
+            slots, adapters = zip(*((s.slot, s.request.adapter) for s in admitted), strict=True)
+            self.target.adapters[self._to_device(slots)] = self._to_device(adapters)
         for s in admitted:
             self.drafter.admit(s.slot, s.tokens)
         for chunks in self.prefill.plan(admitted):
@@ -320,7 +329,7 @@ class Engine:
         starts = [*(c.start for c in chunks), *[0] * dead]
         return Batch(self._to_device(slots), self._to_device(tokens), self._to_device(starts), chunks[0].kv_columns)
 
-    def _to_device(self, values: list[Any]) -> Tensor:
+    def _to_device(self, values: Collection[Any]) -> Tensor:
         return torch.tensor(values).to(self.device, non_blocking=True)
 
     @phase
@@ -562,13 +571,13 @@ def pick(
     tokens, starts: as in `Batch`. Its KV columns are left out, so that one recording serves every number of them.
     """
     positions = starts[:, None] + 1 + torch.arange(tokens.shape[1], device=tokens.device)
-    drawn = sampler.distribution(logits, tokens[:, 1:], masks)
-    chosen = sampler.drawn(drawn, positions)
+    scaled = sampler.distribution(logits, tokens[:, 1:], masks)
+    chosen = sampler.draw(scaled, positions)
     if given is not None:
         given = given[:, : chosen.shape[1]]
         chosen = torch.where(given < 0, chosen, given)
     scores = None if asked is None else logits.float().gather(2, asked.clamp(0, logits.shape[-1] - 1))
-    return Picked(chosen, scores, None if likeliest is None else logprobs(logits, drawn, chosen, likeliest))
+    return Picked(chosen, scores, None if likeliest is None else logprobs(logits, scaled, chosen, likeliest))
 
 
 def model_end_ids(model: PreTrainedModel) -> frozenset[int]:

@@ -23,7 +23,7 @@ from exspec.actors.engine.kv.cached_model import (
 from exspec.actors.engine.kv.pages import Boundless, Pages, Store
 from exspec.actors.engine.kv.trial import attention_trial
 from exspec.actors.engine.kv.window import Rings
-from exspec.actors.engine.layers.packed import packs
+from exspec.actors.engine.layers.packed import is_quantized, packs
 from exspec.actors.engine.layers.programs import Compiled, compiler_trial
 from exspec.actors.engine.scheduling.grouping import Grouping, grouping_of
 from exspec.actors.engine.scheduling.prefill import ChunkedPrefill, Prefill, WholePrefill
@@ -63,7 +63,10 @@ def resolve(target: PreTrainedModel, draft: PreTrainedModel | None, config: Engi
     default = target.device.type == "cuda" and config.attention == "in_place"
     overlap = default if config.overlap is None else config.overlap
     config = replace(config, overlap=overlap and config.fixed_shapes)
-    if not packs(target.device):
+    if config.kernels != "eager" and any(m is not None and is_quantized(m.config) for m in (target, draft)):
+        warn_once("layers run eagerly, neither packed nor compiled: a model's weights are quantized")
+        config = replace(config, kernels="eager")
+    if not packs(target.device, target.dtype):
         config = replace(config, kernels=UNPACKED.get(config.kernels, config.kernels))
     if config.compiles:
         reason = "attention is not in place" if config.attention != "in_place" else compiler_trial(target.device)

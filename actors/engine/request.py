@@ -96,7 +96,8 @@ def _whole(value: object) -> bool:
     return isinstance(value, Integral)
 
 
-NUMBERS = ("max_new_tokens", "min_new_tokens", "scored", "logprobs")  # fields of a request that are whole numbers
+# Fields of a request that are whole numbers.
+NUMBERS = ("max_new_tokens", "min_new_tokens", "scored", "logprobs", "adapter")
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ class Request:
         none. Tokens that a constraint forces then take part in rounds, because their logits are needed.
     given: the completion's tokens, which are scored and not chosen; max_new_tokens is their number. They are their own
         draft, so that a round scores as many as it has columns. Needs `logprobs` and method plain.
+    adapter: number of the target's adapter that it is decoded with; 0 is none.
 
     Token ids are copied, except a prompt that is a tuple of `int`. An exception in `stop` or `constraint` ends this
     request alone.
@@ -138,6 +140,7 @@ class Request:
     scored: int = 0
     logprobs: int | None = None
     given: Sequence[int] | None = None
+    adapter: int = 0
 
     def __post_init__(self) -> None:
         numbers = [name for name in NUMBERS if name != "logprobs" or self.logprobs is not None]

@@ -34,7 +34,8 @@ class RowIndependence:
         """A forward's rows, from `slot` on, and KV of everything before them."""
         chunk, capacity = self.config.prefill_columns, self.engine.config.capacity
         for number in range(slot, slot + self.count):
-            assert self.engine.pool.store.begin(number, [], 0, capacity) is not None, "there are pages for every slot"
+            begun = self.engine.pool.store.begin(number, [], 0, capacity, 0)
+            assert begun is not None, "there are pages for every slot"
         slots = torch.arange(slot, slot + self.count, device=self.device)
         for start in range(0, capacity - chunk + 1, chunk):
             self.engine.target.fill(Batch(slots, self._tokens(chunk), torch.full_like(slots, start), capacity))

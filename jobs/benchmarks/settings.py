@@ -37,7 +37,7 @@ class BenchSettings:
     )
     drafter: str = setting("auto", f"Drafter of methods that name none: {', '.join(DRAFTERS)} or auto.")
     kernels: str = setting("auto", f"What runs the layers: {', '.join(KERNELS)}, or auto: the fastest here.")
-    dtype: Literal["float32", "bfloat16"] = setting("float32", "Dtype of weights and KV.")
+    dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", "Dtype of weights and KV.")
     device: str = setting("cpu", DEVICE_HELP)
     threads: int | None = setting(None, "CPU threads. Default: one per core.", ge=1)
     repeats: int = setting(3, "Timed runs of every method, in turns.", ge=1)
@@ -92,7 +92,7 @@ class SyntheticSettings:
     acceptances: str = setting("0.8,0.6", "Chances that a drafted token is right.")
     limit: int = setting(512, "Prompts, at most.", ge=1)
     max_new_tokens: int = setting(64, "Tokens of a completion.", ge=1)
-    dtype: Literal["float32", "bfloat16"] = setting("bfloat16", "Dtype of weights and KV.")
+    dtype: Literal["float32", "bfloat16", "float16"] = setting("bfloat16", "Dtype of weights and KV.")
     prompt_tokens: int = 200
     shapes: tuple[tuple[int, int], ...] = ((8, 5), (64, 5))
     rivals: tuple[str, ...] = ("generate", "continuous batching")

@@ -21,7 +21,7 @@ from exspec.pipeline.job.settings import load_job, read_job_file
 from exspec.pipeline.secrets import anonymous
 
 COMMANDS = ("run", "label", "score", "audit")
-PATHS = ("input", "output", "target", "draft")  # settings and arguments that may be paths
+PATHS = ("input", "output", "target", "draft", "adapter", "adapters")  # settings and arguments that may be paths
 ARGUMENTS = "arguments.json"  # the file with the command line, in the job's folder
 
 
@@ -101,6 +101,8 @@ def check(command: Any, values: dict[str, Any], arguments: list[str]) -> Call:
     shown = {}
     for key in PATHS:
         paths = values.get(key) or []
+        if key == "adapters":  # NAME=FOLDER, or by name in a job file
+            paths = paths.values() if isinstance(paths, dict) else [text.partition("=")[2] for text in paths]
         paths = [paths] if isinstance(paths, str) else paths
         for path in paths:
             _check_path(key, path)

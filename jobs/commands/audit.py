@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 from exspec.actors.engine import Completion, EngineConfig
 from exspec.actors.engine.engine import model_end_ids
 from exspec.actors.models import Pair, forget_sampling
-from exspec.actors.samples import SAMPLES, RowResult, Texts, drawn, read
+from exspec.actors.samples import SAMPLES, RowResult, Texts, read, sample_requests
 from exspec.jobs.commands.reference import decode, fitted, generated, is_greedy, margin, mean_logprob
 from exspec.jobs.finished import FinishedRow, check_map, choose, read_rows
 from exspec.pipeline.errors import JobError, counted
@@ -37,10 +37,8 @@ from exspec.pipeline.shape import known_shape, memory_budget, pair_of
 from exspec.pipeline.storage import Folder
 
 Expected = dict[tuple[str, int], RowResult]  # by shard and row number
-CLOSE = {
-    Dtype.float32: 1e-3,
-    Dtype.bfloat16: 0.05,
-}  # between mean log-probabilities: the largest difference that rounding explains
+# Between mean log-probabilities: the largest difference that rounding explains.
+CLOSE = {Dtype.float32: 1e-3, Dtype.bfloat16: 0.05, Dtype.float16: 0.01}
 SHOWN = 3  # differences that are printed per comparison
 
 
@@ -118,7 +116,7 @@ def _against_plain(rows: list[FinishedRow], job: Job, done: Output, pair: Pair, 
     shape = EngineConfig(**known_shape(done.state.description["shape"])).plain()
     config = fitted(shape, pair, memory_budget(job, torch.device(device)))
     answers, texts = job.answers(pair.tokenizer, model_end_ids(pair.target)), Texts(pair.tokenizer)
-    samples = {row.key: drawn(row.request, row.drawn) for row in rows if row.request is not None}
+    samples = {row.key: sample_requests(row.request, row.count) for row in rows if row.request is not None}
     asked = {row.key: [answers.requests(s, row.given) for s in samples.get(row.key, [])] for row in rows}
     decoded = decode(pair.target, config, chain(*chain(*asked.values())))
     expected: Expected = {}

@@ -118,6 +118,8 @@ def _facts(prepared: Prepared) -> list[tuple[str, str]]:
     facts = [
         ("target", anonymous(job.target)),
         ("draft", anonymous(job.draft) if job.draft else "none"),
+        *([("adapter", anonymous(job.adapter))] if job.adapter else []),
+        *((f"adapter {name}", anonymous(place)) for name, place in job.adapters.items()),
         ("device", f"{job.device}, on the cluster {job.ray_address}" if job.ray_address else device_here(job)),
         (
             "input",

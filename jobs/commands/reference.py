@@ -1,6 +1,7 @@
 """What an audit compares with: plain decoding by the engine, and `generate` of transformers."""
 
 from collections.abc import Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from transformers import PreTrainedModel
@@ -16,6 +17,7 @@ from exspec.actors.engine import (
 )
 from exspec.actors.engine.engine import model_end_ids
 from exspec.actors.engine.kv.memory import MEBIBYTE
+from exspec.actors.engine.layers.adapters import using
 from exspec.actors.engine.shape.plan import fit
 from exspec.actors.engine.tokens.constraint import tokens_of
 from exspec.actors.exactness import transformers_generate
@@ -53,6 +55,11 @@ def is_greedy(request: Request) -> bool:
     return free and request.sampling == sampling
 
 
+def _adapted(model: PreTrainedModel, request: Request) -> AbstractContextManager[None]:
+    """Forwards inside use the request's adapter."""
+    return using(torch.tensor([request.adapter], device=model.device))
+
+
 def generated(model: PreTrainedModel, request: Request) -> Completion:
     """The completion that transformers generates for one prompt, ended where the engine would end it."""
     ends = model_end_ids(model) | request.end_ids
@@ -61,9 +68,10 @@ def generated(model: PreTrainedModel, request: Request) -> Completion:
         return _allowed(request, ids[len(request.prompt) :].tolist())
 
     constraint = allowed if request.constraint else None
-    (tokens,) = transformers_generate(
-        model, [request.prompt], request.max_new_tokens, ends, prefix_allowed_tokens_fn=constraint
-    )
+    with _adapted(model, request):
+        (tokens,) = transformers_generate(
+            model, [request.prompt], request.max_new_tokens, ends, prefix_allowed_tokens_fn=constraint
+        )
     check = request.stop() if request.stop else None
     for i, token in enumerate(tokens):
         stopped = check(token) if check else None
@@ -73,23 +81,27 @@ def generated(model: PreTrainedModel, request: Request) -> Completion:
     return Completion(request.id, tokens, "length", None, SequenceStatistics(completion_tokens=len(tokens)))
 
 
-@torch.inference_mode()
 def margin(model: PreTrainedModel, request: Request, tokens: Sequence[int]) -> float | None:
     """By how much the best next token's logit leads after these tokens. None if only one token is allowed."""
-    ids = torch.tensor([[*request.prompt, *tokens]], device=model.device)
-    logits = model(input_ids=ids).logits[0, -1].float()
+    logits = _logits(model, request, tokens)[-1]
     if request.constraint:
         logits = logits[_allowed(request, tokens)]
     best = logits.topk(min(2, len(logits))).values
     return float(best[0] - best[1]) if len(best) > 1 else None
 
 
-@torch.inference_mode()
 def mean_logprob(model: PreTrainedModel, request: Request, tokens: Sequence[int]) -> float:
     """The mean log-probability of tokens after a request's prompt."""
-    ids = torch.tensor([[*request.prompt, *tokens]], device=model.device)
-    logits = model(input_ids=ids).logits[0, len(request.prompt) - 1 : -1].float()
-    return float(logits.log_softmax(-1).gather(1, ids[0, len(request.prompt) :, None]).mean())
+    logprobs = _logits(model, request, tokens)[len(request.prompt) - 1 : -1].log_softmax(-1)
+    return float(logprobs.gather(1, torch.tensor(tokens, device=model.device)[:, None]).mean())
+
+
+@torch.inference_mode()
+def _logits(model: PreTrainedModel, request: Request, tokens: Sequence[int]) -> torch.Tensor:
+    """The logits [T, V] after each token of a request's prompt and of these tokens, with the request's adapter."""
+    with _adapted(model, request):
+        ids = torch.tensor([[*request.prompt, *tokens]], device=model.device)
+        return model(input_ids=ids).logits[0].float()  # type: ignore[no-any-return]
 
 
 def _allowed(request: Request, tokens: Sequence[int]) -> list[int]:

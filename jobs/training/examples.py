@@ -94,7 +94,7 @@ class TargetStates:
         """The states [R, S, F] of texts [R, S]."""
         rows, width = tokens.shape
         for slot in range(rows):
-            begun = self.pages.begin(slot, [], 0, width)
+            begun = self.pages.begin(slot, [], 0, width, 0)
             assert begun is not None, "there are pages for a whole batch"
         slots = torch.arange(rows, device=tokens.device)
         whole = Batch(slots, tokens, torch.zeros_like(slots), width)

@@ -118,10 +118,11 @@ class Training:
         done = read_output(Folder(self.output, self.options))
         job = stored_job(done.state.description, self.options).model_copy(update=permissions)
         check_map(job, self.output)
-        if job.scores or job.listed or job.best_of or job.max_thinking_tokens is not None:
+        others = job.scores or job.listed or job.best_of or job.adapters or job.max_thinking_tokens is not None
+        if others:
             raise JobError(
-                f"{self.output}: has given completions, samples or thinking, whose tokens are not learned; expected "
-                "another job"
+                f"{self.output}: has given completions, samples, thinking, or adapters by row, whose tokens are not "
+                "learned; expected another job"
             )
         return job
 

@@ -24,6 +24,7 @@ COLUMNS = {
     "stop_column": "stop",
     "logprobs_column": "logprobs",
     "n_column": "n",
+    "adapter_column": "model",
 }
 # Fields that change no token; and fields that are accepted with the value that asks for nothing.
 IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
@@ -187,7 +188,7 @@ def _logprobs(given: dict[str, Any]) -> int | None:
         raise RowError(f"body.logprobs: expected {EXPECTED['logprobs']}, not {_shown(asked)}")
     most = int(given.get("top_logprobs", 0))
     if most and asked is not True:
-        raise RowError("body.top_logprobs: expected logprobs true with it")
+        raise RowError("body.top_logprobs: needs logprobs: true")
     return most if asked is True else None if asked is False else int(asked)
 
 

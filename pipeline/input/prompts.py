@@ -24,6 +24,7 @@ from exspec.pipeline.input.rows import Row, RowError, are_texts, shown
 from exspec.pipeline.input.schemas import is_json, is_list, is_text
 from exspec.pipeline.input.templates import Sandbox, bounded
 from exspec.pipeline.job.settings import ALIKE, MOST_SAMPLES, Job
+from exspec.pipeline.secrets import anonymous
 
 MESSAGES = "messages"
 DEFAULT_COLUMNS = (MESSAGES, "prompt", "message", "text")
@@ -34,7 +35,8 @@ LONG = 32  # characters per token of capacity: of a longer text, the beginning i
 @dataclass(frozen=True)
 class RowSettings:
     """Settings of one row. sampling: the sampling settings that differ between rows. given: the tokens of its
-    completions in a scoring job, which are max_new_tokens at most. samples: how many to draw."""
+    completions in a scoring job, which are max_new_tokens at most. samples: how many to draw. adapter: its number, from
+    1; 0 is none."""
 
     max_new_tokens: int
     sampling: dict[str, Any]
@@ -42,6 +44,7 @@ class RowSettings:
     logprobs: int | None
     given: list[list[int]] | None = None
     samples: int = 1
+    adapter: int = 0
 
 
 class Prompts:
@@ -62,13 +65,15 @@ class Prompts:
             raise JobError(
                 "n and best_of: requests of the batch API ask for samples; set n to 1, and leave best_of out"
             )
+        if job.adapters and not (self.batch or job.adapter_column):
+            raise JobError("adapters: needs adapter_column, the column of their names")
         if job.draws.count > 1 and not (job.temperature or job.temperature_column):  # model_sampling set none
             raise JobError(ALIKE)
         self.job, self.tokenizer = job.model_copy(update=COLUMNS) if self.batch else job, tokenizer
         self.answers = job.answers(tokenizer)
         if self.answers.longest is None and (job.max_thinking_tokens or 0) >= job.max_new_tokens:
             thought, most = job.max_thinking_tokens, job.max_new_tokens
-            raise JobError(f"max_thinking_tokens: {thought} leave no answer of max_new_tokens ({most}); raise that")
+            raise JobError(f"max_thinking_tokens: {thought} of {most} max_new_tokens leave none to answer; raise these")
         self.space: Room | None = None
         self.column = None if job.prompt_template else "prompt" if self.batch else prompt_column(job, schema)
         kind = schema.field(self.column).type if self.column in schema.names else pa.null()
@@ -154,9 +159,7 @@ class Prompts:
     def _marked(self, value: Any) -> Any:
         if isinstance(value, str):
             if self.marks.search(value):
-                raise RowError(
-                    "the prompt contains a private-use character (from U+F0000 up); allow_special accepts it"
-                )
+                raise RowError("the text contains a private-use character (from U+F0000 up); allow_special accepts it")
             for mark, text in self.special.items():
                 value = value.replace(text, mark)
             return value
@@ -266,6 +269,7 @@ class Prompts:
             sampling=sampling,
             stop=StopStrings(self.tokenizer, own.stop, job.min_new_tokens) if own.stop else None,
             logprobs=own.logprobs,
+            adapter=own.adapter,
             **asked(self.answers),
         )
 
@@ -281,9 +285,9 @@ class Prompts:
             row = row | {str(job.stop_column): _json(job.stop_column, text, "texts")}
         stop = _override(row, job.stop_column, job.stop, are_texts, "non-empty texts", read=lambda value: value)
         if stop and self.answers.constraint:
-            raise RowError("stop does not apply to labels, JSON of a schema and thinking; leave it out")
+            raise RowError("stop does not apply to labels, JSON of a schema, or thinking budgets; leave it out")
         sampling = {"temperature": float(temperature), "seed": seed, **(row["sampling"] if self.batch else {})}
-        expected = f"a whole number up to {MOST_LIKELY}"
+        expected = f"a whole number from 0 to {MOST_LIKELY}"
         default = None if self.batch else job.logprobs  # a batch request asks by itself
         logprobs = _override(row, job.logprobs_column, default, _is_likeliest, expected)
         given = self.given(row)
@@ -298,7 +302,21 @@ class Prompts:
             samples, logprobs = job.best_of if temperature > 0 else 1, logprobs or 0
         if samples > 1 and temperature == 0:
             raise RowError(f"all {samples} samples would be the same; expected a temperature above 0, not 0")
-        return RowSettings(length, sampling, [stop] if isinstance(stop, str) else list(stop), logprobs, given, samples)
+        stops, adapter = [stop] if isinstance(stop, str) else list(stop), self._adapter(row)
+        return RowSettings(length, sampling, stops, logprobs, given, samples, adapter)
+
+    def _adapter(self, row: dict[str, Any]) -> int:
+        """The number of a row's adapter. Raises RowError."""
+        names, target = list(self.job.adapters), anonymous(self.job.target)
+        name = row[str(self.job.adapter_column)] if names else None
+        if name is None or (self.batch and name in (target, target.rsplit("/", 1)[-1])):
+            return 0
+        if name not in names:
+            source = "body.model" if self.batch else f"column {self.job.adapter_column!r}"
+            raise RowError(
+                f"{source}: expected one of {', '.join([*names, target if self.batch else 'null'])}, not {shown(name)}"
+            )
+        return names.index(name) + 1
 
 
 def _marks(tokenizer: Any) -> dict[str, str]:

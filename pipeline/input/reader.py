@@ -93,6 +93,7 @@ WORK_SCHEMA = pa.schema(
         "_logprobs": pa.int32(),
         "_given": pa.list_(pa.list_(pa.int32())),
         "_samples": pa.int32(),
+        "_adapter": pa.int32(),
     }
 )
 
@@ -107,7 +108,7 @@ def _asked(prompts: Prompts, chunk: Chunk, i: int, row: Row) -> dict[str, Any]:
     tokens, cut = prompts.fitted(row, settings.max_new_tokens)
     work = {"_prompt": tokens, "_cut": cut, "_max_new_tokens": settings.max_new_tokens, "_stop": settings.stop}
     work |= {"_sampling": json.dumps(settings.sampling), "_logprobs": settings.logprobs}
-    return work | {"_given": settings.given, "_samples": settings.samples}
+    return work | {"_given": settings.given, "_samples": settings.samples, "_adapter": settings.adapter}
 
 
 @lru_cache(maxsize=2)

@@ -40,6 +40,7 @@ J = TypeVar("J", bound="Job")
 class Dtype(StrEnum):
     float32 = "float32"
     bfloat16 = "bfloat16"
+    float16 = "float16"
 
 
 AUTO = tuple(name for name, known in SETTINGS.items() if known.measured)  # settings that calibration can choose
@@ -64,6 +65,11 @@ def _absolute(path: str) -> str:
     if reason := no_url(path):
         raise ValueError(reason)
     return path if "://" in path else os.path.abspath(path)  # noqa: PTH100  (a glob does not exist as a path)
+
+
+def _local(name: str) -> str:
+    """A folder of this machine as an absolute path; hub ids and URLs as they are."""
+    return _absolute(name) if Path(name).is_dir() else name
 
 
 def _json(text: str) -> Any:
@@ -114,6 +120,11 @@ class Job(Decoding):
     # Revisions may change: the fingerprint holds the commits that they stand for.
     target_revision: str | None = _models(None, "Revision of the target on the hub.", "any")
     draft_revision: str | None = _models(None, "Revision of the draft on the hub.", "any")
+    adapter: str | None = _models(None, "LoRA adapter of all rows, as peft saves it: a folder or fsspec URL.")
+    adapters: dict[str, str] = _models(
+        {}, "LoRA adapters for adapter_column, each as NAME=FOLDER.", json_schema_extra={"flag": True}
+    )
+    adapter_column: str | None = _models(None, "Column of the names of adapters. A row with null has none.")
     trust_remote_code: bool = _models(False, "Run Python code that comes with a model.", "any")
     allow_pickle: bool = _models(False, "Load weights that are not safetensors. Such a file can run code.", "any")
 
@@ -175,7 +186,7 @@ class Job(Decoding):
 
     max_thinking_tokens: int | None = _sampling(
         None,
-        "End a section of thinking after so many tokens. It goes to the column thinking.",
+        "Longest section of thinking, in tokens. It goes to the column thinking.",
         ge=0,
         le=LONGEST_THINKING,
     )
@@ -185,7 +196,7 @@ class Job(Decoding):
     thinking_sentence: str | None = _sampling(None, "Text to write before the end marker where thinking is cut off.")
     n: int | None = _sampling(None, "Samples of each row, in the column samples.", ge=1, le=MOST_SAMPLES)
     best_of: int | None = _sampling(
-        None, "Draw so many samples of each row, and keep the likeliest one, or the likeliest n.", ge=2, le=MOST_SAMPLES
+        None, "Draw this many samples of each row, and keep the likeliest, or the n likeliest.", ge=2, le=MOST_SAMPLES
     )
 
     learn: Literal["off", "auto", "model", "eagle3", "clover", "dflash"] = _decoding(
@@ -243,16 +254,25 @@ class Job(Decoding):
             raise ValueError(f"expected a whole number from {least} up, or auto")
         return number
 
-    @field_validator("template_arguments", mode="before")
+    @field_validator("template_arguments", "adapters", mode="before")
     @classmethod
-    def _by_name(cls, value: Any) -> Any:
-        """From the command line as NAME=VALUE; a VALUE that is JSON is parsed."""
+    def _by_name(cls, value: Any, info: ValidationInfo) -> Any:
+        """From the command line as NAME=VALUE; a VALUE of a template that is JSON is parsed."""
         if not isinstance(value, list):
             return value
         pairs = [str(text).partition("=") for text in value]
         if bad := [name for name, equals, _ in pairs if not (name and equals)]:
             raise ValueError(f"expected NAME=VALUE, not {bad[0]!r}")
-        return {name: _json(text) for name, _, text in pairs}
+        names = [name for name, _, _ in pairs]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"expected every name once, but {twice[0]!r} is there twice")
+        return {name: text if info.field_name == "adapters" else _json(text) for name, _, text in pairs}
+
+    @field_validator("adapters")
+    @classmethod
+    def _sorted(cls, value: dict[str, str]) -> dict[str, str]:
+        """In the order of names, so that their numbers do not depend on how the job was written."""
+        return {name: _local(value[name]) for name in sorted(value)}
 
     @field_validator("temperature")
     @classmethod
@@ -283,12 +303,12 @@ class Job(Decoding):
             raise ValueError("expected a path or URL")
         return [_absolute(v) for v in value] if isinstance(value, list) else _absolute(value)
 
-    @field_validator("target", "draft")
+    @field_validator("target", "draft", "adapter")
     @classmethod
     def _absolute_folder(cls, value: Any) -> Any:
         if value is not None and value.startswith(FROM):
             return f"{FROM}{_absolute(value.removeprefix(FROM))}"
-        return _absolute(value) if value is not None and Path(value).is_dir() else value
+        return None if value is None else _local(value)
 
     @field_validator("since", mode="before")
     @classmethod
@@ -327,7 +347,12 @@ class Job(Decoding):
         limits = ("stop", "stop_column", "min_new_tokens", "ignore_eos", "bad_words", "bad_words_ids")
         if self.max_thinking_tokens is not None and (useless := [name for name in limits if getattr(self, name)]):
             yield f"{useless[0]} does not work with max_thinking_tokens"
+        if self.adapter and self.adapters:
+            yield "expected adapter or adapters, not both"
+        if self.adapter_column and not self.adapters:
+            yield "adapter_column needs adapters"
         more = [name for name in ("n", "n_column", "best_of", "max_thinking_tokens") if getattr(self, name) is not None]
+        more += ["adapters"] if self.adapters else []
         if more and self.learn != "off":
             yield f"learn does not work with {more[0]}"
         several = (self.n or 1) > 1 or self.best_of
@@ -342,8 +367,9 @@ class Job(Decoding):
         """The settings that may be written next to the output: no secrets, and no permission to run code."""
         settings = self.model_dump(mode="json", exclude={"storage_options", *PERMISSIONS})
         named = {"output": anonymous(self.output), "input": [anonymous(url) for url in self.input]}
-        models = {"target": anonymous(self.target), "draft": self.draft and anonymous(self.draft)}
-        return settings | named | models
+        models = {name: (url := getattr(self, name)) and anonymous(url) for name in ("target", "draft", "adapter")}
+        adapters = {name: anonymous(url) for name, url in self.adapters.items()}
+        return settings | named | models | {"adapters": adapters}
 
     @property
     def functions(self) -> dict[str, Function]:

@@ -46,7 +46,7 @@ def carried_columns(job: "Job", schema: pa.Schema) -> dict[str, str]:
     """The input columns to carry, with their names in the output. Raises JobError if one is missing."""
     taken = {*GENERATED.names, *(["seed"] if job.listed else [])}
     if own := [n for n in job.form_columns().names if n in taken]:
-        raise JobError(f"label_column: {own[0]!r} is a column that every output has; use another name")
+        raise JobError(f"label_column: {own[0]!r} is a column of the output or of its samples; use another name")
     names = [n for n in schema.names if n != job.id_column] if job.carry is None else list(dict.fromkeys(job.carry))
     known = set(schema.names)
     if missing := [name for name in names if name not in known]:

@@ -77,7 +77,7 @@ BODIES: list[tuple[dict[str, Any], str | None]] = [
     ({"tool_choice": "required"}, 'body.tool_choice: expected "none", not "required"'),
     ({"parallel_tool_calls": False}, None),
     ({"top_logprobs": 0}, None),
-    ({"top_logprobs": 3}, "body.top_logprobs: expected logprobs true with it"),
+    ({"top_logprobs": 3}, "body.top_logprobs: needs logprobs: true"),
     ({"top_logprobs": 21, "logprobs": True}, "body.top_logprobs: expected a whole number from 0 to 20, not 21"),
     ({"top_logprobs": False}, "body.top_logprobs: expected a whole number from 0 to 20, not false"),
     ({"logprobs": False}, None),

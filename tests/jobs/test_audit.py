@@ -24,7 +24,9 @@ def read(output: Path, name: str) -> Any:
     return json.loads((output / name).read_text())
 
 
-@pytest.mark.parametrize("settings", [{}, {"temperature": 0.8, "seed": 3}, {"dtype": "bfloat16", "method": "plain"}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"temperature": 0.8, "seed": 3}, {"dtype": "bfloat16", "method": "plain"}, {"dtype": "float16"}]
+)
 def test_an_audit_passes_a_correct_job_and_finds_a_changed_word(pair: jobs.Pair, tmp_path: Path, settings: Any) -> None:
     out = run_job(pair, tmp_path, **settings)
     succeed("audit", out, "--share", 1)

@@ -192,7 +192,7 @@ def test_numbers_are_labels() -> None:
     [
         ("--gold-column kind", "gold_column: 'kind' is not in the input, which has id, message, category"),
         ("--gold-column category --carry record", "gold_column: 'category' is not in the output"),
-        ("--label-column accepted", "label_column: 'accepted' is a column that every output has"),
+        ("--label-column accepted", "label_column: 'accepted' is a column of the output or of its samples"),
     ],
 )
 def test_columns_that_do_not_fit_are_refused(options: str, message: str, messages: Path, tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_batch_requests_ask_for_them_and_answers_have_them(pair: jobs.Pair, tmp_
     assert convert(str(tmp_path / "out"), str(tmp_path / "out.jsonl"), {}) == 5
     bodies = [json.loads(line)["response"]["body"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert bodies[2]["error"]["message"].startswith("body.logprobs: expected true or false for messages, a whole")
-    assert bodies[4]["error"]["message"] == "body.top_logprobs: expected logprobs true with it"
+    assert bodies[4]["error"]["message"] == "body.top_logprobs: needs logprobs: true"
     two, none, _, chat, _ = (body.get("choices", [{}])[0].get("logprobs") for body in bodies)
     assert {len(top) for top in two["top_logprobs"]} == {2}
     assert none is None

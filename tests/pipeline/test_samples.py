@@ -102,7 +102,7 @@ def test_samples_of_labels(pair: jobs.Pair, source: Path, tmp_path: Path) -> Non
     assert {*chain(*labels)} == set(job.labels)
     assert any(len(set(drawn)) == 2 for drawn in labels)
     assert audit(str(tmp_path / "out"), {}, 64, None, 0, False, {}) == 0
-    with pytest.raises(JobError, match="'seed' is a column that every output has"):
+    with pytest.raises(JobError, match="'seed' is a column of the output or of its samples"):
         prepare(job.model_copy(update={"label_column": "seed"}))
     with pytest.raises(JobError, match="n and best_of need a temperature above 0"):
         prepare(jobs.job(target, source, tmp_path / "none", n=4, model_sampling=True, method="plain"))

@@ -146,7 +146,7 @@ def test_what_cannot_be_budgeted_is_refused(pair: jobs.Pair, source: Path, tmp_p
     with pytest.raises(ValueError, match="thinking_markers: expected two texts"):
         jobs.job(pair, source, tmp_path / "out", max_thinking_tokens=3, thinking_markers=["x"])
     markers = {"thinking_markers": ["w7", "w8"], "max_new_tokens_column": None}
-    with pytest.raises(JobError, match=r"max_thinking_tokens: 20 leave no answer of max_new_tokens \(20\)"):
+    with pytest.raises(JobError, match=r"max_thinking_tokens: 20 of 20 max_new_tokens leave none to answer"):
         prepare(jobs.job(pair, source, tmp_path / "out", max_thinking_tokens=20, max_new_tokens=20, **markers))
     with pytest.raises(AnswerError, match="has no tokens"):
         Thoughtful(jobs.tokenizer(), FreeText(), 3, [" ", "w1"])
@@ -157,5 +157,5 @@ def test_what_cannot_be_budgeted_is_refused(pair: jobs.Pair, source: Path, tmp_p
 def test_a_marker_inside_a_prompt_opens_nothing() -> None:
     made = Thoughtful(jobs.tokenizer(), FreeText(), 3, ["w7", "w8"])
     requests = [Request("x", prompt) for prompt in ([7], [1, 7], [7, 1], [1])]
-    inside = [made.requests(request, None)[0].constraint().path[0].inside for request in requests]  # type: ignore
-    assert inside == [0, 0, -1, -1]
+    phases = [made.requests(request, None)[0].constraint().path[0].phase for request in requests]  # type: ignore
+    assert phases == ["inside", "inside", "outside", "outside"]

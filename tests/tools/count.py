@@ -298,7 +298,7 @@ def columns_read(config: EngineConfig, lengths: list[int]) -> tuple[int, int]:
         torch.device("cpu"),
     )  # fmt: skip
     for slot, length in enumerate(lengths):
-        pages.begin(slot, [], 0, length + config.width)
+        pages.begin(slot, [], 0, length + config.width, 0)
     verify, draft = ReadColumns(pages), ReadColumns(pages)
     batch, rows = _inputs(config, torch.tensor(lengths))
     Engine._choices(_engine(verify), batch, rows.sampler)

@@ -18,6 +18,7 @@ from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.kv.forward import Filled, Forward, running
 from exspec.actors.engine.kv.pages import BIN, Pages
 from exspec.actors.engine.kv.window import Reads, Rings, chosen_pages, recent_pages
+from exspec.actors.engine.layers.adapters import using
 from exspec.actors.engine.layers.cuts import cut, traced
 from exspec.actors.engine.layers.pieces import cut_layers
 from exspec.actors.engine.layers.products import join_layers
@@ -66,6 +67,7 @@ class PagedModel:
         self.states: dict[int, Tensor] = {}  # hidden states by number of layers passed: [pages + 1, P, D]
         self.weights: Tensor | None = None  # of the pages that the slots' last whole forward read: [L, W + 1, n]
         self.last_position = context_length(model.config) - 1
+        self.adapters: Tensor | None = None  # by slot [W + 1], if rows have adapters
         self.gated = False  # whether forwards can skip layers
         if kernels in COMPILED:
             join_layers(self.model)
@@ -162,7 +164,8 @@ class PagedModel:
         forward = Forward(
             self.keys, self.values, self.states, write, shape, first, last or len(self.keys), fills, tables, weights
         )
-        with running(forward):
+        adapters = None if self.adapters is None else self.adapters[batch.slots]
+        with running(forward), using(adapters):
             return self.model(
                 input_ids=batch.tokens,
                 attention_mask=tables[0] if tables else page_table,
@@ -232,6 +235,7 @@ class RealignedModel:
         self.lengths = torch.zeros(rows, dtype=torch.long, device=model.device)  # tokens cached, by row
         self.offsets = torch.zeros_like(self.lengths)  # column of token 0, by row
         self.last_position = context_length(model.config) - 1
+        self.adapters: Tensor | None = None  # by row [B + 1], if rows have adapters
 
     @torch.inference_mode()
     def forward(self, batch: Batch, keep: int = 0) -> Tensor:
@@ -246,13 +250,14 @@ class RealignedModel:
         all_tokens[slots] = tokens
         padding = torch.arange(width, device=tokens.device) >= self.offsets[:, None]  # [B, width]
         positions = self.lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        output = self.model(
-            input_ids=all_tokens,
-            attention_mask=torch.cat([padding, torch.ones_like(all_tokens, dtype=torch.bool)], dim=1),
-            position_ids=positions.clamp(max=self.last_position),
-            past_key_values=self.cache,
-            use_cache=True,
-        )
+        with using(None if self.adapters is None else self.adapters[: len(all_tokens)]):
+            output = self.model(
+                input_ids=all_tokens,
+                attention_mask=torch.cat([padding, torch.ones_like(all_tokens, dtype=torch.bool)], dim=1),
+                position_ids=positions.clamp(max=self.last_position),
+                past_key_values=self.cache,
+                use_cache=True,
+            )
         self.lengths[slots] += tokens.shape[1]
         logits = output.logits[slots]
         return torch.where(early[..., None], logits.roll(1, 1), logits)[:, -keep:]

@@ -13,6 +13,8 @@ from exspec.actors.engine.kv.cached_model import kv_shape
 from exspec.actors.engine.kv.window import ring_pages
 
 MEBIBYTE = 2**20
+# Attributes of a configuration: bytes of quantized weights, and of adapters that rows have.
+LOADED, ADAPTERS = "loaded_bytes", "adapter_bytes"
 LOGIT = 40  # bytes of a logit while a token is sampled: its copies in float32, and its noise
 
 
@@ -58,8 +60,9 @@ def model_memory(
 ) -> MemoryPlan:
     """The memory of a model with KV in the engine's slots. columns: per row, those whose logits a forward computes.
     window: tokens that its KV is limited to. widest: columns of its widest forward; default: of the target's."""
+    weights = getattr(model, LOADED, None) or _weights(model.to_json_string(), config.packs) * dtype.itemsize
     return MemoryPlan(
-        weights=_weights(model.to_json_string(), config.packs) * dtype.itemsize,
+        weights=weights + getattr(model, ADAPTERS, 0) * (2 if config.packs else 1),
         kv=_kv(model, config, window, widest) * dtype.itemsize,
         logits=int(config.batch_size * columns * model.get_text_config().vocab_size * LOGIT),
         activations=_activations(model, config) * dtype.itemsize,

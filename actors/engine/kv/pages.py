@@ -13,11 +13,11 @@ BIN = 0  # the page that dead columns write to; no sequence has it
 class Store(Protocol):
     """Allocates the KV of the slots' sequences."""
 
-    def cached(self, tokens: Sequence[int], prefilled: int) -> int:
-        """How many of the first `prefilled` tokens of a sequence are cached already."""
+    def cached(self, tokens: Sequence[int], prefilled: int, adapter: int) -> int:
+        """How many of the first `prefilled` tokens of a sequence are cached already. adapter: of the sequence."""
         ...
 
-    def begin(self, slot: int, tokens: Sequence[int], prefilled: int, reach: int) -> int | None:
+    def begin(self, slot: int, tokens: Sequence[int], prefilled: int, reach: int, adapter: int) -> int | None:
         """Allocate KV for the first `reach` tokens of a sequence in a free slot. Prefill chunks will compute the first
         `prefilled` tokens.
 
@@ -45,10 +45,10 @@ class Store(Protocol):
 class Boundless:
     """The store of models whose KV grows by itself."""
 
-    def cached(self, tokens: Sequence[int], prefilled: int) -> int:  # noqa: ARG002
+    def cached(self, tokens: Sequence[int], prefilled: int, adapter: int) -> int:  # noqa: ARG002
         return 0
 
-    def begin(self, slot: int, tokens: Sequence[int], prefilled: int, reach: int) -> int | None:  # noqa: ARG002
+    def begin(self, slot: int, tokens: Sequence[int], prefilled: int, reach: int, adapter: int) -> int | None:  # noqa: ARG002
         return 0
 
     def extend(self, slot: int, reach: int) -> bool:  # noqa: ARG002
@@ -67,7 +67,8 @@ class Boundless:
 class Prefix:
     """The pages of one prefill chunk. Their KV depends only on this chunk and the chunks before it.
 
-    A node of a tree: the path from the root spells the prompt. users: how many slots use it.
+    A node of a tree: the path from the root spells the prompt. chunk: the sequence's adapter, and the tokens. users:
+    how many slots use it.
     """
 
     def __init__(self, parent: "Prefix | None", chunk: tuple[int, ...], pages: list[int]) -> None:
@@ -79,8 +80,9 @@ class Prefix:
 class Pages:
     """Pages of `size` tokens each, by slot. Token i of a sequence lies in page table[slot, i // size] at i % size.
 
-    Whole prefill chunks with equal content share pages. These pages stay after the last sequence that used them. When
-    free pages are short, the longest unused ones are evicted. Unused entries of a table are page 0, the bin.
+    Whole prefill chunks with equal content and the same adapter share pages. These pages stay after the last sequence
+    that used them. When free pages are short, the longest unused ones are evicted. Unused entries of a table are page
+    0, the bin.
 
     slots: W. pages: how many can be allocated. chunk: tokens of a prefill chunk, a multiple of `size`. longest: tokens
     that a row of the table has entries for.
@@ -101,11 +103,11 @@ class Pages:
         self.table = torch.zeros(slots + 1, -(-longest // size), dtype=torch.int32)
         self.on_device = self.table if device.type == "cpu" else self.table.to(device)
 
-    def cached(self, tokens: Sequence[int], prefilled: int) -> int:
-        return (len(self._path(self._chunks(tokens, prefilled))) - 1) * self.chunk
+    def cached(self, tokens: Sequence[int], prefilled: int, adapter: int) -> int:
+        return (len(self._path(self._chunks(tokens, prefilled, adapter))) - 1) * self.chunk
 
-    def begin(self, slot: int, tokens: Sequence[int], prefilled: int, reach: int) -> int | None:
-        chunks = list(self._chunks(tokens, prefilled))
+    def begin(self, slot: int, tokens: Sequence[int], prefilled: int, reach: int, adapter: int) -> int | None:
+        chunks = list(self._chunks(tokens, prefilled, adapter))
         path = self._path(chunks)
         self._use(path[-1])
         shared = [page for prefix in path for page in prefix.pages]
@@ -167,8 +169,8 @@ class Pages:
         assert set(self.idle) == {p for p in unused if not p.children}, "the wrong prefixes are idle"
         assert torch.equal(self.table, self.on_device.cpu()), "the device has another table"
 
-    def _chunks(self, tokens: Sequence[int], prefilled: int) -> Iterator[tuple[int, ...]]:
-        return (tuple(tokens[i : i + self.chunk]) for i in range(0, prefilled - self.chunk + 1, self.chunk))
+    def _chunks(self, tokens: Sequence[int], prefilled: int, adapter: int) -> Iterator[tuple[int, ...]]:
+        return ((adapter, *tokens[i : i + self.chunk]) for i in range(0, prefilled - self.chunk + 1, self.chunk))
 
     def _path(self, chunks: Iterable[tuple[int, ...]]) -> list[Prefix]:
         """The cached prefixes that spell the first chunks, from the root on."""

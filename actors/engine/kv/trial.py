@@ -37,7 +37,7 @@ def spans_trial(model: PreTrainedModel, depths: tuple[int, ...] = (1,)) -> str |
 def _try(model: PreTrainedModel, depths: tuple[int, ...]) -> str | None:
     tokens = torch.arange(1, TOKENS + 1, device=model.device)[None] % model.config.get_text_config().vocab_size
     pages = Pages(1, pages=TOKENS, size=TOKENS, chunk=TOKENS, longest=2 * TOKENS, device=model.device)
-    pages.begin(0, [], 0, TOKENS)
+    pages.begin(0, [], 0, TOKENS, 0)
     slots = starts = torch.zeros(1, dtype=torch.long, device=model.device)
     try:
         cached = PagedModel(model, pages, GATHERED)

@@ -8,10 +8,12 @@ With panels, no bit of a row depends on the other rows or on R.
 """
 
 from functools import lru_cache
+from typing import Any, TypeGuard
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from exspec.actors.engine.faults import first_line, warn_once
 from exspec.actors.engine.native import load_kernels
@@ -20,9 +22,31 @@ _PACKED: WeakValueDictionary[tuple[int, ...], Tensor] = WeakValueDictionary()  #
 BOUND = 1e-4  # between products of 100 random numbers each
 
 
-def packs(device: torch.device) -> bool:
+def packs(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether weights can be packed for the device."""
-    return device.type == "cpu" and torch.backends.mkldnn.is_available()
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    return dtype != torch.float16 or torch.ops.mkldnn._is_mkldnn_fp16_supported()
+
+
+def is_quantized(config: PretrainedConfig) -> bool:
+    """Whether a model's weights are quantized."""
+    return getattr(config, "quantization_config", None) is not None
+
+
+def quantization(config: PretrainedConfig) -> str:
+    """The name of the format of quantized weights."""
+    found: Any = config.quantization_config
+    given = found if isinstance(found, dict) else vars(found)
+    method = given.get("quant_method")
+    return str(getattr(method, "value", method))
+
+
+def is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module is a linear layer with a plain matrix. Quantized ones have other weights or forwards."""
+    if type(module) is not nn.Linear or "forward" in vars(module):
+        return False
+    return not hasattr(module.weight, "__tensor_flatten__")  # tensors of torchao consist of others
 
 
 def pack(weight: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from exspec.actors.engine.layers.packed import pack, packed_product
+from exspec.actors.engine.layers.packed import is_plain, pack, packed_product
 from exspec.actors.engine.layers.pieces import Piece, Source
 from exspec.actors.engine.layers.spans import layers_of
 
@@ -19,7 +19,7 @@ def join_layers(model: nn.Module) -> None:
     memory, also for the caller's model."""
     for layer in layers_of(model):
         for module in layer.modules():
-            join([child for child in module.children() if type(child) is nn.Linear])
+            join([child for child in module.children() if is_plain(child)])
 
 
 @torch.no_grad()

@@ -3,10 +3,9 @@
 import copy
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedModel
 
-from exspec.actors.engine.layers.packed import PackedLinear
+from exspec.actors.engine.layers.packed import PackedLinear, is_plain
 
 
 def runtime_copy(model: PreTrainedModel, attention: str | None, packed: bool) -> PreTrainedModel:
@@ -22,6 +21,6 @@ def runtime_copy(model: PreTrainedModel, attention: str | None, packed: bool) ->
     if packed:
         for module in list(runtime.modules()):
             for name, child in module.named_children():
-                if type(child) is nn.Linear:
+                if is_plain(child):
                     setattr(module, name, PackedLinear(child))
     return runtime

@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
+from exspec.actors.engine.layers.packed import is_quantized
 from exspec.actors.engine.layers.spans import layers_of
 from exspec.actors.engine.learners.learner import Growth, Learner, Lesson, Outcome, logits_of, runs, spread
 
@@ -19,6 +20,8 @@ class ModelLearner(Learner):
 
     @classmethod
     def grow(cls, target: PreTrainedModel, growth: Growth) -> PreTrainedModel:
+        if is_quantized(target.config):
+            raise ValueError("a draft model cannot be made from quantized weights")
         layers = layers_of(target)
         total = len(layers)
         count = growth.layers or max(1, min(FEWEST, total - 1), total // 4)

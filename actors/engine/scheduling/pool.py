@@ -88,7 +88,8 @@ class Pool:
             sequence, slot = self.waiting[0], self.free[0]
             if sequence.prefilled < 0:
                 sequence.prefilled = sequence.length
-            cached = self.store.begin(slot, sequence.tokens, sequence.prefilled, self._reach(sequence))
+            reach, adapter = self._reach(sequence), sequence.request.adapter
+            cached = self.store.begin(slot, sequence.tokens, sequence.prefilled, reach, adapter)
             if cached is None:
                 break
             sequence.slot, sequence.cached = slot, cached
@@ -104,7 +105,7 @@ class Pool:
         may ask."""
         if sequence.prefilled < 0:
             sequence.prefilled = sequence.length
-            sequence.cached = self.store.cached(sequence.tokens, sequence.prefilled)
+            sequence.cached = self.store.cached(sequence.tokens, sequence.prefilled, sequence.request.adapter)
         return sequence.prefilled - sequence.cached
 
     def reserve(self, sequences: list[Sequence], preempt: bool = True) -> list[Sequence] | None:

@@ -107,7 +107,7 @@ class Costs:
             self.forget()  # one at a time: each holds KV
             self.engines[rows] = engine = Engine(self.models.target, self.models.draft, replace(shape, exact=True))
             for slot in range(rows):
-                engine.pool.store.begin(slot, [], 0, engine.config.capacity)
+                engine.pool.store.begin(slot, [], 0, engine.config.capacity, 0)
         return self.engines[rows]
 
     def _drafter(self, config: EngineConfig, engine: Engine) -> Drafter:

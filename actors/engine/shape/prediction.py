@@ -70,11 +70,11 @@ class PartlyCached(Boundless):
     def __init__(self, share: float) -> None:
         self.share = share
 
-    def cached(self, tokens: Sequence[int], prefilled: int) -> int:  # noqa: ARG002
+    def cached(self, tokens: Sequence[int], prefilled: int, adapter: int) -> int:  # noqa: ARG002
         return round(prefilled * self.share)
 
-    def begin(self, slot: int, tokens: Sequence[int], prefilled: int, reach: int) -> int | None:  # noqa: ARG002
-        return self.cached(tokens, prefilled)
+    def begin(self, slot: int, tokens: Sequence[int], prefilled: int, reach: int, adapter: int) -> int | None:  # noqa: ARG002
+        return self.cached(tokens, prefilled, adapter)
 
 
 def best_threshold(config: EngineConfig, costs: Costs, sample: Sample) -> float:

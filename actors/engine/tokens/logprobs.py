@@ -18,15 +18,15 @@ class Logprobs(NamedTuple):
     ranks: Tensor
 
 
-def logprobs(logits: Tensor, drawn: Tensor, chosen: Tensor, likeliest: int) -> Logprobs:
-    """logits, drawn: [R, Q, V], the target's and those of the distribution; they may be one tensor. chosen: [R, Q]."""
+def logprobs(logits: Tensor, scaled: Tensor, chosen: Tensor, likeliest: int) -> Logprobs:
+    """logits, scaled: [R, Q, V], the target's and those of the distribution; they may be one tensor. chosen: [R, Q]."""
     ids = chosen[..., None]
     ranks = (logits > logits.gather(2, ids)).sum(dim=-1)
     cut(logits, compiles=False)  # sums have the same bits whatever is compiled
     if likeliest:
         ids = torch.cat([ids, logits.topk(min(likeliest, logits.shape[-1])).indices], dim=-1)
     found = _of(logits, ids)
-    return Logprobs(ids, torch.stack([found, found if drawn is logits else _of(drawn, ids)], dim=-1), ranks)
+    return Logprobs(ids, torch.stack([found, found if scaled is logits else _of(scaled, ids)], dim=-1), ranks)
 
 
 def _of(logits: Tensor, ids: Tensor) -> Tensor:

@@ -165,14 +165,14 @@ class Sampler:
         fed to the last column; penalties count them as seen. masks: int32 [R, Q, words], the tokens that may be chosen;
         None: all.
         """
-        return self.drawn(self.distribution(logits, drafts, masks), positions)
+        return self.draw(self.distribution(logits, drafts, masks), positions)
 
     def propose(self, logits: Tensor, positions: Tensor, drafts: Tensor, masks: Tensor | None = None) -> Tensor:
         """As `choose`, except that a few tokens at the threshold of top-k and top-p may be kept or dropped wrongly.
 
         For drafts, which decide nothing: it takes at most half the passes over the logits.
         """
-        return self.drawn(self.distribution(logits, drafts, masks, exact=False), positions)
+        return self.draw(self.distribution(logits, drafts, masks, exact=False), positions)
 
     def distribution(
         self, logits: Tensor, drafts: Tensor, masks: Tensor | None = None, *, exact: bool = True
@@ -197,7 +197,7 @@ class Sampler:
             scaled.masked_fill_(scaled < floor, -torch.inf)
         return scaled
 
-    def drawn(self, scaled: Tensor, positions: Tensor) -> Tensor:
+    def draw(self, scaled: Tensor, positions: Tensor) -> Tensor:
         """The token [R, Q] drawn from each distribution: its logits [R, Q, V] plus noise, except in greedy rows."""
         if self.greedy:
             return scaled.argmax(dim=-1)

@@ -6,18 +6,24 @@ EXSPEC_FUZZ is the number of engines, EXSPEC_FUZZ_FROM the first seed.
 import os
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
+from exspec.actors.adapter import adapt
 from exspec.actors.answers.thinking import Thinking
 from exspec.actors.engine import Request, Sampling
 from exspec.actors.engine.drafters.registry import DRAFTERS, NONE
 from exspec.actors.engine.tokens.constraint import Constraint, MakeConstraint
-from exspec.actors.samples import drawn
+from exspec.actors.samples import sample_requests
 from tests import tiny
 from tests.actors.engine.test_constraints import constraint_of
 from tests.actors.engine.test_logprobs import compare
+from tests.actors.test_adapter import save_adapter
 from tests.pipeline.test_thinking import section
 
 COUNT, FIRST = int(os.environ.get("EXSPEC_FUZZ", "12")), int(os.environ.get("EXSPEC_FUZZ_FROM", "0"))
@@ -90,8 +96,19 @@ def request(rng: random.Random, name: int, trunk: list[int]) -> Request:
     return Request(name, tokens, new, sampling(rng), constraint=constraint, logprobs=logprobs)
 
 
+def adapters(rng: random.Random, target: PreTrainedModel, folder: Path) -> list[str]:
+    """Up to three adapters for the target."""
+    linear = [name for name, m in target.named_modules() if "layers." in name or ".h." in name if is_linear(m)]
+    names = [tuple(rng.sample(linear, rng.randint(1, 3))) for _ in range(rng.randint(1, 3))]
+    return [str(save_adapter(folder / str(i), target, some, seed=i)) for i, some in enumerate(names)]
+
+
+def is_linear(module: Any) -> bool:
+    return isinstance(module, nn.Linear | Conv1D)
+
+
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + COUNT))
-def test_a_random_engine_equals_a_slow_loop(seed: int) -> None:
+def test_a_random_engine_equals_a_slow_loop(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
     family, settings = rng.choice(sorted(tiny.FAMILIES)), shape(rng)
     layers = {"n_layer" if family == "gpt2" else "num_hidden_layers": rng.choice([3, 5])}
@@ -104,9 +121,12 @@ def test_a_random_engine_equals_a_slow_loop(seed: int) -> None:
     if settings["drafter"] == "clover":
         draft = tiny.clover(target, seed, heads=rng.choice([1, 3, 5]))
     trunk = [rng.randrange(tiny.VOCABULARY) for _ in range(33)]
+    if rng.random() < 0.3:
+        adapt(target, adapters(rng, target, tmp_path))
     made = tiny.engine(target, draft=draft, **settings)
     rows = [request(rng, i, trunk) for i in range(rng.randint(1, 9))]
-    rows += [sample for row in rows if rng.random() < 0.2 for sample in drawn(row, rng.randint(1, 4))]
+    rows = [replace(row, adapter=rng.randint(0, made.adapters)) for row in rows]
+    rows += [sample for row in rows if rng.random() < 0.2 for sample in sample_requests(row, rng.randint(1, 4))]
     found = tiny.run(made, rows, shuffle=seed)
     print(family, settings)
     for row in rows:

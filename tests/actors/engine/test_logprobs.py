@@ -63,7 +63,7 @@ def test_they_are_those_of_a_slow_loop(kernels: str) -> None:
         compare(target, request, found[request.id])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name != NONE])
 def test_no_drafter_and_no_neighbour_changes_a_bit(drafter: str, dtype: torch.dtype) -> None:
     """Against plain decoding in the same shape, and row by row."""

@@ -182,8 +182,8 @@ def test_pages_are_shared_and_freed(
                 pages.end(slot)
                 del held[slot]
         elif slot < slots:
-            expected = pages.cached(tokens, length)
-            found = pages.begin(slot, tokens, length, length)
+            expected = pages.cached(tokens, length, 0)
+            found = pages.begin(slot, tokens, length, length, 0)
             if found is not None:
                 assert found == expected
                 held[slot] = tokens

@@ -148,7 +148,7 @@ def test_a_fill_writes_the_kv_of_a_forward_without_its_last_half_layer(kernels: 
         if remembers:
             engine.target.remember([1])
         for slot in range(2):
-            engine.pool.store.begin(slot, [], 0, 16)
+            engine.pool.store.begin(slot, [], 0, 16, 0)
         tokens = torch.arange(16).view(2, 8) + 3
         batch = Batch(torch.arange(2), tokens, torch.tensor([0, 5]), engine.config.capacity)
         getattr(engine, {"fill": "fill", "forward": "_forward"}[name])(batch)
