@@ -82,7 +82,7 @@ def test_a_round_is_no_wider_than_its_rows_may_be(pair: jobs.Pair, tmp_path: Pat
 def test_nothing_is_learned_from_scores(pair: jobs.Pair, tmp_path: Path) -> None:
     source = table(tmp_path / "in", prompt=["w2"] * 4, answer=["w1 w3"] * 4)
     score(pair[0], source, tmp_path / "out", completion_column="answer")
-    with pytest.raises(JobError, match="has given completions, samples or thinking"):
+    with pytest.raises(JobError, match="has given completions, samples, thinking, or adapters by row"):
         call("train", tmp_path / "out", tmp_path / "head", "--drafter", "model", "--minutes", "0.1")
 
 
