@@ -65,7 +65,7 @@ def read(model: PreTrainedModel, folder: str) -> Parts:
 
     Raises ModelError naming the file and what is not supported or does not fit.
     """
-    config, file = adapter_config(Path(folder)), Path(folder) / WEIGHTS
+    config, file = _config(Path(folder)), Path(folder) / WEIGHTS
     try:
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
@@ -118,7 +118,7 @@ def _is_transposed(module: nn.Module) -> bool:
     return isinstance(module, Conv1D)
 
 
-def adapter_config(folder: Path) -> dict[str, Any]:
+def _config(folder: Path) -> dict[str, Any]:
     """The configuration of an adapter. Raises ModelError naming what is missing or not supported."""
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder; expected a folder or URL with an adapter")

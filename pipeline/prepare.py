@@ -289,29 +289,17 @@ def _check_models(job: Job) -> CheckedModels:
             check_config(config, name)
             if is_quantized(config) and starts_here(job):
                 _check_packages(config, name)
-            # Estimates, until the model is loaded. On a CPU, compressed-tensors unpacks the weights.
+            # An estimate, until the model is loaded. On a CPU, compressed-tensors unpacks the weights.
             if is_quantized(config) and not (quantization(config) == UNPACKS and device_here(job) == "cpu"):
                 setattr(config, LOADED, weight_bytes(name, job.storage_options))
-            if role == "target":
-                adapters = [weight_bytes(place, job.storage_options) or 0 for place in job.adapters.values()]
-                setattr(config, ADAPTERS, sum(adapters))
         except (JobError, ModelError) as error:
             problems.append(f"{role} {error}")
             continue
         limit_context(config)
         contexts.append(context_length(config))
         configs.append(config)
-    for role, name in _adapters(job).items() if configs else ():
-        try:
-            place = local_model(name, job.storage_options, config=CONFIG)
-            digests[role] = model_digest(name, None, job.storage_options, CONFIG)
-            with torch.device("meta"):
-                target = AutoModelForCausalLM.from_config(configs[0], trust_remote_code=job.trust_remote_code)
-            read(target, place)
-        except (JobError, ModelError) as error:
-            problems.append(f"{role} {error}")
-    if job.adapter and configs and is_quantized(configs[0]):
-        problems.append(UNMERGED)
+    if configs and (job.adapter or job.adapters):
+        problems += _check_adapters(job, configs[0], digests)
     if problems:
         raise JobError(*problems)
     if len(tokenizers) == 2:
@@ -332,10 +320,26 @@ def _check_packages(config: PretrainedConfig, name: str) -> None:
         raise JobError(f"{name}: its weights need {package}; pip install 'exspec[quantized]'")
 
 
-def _adapters(job: Job) -> dict[str, str]:
-    """The places of the job's adapters, by setting."""
+def _check_adapters(job: Job, config: PretrainedConfig, digests: dict[str, str]) -> list[str]:
+    """The problems of the job's adapters. Adds their digests, and to the target's config the memory of those by row."""
     given = {"adapter": job.adapter} if job.adapter else {}
-    return given | {f"adapters.{name}": place for name, place in job.adapters.items()}
+    given |= {f"adapters.{name}": place for name, place in job.adapters.items()}
+    problems = [UNMERGED] if job.adapter and is_quantized(config) else []
+    with torch.device("meta"):
+        target = AutoModelForCausalLM.from_config(config, trust_remote_code=job.trust_remote_code)
+    numbers = 0
+    for role, name in given.items():
+        try:
+            place = local_model(name, job.storage_options, config=CONFIG)
+            digests[role] = model_digest(name, None, job.storage_options, CONFIG)
+            parts = read(target, place)
+        except (JobError, ModelError) as error:
+            problems.append(f"{role} {error}")
+            continue
+        numbers += sum(factor.numel() for pair in parts.values() for factor in pair)
+    if job.adapters:
+        setattr(config, ADAPTERS, numbers * getattr(torch, job.dtype).itemsize)
+    return problems
 
 
 def _check_tokens(job: Job, models: CheckedModels) -> None:

@@ -307,15 +307,16 @@ class Prompts:
 
     def _adapter(self, row: dict[str, Any]) -> int:
         """The number of a row's adapter. Raises RowError."""
+        if not self.job.adapters:
+            return 0
         names, target = list(self.job.adapters), anonymous(self.job.target)
-        name = row[str(self.job.adapter_column)] if names else None
+        name = row[str(self.job.adapter_column)]
         if name is None or (self.batch and name in (target, target.rsplit("/", 1)[-1])):
             return 0
         if name not in names:
             source = "body.model" if self.batch else f"column {self.job.adapter_column!r}"
-            raise RowError(
-                f"{source}: expected one of {', '.join([*names, target if self.batch else 'null'])}, not {shown(name)}"
-            )
+            expected = ", ".join([*names, target if self.batch else "null"])
+            raise RowError(f"{source}: expected one of {expected}, not {shown(name)}")
         return names.index(name) + 1
 
 

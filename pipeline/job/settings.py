@@ -257,7 +257,7 @@ class Job(Decoding):
     @field_validator("template_arguments", "adapters", mode="before")
     @classmethod
     def _by_name(cls, value: Any, info: ValidationInfo) -> Any:
-        """From the command line as NAME=VALUE; a VALUE of a template that is JSON is parsed."""
+        """From the command line as NAME=VALUE. The VALUE of a template argument is parsed if it is JSON."""
         if not isinstance(value, list):
             return value
         pairs = [str(text).partition("=") for text in value]
@@ -271,7 +271,7 @@ class Job(Decoding):
     @field_validator("adapters")
     @classmethod
     def _sorted(cls, value: dict[str, str]) -> dict[str, str]:
-        """In the order of names, so that their numbers do not depend on how the job was written."""
+        """With absolute folders, and in the order of names: numbers must not depend on how the job was written."""
         return {name: _local(value[name]) for name in sorted(value)}
 
     @field_validator("temperature")

@@ -11,9 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from exspec.actors.adapter import merge
+from exspec.actors.adapter import WEIGHTS, merge
 from exspec.jobs.commands.audit import audit
 from exspec.jobs.commands.train import train
 from exspec.jobs.training.settings import TrainSettings
@@ -172,3 +173,19 @@ def test_a_missing_package_is_named_before_anything_starts(pair: jobs.Pair, sour
 def test_adapters_need_a_column(pair: jobs.Pair, source: Path, tmp_path: Path, adapters: dict[str, str]) -> None:
     with pytest.raises(JobError, match="adapters: needs adapter_column"):
         prepare(jobs.job(pair, source, tmp_path / "out", adapters=adapters))
+
+
+def test_an_adapter_that_cannot_be_listed_is_named_as_such(pair: jobs.Pair, source: Path, tmp_path: Path) -> None:
+    settings = {"adapters": {"one": f"memory://nowhere-{tmp_path.name}"}, "adapter_column": "key"}
+    with pytest.raises(JobError, match=r"^adapters\.one memory://nowhere"):
+        prepare(jobs.job(pair, source, tmp_path / "out", **settings))
+
+
+def test_the_plan_counts_the_adapters_of_rows(pair: jobs.Pair, source: Path, adapters: dict[str, str]) -> None:
+    with_names(source, ["poet"])
+    plans = []
+    for given in ({}, {"adapters": adapters, "adapter_column": "style"}):
+        prepared = prepare(jobs.job(pair, source, source.parent / "out", **given))
+        plans.append(prepared.memory(prepared.shape.config).weights)
+    numbers = sum(t.numel() for folder in adapters.values() for t in load_file(f"{folder}/{WEIGHTS}").values())
+    assert plans[1] - plans[0] == 4 * numbers
