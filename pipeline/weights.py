@@ -155,7 +155,7 @@ def _content(path: Path) -> str:
     return digest
 
 
-def _files(source: Folder, config: str = "config.json") -> list[ModelFile]:
+def _files(source: Folder, config: str | None = None) -> list[ModelFile]:
     """The files behind a URL. config: one that must be there. Raises JobError."""
 
     def listing() -> dict[str, dict[str, Any]]:
@@ -176,7 +176,7 @@ def _files(source: Folder, config: str = "config.json") -> list[ModelFile]:
         for path, info in sorted(found.items())
         if info["type"] == "file" and not path.endswith("/") and path != source.path
     ]
-    if not any(file.name == config for file in files):
+    if config and not any(file.name == config for file in files):
         raise JobError(f"{anonymous(source.url)}: expected a folder with a model's files, but it has no {config}")
     return files
 
