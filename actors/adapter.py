@@ -55,9 +55,11 @@ def adapt(model: PreTrainedModel, folders: Sequence[str]) -> None:
         mask = of_rank == torch.arange(len(folders) + 1)[:, None]  # [N + 1, S]
         pad = -len(down) % ALIGNED
         factors = functional.pad(down, (0, 0, 0, pad)), functional.pad(up, (0, pad))
-        down, up = (factor.to(model.device, model.dtype) for factor in factors)
-        mask = functional.pad(mask, (0, pad)).to(model.device)
-        model.set_submodule(name, AdaptedLinear(model.get_submodule(name), down, up, mask))
+        base = model.get_submodule(name)
+        device = getattr(getattr(base, "weight", None), "device", model.device)
+        down, up = (factor.to(device, model.dtype) for factor in factors)
+        mask = functional.pad(mask, (0, pad)).to(device)
+        model.set_submodule(name, AdaptedLinear(base, down, up, mask))
 
 
 def read(model: PreTrainedModel, folder: str) -> Parts:

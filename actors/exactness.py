@@ -13,6 +13,7 @@ from exspec.actors.engine.faults import first_line
 from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.kv.cached_model import GATHERED, PagedModel, context_length, kv_shape
 from exspec.actors.engine.kv.pages import Pages
+from exspec.actors.engine.kv.split import Split, SplitModel
 from exspec.actors.engine.layers import experts
 from exspec.actors.engine.layers.packed import is_quantized, quantization
 from exspec.actors.engine.layers.runtime_copy import runtime_copy
@@ -212,7 +213,8 @@ def _paged_differs(model: PreTrainedModel) -> str | None:
     pages = Pages(2, pages=2 * FED, size=NARROW - 1, chunk=NARROW - 1, longest=3 * FED, device=model.device)
     for slot in (0, 1):
         pages.begin(slot, [], 0, 2 * FED, 0)
-    cached = PagedModel(model, pages, GATHERED)
+    split = Split.of(model)
+    cached = PagedModel(model, pages, GATHERED) if split is None else SplitModel(model, split, pages, GATHERED)
     slots = torch.tensor([1, 0], device=model.device)
     # The second row has other tokens, so that mixing up the rows changes the logits.
     cached.forward(Batch(slots, tokens[:, :FIRST], torch.zeros_like(slots), FED))

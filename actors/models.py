@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
@@ -29,7 +30,10 @@ from exspec.actors.engine.drafters.lookup import head_of
 from exspec.actors.engine.engine import model_end_ids
 from exspec.actors.engine.faults import first_line
 from exspec.actors.engine.kv.memory import ADAPTERS, LOADED
+from exspec.actors.engine.kv.split import Split, place
+from exspec.actors.engine.layers.headless import headless
 from exspec.actors.engine.layers.packed import is_quantized
+from exspec.actors.engine.shape.plan import balanced
 from exspec.actors.exactness import check_config, check_forward, fix_rotary_factors
 from exspec.actors.source import PICKLED, ModelError, Source, check_name, failure, load_part
 
@@ -38,8 +42,18 @@ EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "em
 
 
 @dataclass(frozen=True)
+class Devices:
+    """Several devices for a target's layers. draft: of the draft model that the first one has, if there is one.
+    capacity: tokens of the longest row."""
+
+    devices: tuple[torch.device, ...]
+    draft: PretrainedConfig | None
+    capacity: int
+
+
+@dataclass(frozen=True)
 class Pair:
-    """A target and its draft, on one device in one dtype, and the tokenizer of both."""
+    """A target and its draft in one dtype, and the tokenizer of both. The draft is on the target's first device."""
 
     target: PreTrainedModel
     draft: PreTrainedModel | None
@@ -50,9 +64,10 @@ def load_pair(
     target: Source | str,
     draft: Source | str | None,
     dtype: torch.dtype = torch.float32,
-    device: str | torch.device = "cpu",
+    device: str | torch.device | Devices = "cpu",
 ) -> Pair:
-    """Load target and draft. The draft may also be a head for the target, which its config.json shows.
+    """Load target and draft. The draft may also be a head for the target, which its config.json shows. device: of
+    both, or the devices that the target's layers are split over.
 
     Raises ModelError if the engine cannot serve the pair, naming the model, the reason and what would work. Warns if
     the draft is larger than the target.
@@ -130,20 +145,21 @@ def _load_head(drafter: type[HeadDrafter], source: Source, target: PreTrainedMod
 
 
 def load_model(
-    source: Source, dtype: torch.dtype, device: str | torch.device = "cpu", *, bits: bool = True
+    source: Source, dtype: torch.dtype, device: str | torch.device | Devices = "cpu", *, bits: bool = True
 ) -> PreTrainedModel:
     """Load one model for the engine. bits: see `check_forward`. Raises ModelError as `load_pair` does."""
     config = load_part(AutoConfig, source)
     check_config(config, source.name)
     check_names(source, config)
     options = {"dtype": dtype, "use_safetensors": None if source.allow_pickle else True, "output_loading_info": True}
-    model, found = load_part(AutoModelForCausalLM, source, config=config, **options)
+    model, found = load_part(AutoModelForCausalLM if source.head else AutoModel, source, config=config, **options)
     if missing := sorted(found["missing_keys"]):  # transformers would make them random
         raise ModelError(
             f"{source.name}: its files lack {missing[0]} and {len(missing) - 1} more tensors of its config.json; "
             "copy the model again"
         )
-    model = model.to(device).eval()
+    model = _split(model, device, source.name) if isinstance(device, Devices) else model.to(device)
+    model = model.eval() if source.head else headless(model).eval()
     if source.adapter:
         merge(model, source.adapter)
     fix_rotary_factors(model)
@@ -155,6 +171,15 @@ def load_model(
         adapt(model, source.adapters)
         setattr(model.config, ADAPTERS, _held(model) - before)
     return model  # type: ignore[no-any-return]
+
+
+def _split(model: PreTrainedModel, on: Devices, name: str) -> PreTrainedModel:
+    try:
+        layers = balanced(model.config, on.draft, len(on.devices), model.dtype, on.capacity)
+    except ValueError as error:
+        raise ModelError(f"{name}: {error}") from error
+    place(model, Split(on.devices, layers))
+    return model
 
 
 def _held(model: PreTrainedModel) -> int:

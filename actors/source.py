@@ -26,6 +26,7 @@ class Source:
 
     trust_remote_code: run Python code that comes with it. allow_pickle: load weights that are not safetensors. adapter:
     the folder of a LoRA adapter to merge into its weights. adapters: folders of adapters, of which a row may use one.
+    head: whether to load the output head; the files of an embedding model may lack it.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Source:
     allow_pickle: bool = False
     adapter: str | None = None
     adapters: tuple[str, ...] = ()
+    head: bool = True
 
 
 def load_part(loader: Any, source: Source, **options: Any) -> Any:

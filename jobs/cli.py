@@ -20,6 +20,7 @@ from exspec.jobs.options import GroupedCommand, with_flags, with_settings
 from exspec.jobs.training.settings import ScaleSettings, TrainSettings
 from exspec.pipeline.cluster.connect import leave, show_token
 from exspec.pipeline.errors import JobError, counted, kept_traceback
+from exspec.pipeline.job.embeddings import EmbedJob
 from exspec.pipeline.job.labels import LabelJob
 from exspec.pipeline.job.scores import ScoreJob
 from exspec.pipeline.job.settings import Job
@@ -207,6 +208,28 @@ def score(
     quiet: Quiet = False,
 ) -> None:
     """Compute the log-probabilities of given completions, or choose the likeliest of several.
+
+    Exit codes: 0 all rows are done, including rows with an error; 1 rows are missing, because chunks were set aside
+    or the job broke off (run it again), or too many rows have an error; 2 the job was refused before it started;
+    3 a bug in exspec; 130 interrupted.
+    """
+    _run(job, restart, retry_errors, repair, quiet, plan)
+
+
+@command(
+    "exspec embed --input messages/ --output vectors/",
+    "exspec embed --job job.yaml --pooling mean --dimensions 256",
+)
+@with_settings(EmbedJob)
+def embed(
+    job: EmbedJob,
+    plan: PlanOnly = False,
+    restart: Restart = False,
+    retry_errors: RetryErrors = False,
+    repair: Repair = None,
+    quiet: Quiet = False,
+) -> None:
+    """Compute the embedding of each prompt: a vector of the target's hidden states.
 
     Exit codes: 0 all rows are done, including rows with an error; 1 rows are missing, because chunks were set aside
     or the job broke off (run it again), or too many rows have an error; 2 the job was refused before it started;
@@ -451,7 +474,7 @@ def scale(
 )
 def submit(
     context: typer.Context,
-    command: Annotated[str, typer.Argument(help="run, label, score or audit.", show_default=False)],
+    command: Annotated[str, typer.Argument(help="run, label, score, embed or audit.", show_default=False)],
     arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.", show_default=False)] = None,
     address: Address = None,
     name: Annotated[str | None, typer.Option(help="Id of the job. It must be new to the cluster.")] = None,

@@ -18,6 +18,11 @@ from exspec.pipeline.job.functions import Function
 from exspec.pipeline.job.settings import Job, grouped, load_job
 
 
+def demo_models(kind: type[Job]) -> dict[str, str]:
+    """The demo target, and the demo draft if jobs of this kind may draft."""
+    return {"target": DEMO_PAIR["target"]} if kind.reads else DEMO_PAIR
+
+
 def with_settings(model: type[Job]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command an option for every setting that fits on the command line, and `--job FILE` for all settings.
 
@@ -28,7 +33,7 @@ def with_settings(model: type[Job]) -> Callable[[Callable[..., None]], Callable[
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         every = grouped(model.model_fields)
         fields = {name: option for name, field in every.items() if (option := _option(name, field))}
-        pair = {"target": DEMO_PAIR["target"]} if model.scores else DEMO_PAIR
+        pair = demo_models(model)
 
         def run(job: Path | None = None, **values: Any) -> None:
             flags = {n: values.pop(n) for n in list(values) if n in fields}

@@ -19,8 +19,10 @@ from exspec.actors.answers.answers import AnswerError
 from exspec.actors.engine import EngineConfig, Room
 from exspec.actors.engine.kv.cached_model import context_length
 from exspec.actors.engine.kv.memory import ADAPTERS, LOADED, MemoryPlan
+from exspec.actors.engine.kv.split import LAYERS
+from exspec.actors.engine.layers.headless import headless
 from exspec.actors.engine.layers.packed import is_quantized, quantization
-from exspec.actors.engine.shape.plan import fit
+from exspec.actors.engine.shape.plan import balanced, fit
 from exspec.actors.exactness import check_config, limit_context
 from exspec.actors.models import check_folder, check_names, check_vocabularies, config_of, head_config
 from exspec.actors.source import ModelError, Source, load_part
@@ -39,11 +41,14 @@ from exspec.pipeline.learning import with_trained
 from exspec.pipeline.output.columns import added_columns, carried_columns, output_schema
 from exspec.pipeline.output.owner import Output
 from exspec.pipeline.output.state import State
+from exspec.pipeline.secrets import anonymous
 from exspec.pipeline.shape import (
     LONGEST,
     Shape,
+    device_count,
     device_here,
     known_shape,
+    longest,
     memory_of,
     sample,
     shape_of,
@@ -105,7 +110,7 @@ class Prepared:
     @property
     def note(self) -> str | None:
         """One line on what the target's generation config asks for and the job does not do, if anything."""
-        return note(self.job, self.models.own)
+        return None if self.job.embeds else note(self.job, self.models.own)
 
     def room(self, config: EngineConfig) -> Room:
         """The limits on tokens of a row in this shape."""
@@ -114,12 +119,12 @@ class Prepared:
     def shape_of(self, job: Job, plan: Plan, stored: dict[str, Any] | None) -> Shape:
         """How a job with these rows decodes, before calibration. stored: the shape of the output's job."""
         shape = shape_of(job, self.models.configs, plan.rows, stored)
-        if stored is not None or not job.scores:
+        if stored is not None or not job.reads:
             return shape
         return wide(job, shape, sample(job, plan, self.prompts.within(self.room(shape.config))))
 
-    def memory(self, config: EngineConfig) -> MemoryPlan:
-        """The memory of an actor in this shape."""
+    def memory(self, config: EngineConfig) -> list[MemoryPlan]:
+        """The memory of an actor in this shape, by device."""
         return memory_of(config, self.models.configs, self.job)
 
     def fingerprint(self, device: str) -> dict[str, Any]:
@@ -202,6 +207,7 @@ def prepare(job: Job, restart: bool = False, mending: bool = False) -> Prepared:
     models = check(lambda: _check_models(known)) if known else None
     if known and models:
         job = check(lambda: with_own(known, models.own)) or known
+        job = check(lambda: _with_dimensions(job, models)) or job
         check(lambda: _check_tokens(job, models))
     earlier = output.state if output and output.state.job and not restart else None
     settled = earlier.done_shards() if earlier and job.since else set()
@@ -298,6 +304,8 @@ def _check_models(job: Job) -> CheckedModels:
         limit_context(config)
         contexts.append(context_length(config))
         configs.append(config)
+    if configs and (devices := device_count(job)) > 1:
+        problems += _split(job, configs, devices)
     if configs and (job.adapter or job.adapters):
         problems += _check_adapters(job, configs[0], digests)
     if problems:
@@ -311,6 +319,18 @@ def _check_models(job: Job) -> CheckedModels:
         )
     constrained = job.kind != Job.kind or job.max_thinking_tokens is not None
     return CheckedModels(tokenizers[0], contexts[0], digests, configs, own.without_limits() if constrained else own)
+
+
+def _split(job: Job, configs: list[PretrainedConfig], devices: int) -> list[str]:
+    """Adds to the target's config how its layers are split over an actor's devices. Returns the problems."""
+    target, draft = configs[0], configs[1] if len(configs) > 1 else None
+    if draft is not None and getattr(draft, "head_for", None):
+        return [f"draft {job.draft}: a head reads the target's layers, which lie on several devices; use a draft model"]
+    try:
+        setattr(target, LAYERS, balanced(target, draft, devices, getattr(torch, job.dtype), longest(job)))
+    except ValueError as error:
+        return [f"target {job.target}: {error}"]
+    return []
 
 
 def _check_packages(config: PretrainedConfig, name: str) -> None:
@@ -327,6 +347,7 @@ def _check_adapters(job: Job, config: PretrainedConfig, digests: dict[str, str])
     problems = [UNMERGED] if job.adapter and is_quantized(config) else []
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(config, trust_remote_code=job.trust_remote_code)
+    target = headless(target) if job.embeds else target
     numbers = 0
     for role, name in given.items():
         try:
@@ -342,6 +363,16 @@ def _check_adapters(job: Job, config: PretrainedConfig, digests: dict[str, str])
     return problems
 
 
+def _with_dimensions(job: Job, models: CheckedModels) -> Job:
+    """An embedding job with the number of its dimensions. Raises JobError if it is above the target's."""
+    if not job.embeds:
+        return job
+    size, asked = models.configs[0].get_text_config().hidden_size, getattr(job, "dimensions", None)
+    if asked and asked > size:
+        raise JobError(f"dimensions: is {asked}, but the hidden states of {anonymous(job.target)} have {size}")
+    return job.model_copy(update={"dimensions": asked or size})
+
+
 def _check_tokens(job: Job, models: CheckedModels) -> None:
     size = models.configs[0].get_text_config().vocab_size
     if unknown := sorted({token for word in job.bad_words_ids for token in word if token >= size}):
@@ -355,7 +386,7 @@ def _check_memory(job: Job, models: CheckedModels, rows: int | None) -> None:
     """
     shape = shape_of(job, models.configs, rows or 0, None)
     config, settled = shape.config, rows is not None and not shape.free and job.memory_gib is None
-    needed, there = memory_of(config, models.configs, job).total, psutil.virtual_memory().total
+    needed, there = sum(p.total for p in memory_of(config, models.configs, job)), psutil.virtual_memory().total
     if settled and needed > there and device_here(job) == "cpu" and starts_here(job):
         raise JobError(
             f"memory: an actor needs {needed / 2**30:,.1f} GiB, and this machine has {there / 2**30:,.1f} GiB; lower "

@@ -207,7 +207,8 @@ class _Run:
 
     def _fitting(self) -> int:
         """Number of actors: one per GPU, or as many as cores and memory allow."""
-        return actors_that_fit(self.job, replace(self.prepared, job=self.job).memory(self.prepared.shape.config).total)
+        plans = replace(self.prepared, job=self.job).memory(self.prepared.shape.config)
+        return actors_that_fit(self.job, sum(plan.total for plan in plans))
 
     def _begin(self, fresh: bool) -> EngineConfig:
         """Write to the log that the job begins or resumes. Returns the shape that it decodes in."""

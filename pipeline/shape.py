@@ -1,5 +1,6 @@
 """The shape that a job decodes in: from the job, from its first run, or from calibration."""
 
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -7,22 +8,22 @@ from itertools import islice
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from exspec.actors.adapter import CONFIG
 from exspec.actors.engine import EngineConfig, Request
 from exspec.actors.engine.config import DRAFTING, SETTINGS, Method
-from exspec.actors.engine.drafters.lookup import available, drafter_class, kind, label
+from exspec.actors.engine.drafters.lookup import available, drafter_class, kind, label, refusal
 from exspec.actors.engine.drafters.registry import DRAFTERS, NONE
 from exspec.actors.engine.kv.cached_model import context_length
 from exspec.actors.engine.kv.memory import MEBIBYTE, MemoryPlan
 from exspec.actors.engine.shape.calibration import calibrate
 from exspec.actors.engine.shape.candidates import UNCOMPILED
 from exspec.actors.engine.shape.kept import Kept
-from exspec.actors.engine.shape.plan import SHARE, fit, free_memory, plan_memory
+from exspec.actors.engine.shape.plan import SHARE, device_plans, fit, free_memory
 from exspec.actors.hardware import hardware
-from exspec.actors.models import Pair, load_pair
-from exspec.actors.source import Source
+from exspec.actors.models import Devices, Pair, load_pair
+from exspec.actors.source import Source, load_part
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Plan, decode_schema
 from exspec.pipeline.input.prompts import Prompts
@@ -38,6 +39,7 @@ SAMPLED = (8, 256)  # a calibration sample: chunks that it is taken from, and pr
 ALWAYS = ("kernels", "prefill")  # calibrated along with anything else
 BY_DRAFTER = ("method", "drafter", *DRAFTING)
 RECALLED = "as an earlier calibration chose"
+CPU_DEVICES = "EXSPEC_CPU_DEVICES"
 
 
 @dataclass(frozen=True)
@@ -73,14 +75,14 @@ def shape_of(job: Job, models: Sequence[PretrainedConfig], rows: int, stored: di
     columns                              default                        stored, or as many as the drafts had
     pages, attention                     this machine                   this machine
 
-    A job of few rows (see `recalled`) and one with eqspec take defaults instead of calibrating. A scoring job decodes
-    plainly, with as many columns as its completions need (`wide`), and calibrates kernels and prefill alone.
+    A job of few rows (see `recalled`) and one with eqspec take defaults instead of calibrating. A job that only
+    reads decodes plainly, with as many columns as its completions need (`wide`), and calibrates kernels and prefill.
 
     A job that began plain stays plain unless it names a drafter and its forwards have columns for drafts.
     Raises JobError for settings that exclude each other.
     """
     target, draft = models[0], models[1] if len(models) > 1 else None
-    capacity = min(job.capacity or LONGEST, context_length(target))
+    capacity = min(longest(job), context_length(target))
     own = {name: value for name in DRAFTING if (value := getattr(job, name)) is not None}
     tried: Method = "eqspec" if job.method == "eqspec" else "exspec"
     free = tuple(name for name in AUTO if getattr(job, name) == "auto")
@@ -92,11 +94,16 @@ def shape_of(job: Job, models: Sequence[PretrainedConfig], rows: int, stored: di
             config = _resumed_config(job, known_shape(stored), own, drafters)
     except ValueError as error:
         raise JobError(str(error)) from error
-    if why := kind(config).refusal(target, draft, config):
+    if why := refusal(config, target, draft):
         raise JobError(f"drafter {config.drafter}: {why}")
+    if stored is not None and config.kernels != "eager" and device_count(job) > 1:
+        raise JobError(
+            f"num_gpus: the job began with {config.kernels} kernels on one device, and on several devices layers run "
+            "eagerly, which may change the last bits; use the num_gpus of the first run, or start over with --restart"
+        )
     if stored is not None or config.method == "eqspec":
         return Shape(config, (), stored is not None)
-    if job.scores:
+    if job.reads:
         return Shape(config, ALWAYS if rows >= job.tune_from else ())
     if rows < job.tune_from:
         if {"method", "drafter"} <= set(free) and job.draft is None:
@@ -109,7 +116,7 @@ def shape_of(job: Job, models: Sequence[PretrainedConfig], rows: int, stored: di
 
 def _new_config(job: Job, draft: PretrainedConfig | None, drafters: list[str], capacity: int) -> EngineConfig:
     values = {name: value for name in SETTINGS if (value := getattr(job, name)) not in (None, "auto")}
-    method, drafter = ("plain", NONE) if job.scores else (job.method, job.drafter)
+    method, drafter = ("plain", NONE) if job.reads else (job.method, job.drafter)
     if method == "auto" and (drafter == NONE or (drafter == "auto" and not drafters)):
         method = "plain"
     if method == "plain":
@@ -125,11 +132,13 @@ def _new_config(job: Job, draft: PretrainedConfig | None, drafters: list[str], c
     values |= {"drafter": drafter} | ({} if method == "auto" else {"method": method})
     if "draft_tokens" not in values and method != "plain" and drafter in DRAFTERS:
         values["draft_tokens"] = min(EngineConfig.draft_tokens, max(drafter_class(drafter).lengths_with(draft)))
-    if "batch_size" in values:
-        values.setdefault("window", max(3 * values["batch_size"], EngineConfig.window))
-    elif "window" in values:
-        values["batch_size"] = min(values["window"], EngineConfig.batch_size)
-    return EngineConfig(**values | {"capacity": capacity})
+    devices = device_count(job)
+    if "window" in values:
+        values.setdefault("batch_size", min(values["window"], EngineConfig.batch_size))
+    elif "batch_size" in values or devices > 1:
+        rows = values.get("batch_size", EngineConfig.batch_size)
+        values["window"] = max((devices + 2) * rows, EngineConfig.window)
+    return EngineConfig(**values | {"capacity": capacity, "embeds": job.embeds})
 
 
 def _resumed_config(job: Job, stored: dict[str, Any], own: dict[str, Any], drafters: list[str]) -> EngineConfig:
@@ -156,8 +165,8 @@ def _resumed_config(job: Job, stored: dict[str, Any], own: dict[str, Any], draft
 
 
 def wide(job: Job, shape: Shape, requests: Sequence[Request]) -> Shape:
-    """The shape of a new scoring job: most completions fit into one round, and a round has about as many tokens as a
-    forward of a prefill. requests: a sample. draft_tokens asks for the columns of a job with so many drafts."""
+    """The shape of a new job that only reads: most completions fit into one round, and a round has about as many tokens
+    as a forward of a prefill. requests: a sample. draft_tokens asks for the columns of a job with so many drafts."""
     lengths = sorted(len(r.given) for r in requests if r.given) or [WIDEST]
     common = lengths[len(lengths) * 9 // 10]
     most = min(WIDEST, shape.config.bucket, shape.config.capacity)
@@ -191,11 +200,13 @@ def known_shape(stored: dict[str, Any]) -> dict[str, Any]:
 
 def stored_shape(config: EngineConfig) -> dict[str, Any]:
     """What a later run needs to decode in the same shape. Pages and attention depend on the machine of each run."""
-    return {name: value for name, value in asdict(config).items() if name not in ("draft_length", "pages", "attention")}
+    own = ("draft_length", "pages", "attention", "devices", *([] if config.embeds else ["embeds"]))
+    return {name: value for name, value in asdict(config).items() if name not in own}
 
 
-def memory_of(config: EngineConfig, models: Sequence[PretrainedConfig], job: Job) -> MemoryPlan:
-    return plan_memory(models[0], models[1] if len(models) > 1 else None, config, getattr(torch, job.dtype))
+def memory_of(config: EngineConfig, models: Sequence[PretrainedConfig], job: Job) -> list[MemoryPlan]:
+    """By device of an actor."""
+    return device_plans(models[0], models[1] if len(models) > 1 else None, config, getattr(torch, job.dtype))
 
 
 def sample(job: Job, plan: Plan, prompts: Prompts) -> list[Request]:
@@ -240,7 +251,9 @@ class Settled:
 
 def measurements(job: Job, digests: dict[str, str], device: str) -> Kept:
     """What jobs with the same models have measured on this kind of machine. digests: of the models' files, by role."""
-    return Kept.of(digests, job.dtype, hardware(torch.device(device)), job.threads)
+    devices = device_count(job)
+    machine = hardware(torch.device(device)) | ({"devices": str(devices)} if devices > 1 else {})
+    return Kept.of(digests, job.dtype, machine, job.threads)
 
 
 def recalled(shape: Shape, kept: Kept, models: Sequence[PretrainedConfig]) -> Shape:
@@ -252,7 +265,7 @@ def recalled(shape: Shape, kept: Kept, models: Sequence[PretrainedConfig]) -> Sh
     chosen: dict[str, Any] = {n: found[n] for n in (*AUTO, *DRAFTING, "prefill_rows", "prefill_columns")}
     with suppress(ValueError):  # this job's capacity may exclude a setting
         config = replace(shape.config, **chosen, kernels=UNCOMPILED.get(found["kernels"], found["kernels"]))
-        if kind(config).refusal(models[0], models[1] if len(models) > 1 else None, config) is None:
+        if refusal(config, models[0], models[1] if len(models) > 1 else None) is None:
             return shape if config == shape.config else replace(shape, config=config, reason=RECALLED)
     return shape
 
@@ -295,11 +308,42 @@ def pair_of(job: Job, device: str, draft: bool) -> Pair:
 
     target = replace(
         source(job.target, job.target_revision),
+        head=not job.embeds,
         adapter=job.adapter and local(job.adapter),
         adapters=tuple(map(local, job.adapters.values())),
     )
     drafting = source(job.draft, job.draft_revision) if job.draft and draft else None
-    return load_pair(target, drafting, getattr(torch, job.dtype), device)
+    devices = devices_of(job, device)
+    if len(devices) == 1:
+        return load_pair(target, drafting, getattr(torch, job.dtype), devices[0])
+    named = None
+    if job.draft and wants_draft(job):  # loaded or not, so that all processes of the job split the target alike
+        place = local_model(job.draft, job.storage_options, weights=False)
+        named = load_part(AutoConfig, Source(place, job.draft_revision, job.trust_remote_code, job.allow_pickle))
+    return load_pair(target, drafting, getattr(torch, job.dtype), Devices(devices, named, longest(job)))
+
+
+def device_count(job: Job) -> int:
+    """How many devices an actor splits the target over. EXSPEC_CPU_DEVICES makes several of a CPU, for tests."""
+    if job.device != "cpu" and int(job.num_gpus or 0) > 1:
+        return int(job.num_gpus or 0)
+    return int(os.environ.get(CPU_DEVICES, 1))
+
+
+def devices_of(job: Job, device: str) -> tuple[torch.device, ...]:
+    """The devices of an actor, in its process. Raises JobError if it has too few."""
+    if (count := device_count(job)) == 1:
+        return (torch.device(device),)
+    if device != "cuda":
+        return (torch.device(device),) * count
+    if (there := torch.cuda.device_count()) < count:
+        raise JobError(f"num_gpus: the job splits its target over {count} GPUs, and this process has {there}")
+    return tuple(torch.device("cuda", number) for number in range(count))
+
+
+def longest(job: Job) -> int:
+    """The capacity in tokens, before it is limited to the target's context."""
+    return job.capacity or LONGEST
 
 
 def device_here(job: Job) -> str:
@@ -310,11 +354,14 @@ def device_here(job: Job) -> str:
 
 
 def memory_budget(job: Job, device: torch.device) -> int:
-    """Bytes that one actor may use: memory_gib, or a share of the device's free memory."""
+    """Bytes that one actor may use on each of its devices: memory_gib, or a share of the free memory of the one with
+    the least."""
     if job.memory_gib is not None:
         return int(job.memory_gib * 2**30)
-    neighbours = -(-job.actor_range[1] // _nodes()) if device.type == "cpu" else 1 / (job.num_gpus or 1)
-    return int(free_memory(device) * SHARE / max(neighbours, 1))
+    devices = devices_of(job, device.type)
+    on_cpu = -(-job.actor_range[1] // _nodes()) * len(devices)
+    neighbours = on_cpu if device.type == "cpu" else 1 / (job.num_gpus or 1)
+    return int(min(map(free_memory, devices)) * SHARE / max(neighbours, 1))
 
 
 def _nodes() -> int:

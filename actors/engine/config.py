@@ -48,8 +48,10 @@ class EngineConfig(EarlyExitSettings, WindowSettings):
         eager if compilation fails or attention is not in place. `packed` and `compiled_packed`: the same with linear
         layers in a faster layout, as a second copy of the weights; for CPUs.
     prefill_rows, prefill_columns: P and C. Prompts are prefilled in chunks of C tokens, with P chunks in a forward.
+    embeds: requests get hidden states instead of tokens, and the target needs no output head. Needs method plain.
     overlap: the engine commits a round while the device works on the next one, which has other sequences. Default: on
-        CUDA with attention in place. Only with fixed shapes.
+        CUDA with attention in place, and if the target is on several devices. Only with fixed shapes.
+    devices: how many devices the target's layers lie on; the engine sets it.
 
     Raises ValueError naming the setting that is out of range.
     """
@@ -95,7 +97,9 @@ class EngineConfig(EarlyExitSettings, WindowSettings):
     attention: AttentionName = "auto"
     kernels: KernelsName = "eager"
     overlap: bool | None = None
+    devices: int = 1
     exact: bool = setting(True, "Fixed shapes: a row's tokens depend on the row alone.")
+    embeds: bool = False
 
     def __post_init__(self) -> None:
         for name, known in SETTINGS.items():
@@ -104,6 +108,8 @@ class EngineConfig(EarlyExitSettings, WindowSettings):
         check_name(self.drafter)
         if self.drafter == NONE and self.drafts:
             raise ValueError(f"method {self.method} needs a drafter; use method plain to decode without one")
+        if self.embeds and self.drafts:
+            raise ValueError(f"embeds: expected method plain, not {self.method}")
         if self.kernels not in KERNELS:
             raise ValueError(f"kernels: expected one of {', '.join(KERNELS)}, not {self.kernels!r}")
         if self.attention not in ATTENTIONS:
@@ -205,7 +211,7 @@ class EngineConfig(EarlyExitSettings, WindowSettings):
     @property
     def _busy(self) -> int:
         """Sequences of the rounds that the engine works on at once, if all lengths share one bucket."""
-        return 2 * self.batch_size if self.overlap and self.fixed_shapes else self.batch_size
+        return (self.devices + 1) * self.batch_size if self.overlap and self.fixed_shapes else self.batch_size
 
     @property
     def page_size(self) -> int:

@@ -1,7 +1,7 @@
 """The engine: one loop of rounds for every method. It knows nothing about text, files or Ray."""
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Hashable
 from functools import cached_property, wraps
 from itertools import takewhile
@@ -18,7 +18,9 @@ from exspec.actors.engine.drafters.drafter import Draft, MakeDrafter
 from exspec.actors.engine.graphs import HostCopy, Recorder
 from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.kv.cached_model import context_length
+from exspec.actors.engine.kv.split import InFlight, SplitModel, States
 from exspec.actors.engine.layers.adapters import adapters_of
+from exspec.actors.engine.layers.headless import headless
 from exspec.actors.engine.layers.programs import running
 from exspec.actors.engine.methods import build, compiling, drafter_of, recorder_for, resolve
 from exspec.actors.engine.request import (
@@ -53,7 +55,7 @@ class Outcome(NamedTuple):
     tokens: the accepted drafts and the target's own token after them. drafted: how many tokens were proposed. columns:
     width of the row's forward. scores: of the candidates, by position in `tokens`; none where there was no choice.
     by_drafter: the drafter's own counts, by field of SequenceStatistics. logprobs: of `tokens`, if the row asks for
-    them.
+    them. states: the hidden states [Q, D] that the tokens follow, if the engine embeds.
     """
 
     tokens: list[int]
@@ -62,6 +64,7 @@ class Outcome(NamedTuple):
     scores: dict[int, Scores]
     by_drafter: dict[str, int]
     logprobs: list[TokenLogprobs]
+    states: Any = None
 
 
 class Round(NamedTuple):
@@ -69,7 +72,8 @@ class Round(NamedTuple):
 
     copies: the target's tokens [R, Q] after the pending one and after each draft, the lengths of the drafts [R], the
     drafts [R, N], and [R] for each name in `counted`. scores: the logits [R, Q, M] of the candidates, which are the
-    tokens that scored rows may choose from. logprobs: `Logprobs`, if a row asks for them.
+    tokens that scored rows may choose from. logprobs: `Logprobs`, if a row asks for them. states: hidden states
+    [R, Q, D] in float32, if the engine embeds.
     """
 
     group: Group
@@ -78,6 +82,16 @@ class Round(NamedTuple):
     scores: HostCopy | None
     candidates: Candidates
     logprobs: HostCopy | None
+    states: HostCopy | None = None
+
+
+class Started(NamedTuple):
+    """A round whose verify is on its way through several devices. It becomes a `Round` once its tokens are chosen."""
+
+    group: Group
+    draft: Draft
+    batch: Batch
+    forward: InFlight
 
 
 class Picked(NamedTuple):
@@ -105,7 +119,8 @@ class Engine:
     """Decodes token sequences in batches with a target and, unless the method is plain, a drafter.
 
     target, draft: causal language models of transformers with a full KV cache, of one vocabulary
-        (`exspec.actors.models.load_pair` checks both), on one device. Not every drafter needs a draft.
+        (`exspec.actors.models.load_pair` checks both), on one device. Not every drafter needs a draft. The target may
+        be split over several devices (`exspec.actors.engine.kv.split.place`), with the draft on the first.
     config: default: exspec with a draft, plain without.
     end_ids: token ids that end a sequence; default: those of the target's generation config.
     recorder: records forwards of fixed shapes; default: CUDA graphs on a GPU, nothing elsewhere.
@@ -132,6 +147,8 @@ class Engine:
         self.vocabulary = target.config.get_text_config().vocab_size
         self.end_ids = model_end_ids(target) if end_ids is None else end_ids
         self.adapters = adapters_of(target)
+        target = headless(target) if config.embeds else target
+        self.picks: Any = hidden_states if config.embeds else pick
         recorder = compiling(recorder or recorder_for(self.device, config), config)
         parts = build(target, draft, config, recorder, drafter)
         self.target, self.drafter, self.drafter_context, self.draft_length, self.grouping, self.prefill, store = parts
@@ -140,11 +157,16 @@ class Engine:
             self.target.adapters = torch.zeros(config.slots + 1, dtype=torch.long, device=self.device)
         self.pool = Pool(config.slots, store, config.width, ahead, config.capacity)
         self.samplers = SamplerState(config.slots, self.vocabulary, self.device, recorder.wrap)
-        self.fill, self._forward = recorder.wrap(self.target.fill), recorder.wrap(self.target.forward)
-        self.choose, self._pick = recorder.wrap(self._choices), recorder.wrap(pick)
+        if isinstance(self.target, SplitModel):
+            self.fill, self.choose = self.target.fill, self._whole_choices
+            self._head, self._choose = recorder.wrap(self.target.head), recorder.wrap(self._last_choices)
+        else:
+            self.fill, self._forward = recorder.wrap(self.target.fill), recorder.wrap(self.target.forward)
+            self.choose = recorder.wrap(self._choices)
+        self._pick = recorder.wrap(pick)
         self.counters = EngineCounters()
         self.learning = True  # the drafter learns from finished sequences
-        self._running: Round | None = None  # on the device, while rounds overlap
+        self._running: deque[Round | Started] = deque()  # on the devices, while rounds overlap, the oldest first
         self._finished: list[Completion] = []
         self._ids: set[Hashable] = set()
 
@@ -181,7 +203,10 @@ class Engine:
             raise RequestError(f"{name}: logprobs is {request.logprobs}, expected 0 to {MOST_LIKELY}")
         if request.constraint and (request.min_new_tokens or request.bad_words or request.ignore_end):
             raise RequestError(f"{name}: constraint excludes min_new_tokens, bad_words and ignore_end")
-        if request.given is not None and (request.logprobs is None or self.config.drafts):
+        if self.config.embeds and (request.given is None or request.logprobs is not None):
+            raise RequestError(f"{name}: the engine embeds: expected given tokens, and no logprobs")
+        scored = request.given is not None and not self.config.embeds
+        if scored and (request.logprobs is None or self.config.drafts):
             raise RequestError(f"{name}: given needs logprobs, and method plain")
         if request.given is not None and (
             request.constraint or request.stop or request.min_new_tokens or request.bad_words
@@ -227,29 +252,30 @@ class Engine:
     def step(self) -> None:
         """Run one round. Does nothing without work."""
         self.admit()
-        if self._running and len(self._others()) < self.config.batch_size:
+        while self._running and len(self._others()) < self.config.batch_size:
             self._land()  # a round that the others do not fill costs as much as a full one
             self.admit()
         if not self.pool.running:
             return
         group = self.group()
-        started = self.verify(group, self.draft(group))
-        self._land()
-        self._running = started
-        if not self.config.overlap or group.walker:  # a walker's masks are written in place
+        self._running.append(self.verify(group, self.draft(group)))
+        most = self.config.devices if self.config.overlap else 0
+        if group.walker and not isinstance(self._running[-1], Started):  # its masks are written in place
+            most = 0
+        while len(self._running) > most:
             self._land()
 
     def _others(self) -> list[Sequence]:
-        """The running sequences that are not part of the round on the device."""
-        if self._running is None:
+        """The running sequences that are not part of a round on the devices."""
+        if not self._running:
             return self.pool.running
-        busy = set(self._running.group.sequences)
+        busy = {s for started in self._running for s in started.group.sequences}
         return [s for s in self.pool.running if s not in busy]
 
     def _land(self) -> None:
-        """Commit the round on the device, if there is one."""
+        """Commit the oldest round on the devices, if there is one."""
         if self._running:
-            started, self._running = self._running, None
+            started = self._running.popleft()
             self.commit(started.group, self.wait(started))
 
     def run(self) -> list[Completion]:
@@ -337,7 +363,7 @@ class Engine:
         """Choose the rows of the next round, and reserve their KV."""
         sequences: list[Sequence] | None = None
         while not sequences:
-            sequences = self.pool.reserve(self.grouping.select(self._others()), preempt=self._running is None)
+            sequences = self.pool.reserve(self.grouping.select(self._others()), preempt=not self._running)
             if sequences is None:
                 self._land()
         for sequence in self.pool.running:
@@ -397,20 +423,36 @@ class Engine:
         return Batch(group.slots, tokens, group.starts, group.kv_columns)
 
     @phase
-    def verify(self, group: Group, draft: Draft) -> Round:
-        """Have the target choose the tokens after the pending one and after each draft."""
+    def verify(self, group: Group, draft: Draft) -> Round | Started:
+        """Have the target choose the tokens after the pending one and after each draft. On several devices it only
+        begins to."""
         batch = self._drafted(group, draft)
+        if isinstance(self.target, SplitModel):
+            return Started(group, draft, batch, self.target.start(batch))
+        return self._round(group, draft, batch)
+
+    def _round(self, group: Group, draft: Draft, batch: Batch, states: States | None = None) -> Round:
+        """states: of the batch's tokens, if the target is on several devices."""
         candidates = Candidates()
+        picked: Any
         if group.walker is None:
             more = () if group.likeliest is None else (group.likeliest, group.given)
-            picked = self.choose(batch, group.sampler, *more)
+            if states is None:
+                picked = self.choose(batch, group.sampler, *more)
+            else:
+                picked = self._choose(states, batch.tokens, batch.starts, group.sampler, *more)
         else:
-            logits, width = self._forward(batch), batch.tokens.shape[1]
+            logits = self._forward(batch) if states is None else self._head(states)
+            width = batch.tokens.shape[1]
             # The masks are made while the device computes.
             masks, candidates = group.walker.write_masks(width), group.walker.candidates(width)
             asked = candidate_ids(candidates, len(group.sequences), width, self.device) if candidates else None
             wanted = group.likeliest, group.given, masks, asked
             picked = self._pick(logits, batch.tokens, batch.starts, group.sampler, *wanted)
+        if self.config.embeds:
+            assert group.given is not None
+            copies = HostCopy(group.given[:, : batch.tokens.shape[1]], draft.lengths, draft.tokens)
+            return Round(group, copies, [], None, candidates, None, HostCopy(picked))
         if self.drafter.follows:
             self.drafter.prefill(batch._replace(tokens=picked.tokens).shifted(1))
         copies = HostCopy(picked.tokens, draft.lengths, draft.tokens, *draft.counts.values())
@@ -422,11 +464,30 @@ class Engine:
         self, batch: Batch, sampler: Sampler, likeliest: int | None = None, given: Tensor | None = None
     ) -> Picked:
         """The tokens [R, Q] that the target chooses after each token of the batch."""
-        return pick(self.target.forward(batch), batch.tokens, batch.starts, sampler, likeliest, given)
+        logits = self.target.forward(batch)
+        picked: Picked = self.picks(logits, batch.tokens, batch.starts, sampler, likeliest, given)
+        return picked
+
+    def _whole_choices(self, batch: Batch, *rest: Any) -> Picked:
+        """As `_choices`, on several devices: one forward from its start to its end."""
+        assert isinstance(self.target, SplitModel)
+        states = self.target.arrived(self.target.start(batch))
+        picked: Picked = self._choose(states, batch.tokens, batch.starts, *rest)
+        return picked
+
+    def _last_choices(self, states: States, *rest: Any) -> Picked:
+        """The tokens [R, Q] that follow from hidden states. rest: as in `pick`."""
+        assert isinstance(self.target, SplitModel)
+        picked: Picked = self.picks(self.target.head(states), *rest)
+        return picked
 
     @phase
-    def wait(self, started: Round) -> list[Outcome]:
-        """Wait for the device. Returns each row's outcome."""
+    def wait(self, started: Round | Started) -> list[Outcome]:
+        """Wait for the devices. Returns each row's outcome."""
+        if isinstance(started, Started):
+            assert isinstance(self.target, SplitModel)
+            arrived = self.target.arrived(started.forward)
+            started = self._round(started.group, started.draft, started.batch, arrived)
         chosen, lengths, drafts, *counts = (tensor.numpy() for tensor in started.copies.wait())
         width, most = chosen.shape[1], drafts.shape[1]
         agreed = (drafts == chosen[:, :most]) & (np.arange(most) < lengths[:, None])
@@ -434,9 +495,12 @@ class Engine:
         walker = started.group.walker
         proposed = walker.proposed if walker else lengths.tolist()  # tokens that a constraint cut off count too
         counted = np.stack(counts, axis=1).tolist() if counts else [[]] * len(chosen)
+        states = started.states.wait()[0].numpy() if started.states else [None] * len(chosen)
         outcomes = [
-            Outcome(tokens[: kept + 1], length, width, {}, dict(zip(started.counted, row, strict=True)), [])
-            for tokens, kept, length, row in zip(chosen.tolist(), accepted.tolist(), proposed, counted, strict=True)
+            Outcome(tokens[: kept + 1], length, width, {}, dict(zip(started.counted, row, strict=True)), [], state)
+            for tokens, kept, length, row, state in zip(
+                chosen.tolist(), accepted.tolist(), proposed, counted, states, strict=True
+            )
         ]
         if started.logprobs:
             self._read_logprobs(started.group, started.logprobs.wait(), outcomes)
@@ -473,6 +537,9 @@ class Engine:
             ending = self._extend(sequence, outcome)
             committed = len(sequence.tokens) - before
             sequence.logprobs += outcome.logprobs[:committed]
+            if outcome.states is not None:
+                for state in outcome.states[:committed]:  # one by one: the order of a sum decides its last bits
+                    sequence.state = state.copy() if sequence.state is None else sequence.state + state
             # Drafts past an end do not count.
             drafted = min(outcome.drafted, committed) if ending else outcome.drafted
             counted = (0, 0) if sequence.request.given else (drafted, min(accepted, committed))
@@ -578,6 +645,11 @@ def pick(
         chosen = torch.where(given < 0, chosen, given)
     scores = None if asked is None else logits.float().gather(2, asked.clamp(0, logits.shape[-1] - 1))
     return Picked(chosen, scores, None if likeliest is None else logprobs(logits, scaled, chosen, likeliest))
+
+
+def hidden_states(logits: Tensor, *_: Any) -> Tensor:
+    """In place of `pick`, what a target without an output head returns: hidden states [R, Q, D], in float32."""
+    return logits.float()
 
 
 def model_end_ids(model: PreTrainedModel) -> frozenset[int]:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from exspec.actors.engine.config import UNPACKED, EngineConfig
 from exspec.actors.engine.drafters.draft_length import DraftLength, draft_length
 from exspec.actors.engine.drafters.drafter import Drafter, DrafterContext, MakeCached, MakeDrafter, NoDraft
-from exspec.actors.engine.drafters.lookup import kind
+from exspec.actors.engine.drafters.lookup import kind, refusal
 from exspec.actors.engine.faults import warn_once
 from exspec.actors.engine.graphs import CudaGraphs, Eager, Recorder
 from exspec.actors.engine.kv.cached_model import (
@@ -21,6 +21,7 @@ from exspec.actors.engine.kv.cached_model import (
     context_length,
 )
 from exspec.actors.engine.kv.pages import Boundless, Pages, Store
+from exspec.actors.engine.kv.split import Split, SplitModel, spread
 from exspec.actors.engine.kv.trial import attention_trial
 from exspec.actors.engine.kv.window import Rings
 from exspec.actors.engine.layers.packed import is_quantized, packs
@@ -32,7 +33,7 @@ from exspec.actors.engine.scheduling.prefill import ChunkedPrefill, Prefill, Who
 class Parts(NamedTuple):
     """The parts of an engine. context: what the drafter was built from; calibration builds other drafters from it."""
 
-    target: CachedModel
+    target: CachedModel | SplitModel
     drafter: Drafter
     context: DrafterContext
     draft_length: DraftLength
@@ -57,6 +58,7 @@ def resolve(target: PreTrainedModel, draft: PreTrainedModel | None, config: Engi
 
     Raises ValueError if the config asks for attention in place and it does not work.
     """
+    config = spread(target.config, config)
     config = _with_attention(
         target, draft, replace(config, capacity=min(config.capacity, context_length(target.config)))
     )
@@ -96,7 +98,7 @@ def drafter_of(context: DrafterContext) -> Drafter:
     """The drafter of the config. Raises ValueError if it cannot draft with these models."""
     config, drafter = context.config, kind(context.config)
     draft = None if context.draft is None else context.draft.config
-    reason = drafter.refusal(context.target.config, draft, config) or drafter.trial(context.target, config)
+    reason = refusal(config, context.target.config, draft) or drafter.trial(context.target, config)
     if reason:
         raise ValueError(f"method {config.method} with the drafter {config.drafter}: {reason}")
     return drafter.build(context)
@@ -111,6 +113,7 @@ def build(
 ) -> Parts:
     """Build the parts of an engine from a resolved config. Raises ValueError if no drafter can be made."""
     store, cached = _stores(target, config)
+    split = Split.of(target)
     # Many shapes would take longer to record than they save. In place, additional KV columns cost nothing.
     few_shapes = recorder.records or config.attention == "in_place"
     prefill: Prefill = ChunkedPrefill(
@@ -118,11 +121,26 @@ def build(
     )
     if config.method == "eqspec":
         prefill = WholePrefill()
-    verifier = cached(target, None, config.widest)
+    verifier: CachedModel | SplitModel
+    verifier = cached(target, None, config.widest) if split is None else _split(target, split, store, config, recorder)
     step = config.bucket if few_shapes else config.page_size
     context = DrafterContext(target, verifier, draft, config, cached, recorder, step)
     proposer = drafter(context) if config.drafts else NoDraft()
     return Parts(verifier, proposer, context, draft_length(config), grouping_of(config), prefill, store)
+
+
+def _split(target: PreTrainedModel, split: Split, store: Store, config: EngineConfig, recorder: Recorder) -> SplitModel:
+    assert isinstance(store, Pages), "`spread` refuses eqspec"
+    recorders = {split.devices[0]: recorder}
+
+    def of(device: torch.device) -> Recorder:
+        return recorders.setdefault(device, recorder_for(device, config))
+
+    return SplitModel(target, split, store, _attention(config), of)
+
+
+def _attention(config: EngineConfig) -> str:
+    return IN_PLACE if config.attention == "in_place" else GATHERED
 
 
 def _stores(target: PreTrainedModel, config: EngineConfig) -> tuple[Store, MakeCached]:
@@ -132,10 +150,9 @@ def _stores(target: PreTrainedModel, config: EngineConfig) -> tuple[Store, MakeC
         return Boundless(), lambda model, *_: RealignedModel(model, config.batch_size, config.kernels == "packed")
     slots, size, longest = config.slots, config.page_size, config.capacity + config.widest  # dead columns reach past it
     pages = Pages(slots, config.page_count, size, config.prefill_columns, longest, target.device)
-    attention = IN_PLACE if config.attention == "in_place" else GATHERED
 
     def cached(model: PreTrainedModel, window: int | None, widest: int) -> PagedModel:
         ring = Rings(slots, window, widest, size, longest, target.device) if window else None
-        return PagedModel(model, ring or pages, attention, config.kernels)
+        return PagedModel(model, ring or pages, _attention(config), config.kernels)
 
     return pages, cached

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from exspec.actors.engine.statistics import SequenceStatistics
 
@@ -118,7 +118,8 @@ class Request:
     logprobs: keep log-probabilities of every chosen token, and of so many of the likeliest, at most 20; None keeps
         none. Tokens that a constraint forces then take part in rounds, because their logits are needed.
     given: the completion's tokens, which are scored and not chosen; max_new_tokens is their number. They are their own
-        draft, so that a round scores as many as it has columns. Needs `logprobs` and method plain.
+        draft, so that a round scores as many as it has columns. Needs `logprobs` and method plain. In an engine that
+        embeds, every request needs it, and no logprobs; the last one is not read.
     adapter: number of the target's adapter that it is decoded with; 0 is none.
 
     Token ids are copied, except a prompt that is a tuple of `int`. An exception in `stop` or `constraint` ends this
@@ -177,6 +178,7 @@ class Completion:
     scores: of a scored request, for each position the target's log-probabilities of the allowed tokens, normalised over
         these tokens; empty where there was no choice.
     logprobs: of each token, if the request asks for them.
+    state: in an engine that embeds, the sum [D] in float32 of the hidden states that its tokens follow, in order.
     error: the exception that the request's stop check or constraint raised. The tokens then mean nothing.
     """
 
@@ -188,6 +190,7 @@ class Completion:
     scores: list[Scores] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     error: BaseException | None = None
+    state: Any = None
 
 
 class RequestError(ValueError):

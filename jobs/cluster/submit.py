@@ -15,12 +15,12 @@ from typing import Any, get_args
 
 from exspec.jobs.cluster.client import MARK, Cluster
 from exspec.jobs.cluster.wheel import build_wheel
-from exspec.jobs.demo import DEMO_PAIR
+from exspec.jobs.options import demo_models
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job.settings import load_job, read_job_file
 from exspec.pipeline.secrets import anonymous
 
-COMMANDS = ("run", "label", "score", "audit")
+COMMANDS = ("run", "label", "score", "embed", "audit")
 PATHS = ("input", "output", "target", "draft", "adapter", "adapters")  # settings and arguments that may be paths
 ARGUMENTS = "arguments.json"  # the file with the command line, in the job's folder
 
@@ -92,7 +92,7 @@ def check(command: Any, values: dict[str, Any], arguments: list[str]) -> Call:
     if model is not None:
         file = Path(values["job"]) if values["job"] is not None else None
         flags = {n: _plain(v) for n, v in values.items() if n in model.model_fields and v not in (None, (), [])}
-        job = load_job(model, file, flags, DEMO_PAIR)
+        job = load_job(model, file, flags, demo_models(model))
         if job.ray_address is not None:
             raise JobError("ray_address: leave it out; a submitted job runs on the cluster that it is sent to")
         for setting, value in job.inlined.items():

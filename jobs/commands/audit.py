@@ -6,6 +6,7 @@ rounding, and the audit reports by how much.
 """
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Set
 from dataclasses import asdict, replace
@@ -22,7 +23,7 @@ from exspec.actors.engine import Completion, EngineConfig
 from exspec.actors.engine.engine import model_end_ids
 from exspec.actors.models import Pair, forget_sampling
 from exspec.actors.samples import SAMPLES, RowResult, Texts, read, sample_requests
-from exspec.jobs.commands.reference import decode, fitted, generated, is_greedy, margin, mean_logprob
+from exspec.jobs.commands.reference import decode, fitted, generated, is_greedy, margin, mean_logprob, pooled
 from exspec.jobs.finished import FinishedRow, check_map, choose, read_rows
 from exspec.pipeline.errors import JobError, counted
 from exspec.pipeline.input.plan import Shard
@@ -71,9 +72,9 @@ def audit(
         rows = list(read_rows(job, done, pair, choose(done, count, share, seed, missing)))
         progress.stage(f"decoding {counted(len(rows), 'row')} again")
         comparisons = [_against_plain(rows, job, done, pair, device)]
-        if generate and job.scores:
-            progress.stage(f"computing the scores of {counted(len(rows), 'row')} with transformers")
-            comparisons.append(_against_forward(rows, job, device))
+        if generate and job.reads:
+            progress.stage(f"computing {counted(len(rows), 'row')} with transformers")
+            comparisons.append((_embedded if job.embeds else _against_forward)(rows, job, device))
         elif generate:
             greedy = [row for row in rows if row.request is None or is_greedy(row.request)]
             progress.stage(f"decoding {counted(len(greedy), 'row')} with generate of transformers, one at a time")
@@ -154,6 +155,22 @@ def _against_forward(rows: list[FinishedRow], job: Job, device: str) -> Comparis
             differences.append(Difference(row.shard, row.number, row.id, *given, 0, None))
     equal = len(scored) - len(differences)
     return Comparison("a forward of transformers in float32", len(scored), equal, differences)
+
+
+def _embedded(rows: list[FinishedRow], job: Job, device: str) -> Comparison:
+    """Embeddings, which rounding alone may change: by how much, relative to their lengths."""
+    pair, differences = pair_of(job.model_copy(update={"dtype": Dtype.float32}), device, draft=False), []
+    answers, embedded = job.answers(pair.tokenizer), [row for row in rows if row.completion is not None]
+    for row in embedded:
+        expected = None
+        if row.request is not None:
+            (asked,) = answers.requests(row.request, row.given)
+            expected = answers.joined(row.request, [pooled(pair.target, asked)])[1]["embedding"]
+        if expected is None or math.dist(row.values["embedding"], expected) > CLOSE[job.dtype] * math.hypot(*expected):
+            shown = str(row.values["embedding"]), None if expected is None else str(expected)
+            differences.append(Difference(row.shard, row.number, row.id, *shown, 0, None))
+    equal = len(embedded) - len(differences)
+    return Comparison("a forward of transformers in float32", len(embedded), equal, differences)
 
 
 def _compare(against: str, rows: list[FinishedRow], expected: Expected, pair: Pair) -> Comparison:

@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from exspec.actors.engine.shape.plan import by_device
 from exspec.actors.engine.shape.roofline import ACCEPTANCE, CARDS, LENGTHS, Roofline, Sizes, draftings
 from exspec.jobs.commands.convert import behind
 from exspec.jobs.commands.estimate import estimate
@@ -131,7 +132,7 @@ def _facts(prepared: Prepared) -> list[tuple[str, str]]:
         ("chunks", f"{chunks} of at most {counted(planned.rows_per_chunk, 'row')}"),
         ("actors", f"{job.actors}, each with at least {counted(job.chunks_in_flight, 'chunk')} at once"),
         ("shape", f"{Settled(config, [])}, at most {config.capacity} tokens per row"),
-        ("memory", f"per actor: {prepared.memory(config)}"),
+        ("memory", f"per actor: {by_device(prepared.memory(config))}"),
     ]
     if free:
         facts.append(("to be measured", f"{', '.join(free)}; the values above are where measuring starts"))
@@ -143,7 +144,9 @@ def _on_cards(prepared: Prepared) -> Table:
     target, *drafts = prepared.models.configs
     drafts = [draft for draft in drafts if not getattr(draft, "head_for", None)]
     sizes = [Sizes.of(model, torch.bfloat16) for model in (target, *drafts)]
-    title = f"computed tokens/s relative to plain decoding, by text length (bfloat16, acceptance {ACCEPTANCE})"
+    title = (
+        f"computed tokens/s relative to plain decoding on one GPU, by text length (bfloat16, acceptance {ACCEPTANCE})"
+    )
     table = Table("GPU", "drafter", *map(str, LENGTHS), "pays from", title=title, box=None, title_justify="left")
     for cells in card_rows(*sizes):
         table.add_row(*cells)
@@ -167,13 +170,15 @@ def _notes(prepared: Prepared) -> list[str]:
     if job.ray_address:
         return notes
     cards = torch.cuda.device_count() if job.device != "cpu" else 0
-    gpus = high * (job.num_gpus or 1)
-    if cards and job.actors != "auto" and gpus > cards:
-        notes.append(f"{high} actors need {gpus:g} GPUs, and this machine has {cards}")
+    least = 1 if job.actors == "auto" else high
+    gpus = least * (job.num_gpus or 1)
+    if cards and gpus > cards:
+        notes.append(f"{counted(least, 'actor')} need {gpus:g} GPUs, and this machine has {cards}")
     if not cards and job.device != "cuda":
         if low * job.threads > (cores := os.cpu_count() or 1):
             notes.append(f"{low} actors of {job.threads} threads share the {cores} cores of this machine")
-        needed, available = high * prepared.memory(prepared.shape.config).total, psutil.virtual_memory().available
+        each = sum(plan.total for plan in prepared.memory(prepared.shape.config))
+        needed, available = high * each, psutil.virtual_memory().available
         if needed > available:
             notes.append(f"{high} actors need {needed >> 20} MiB, and this machine has {available >> 20} MiB free")
     return notes

@@ -55,9 +55,9 @@ def is_greedy(request: Request) -> bool:
     return free and request.sampling == sampling
 
 
-def _adapted(model: PreTrainedModel, request: Request) -> AbstractContextManager[None]:
+def _adapted(request: Request) -> AbstractContextManager[None]:
     """Forwards inside use the request's adapter."""
-    return using(torch.tensor([request.adapter], device=model.device))
+    return using(torch.tensor([request.adapter]))  # on the host: its layers may lie on several devices
 
 
 def generated(model: PreTrainedModel, request: Request) -> Completion:
@@ -68,7 +68,7 @@ def generated(model: PreTrainedModel, request: Request) -> Completion:
         return _allowed(request, ids[len(request.prompt) :].tolist())
 
     constraint = allowed if request.constraint else None
-    with _adapted(model, request):
+    with _adapted(request):
         (tokens,) = transformers_generate(
             model, [request.prompt], request.max_new_tokens, ends, prefix_allowed_tokens_fn=constraint
         )
@@ -96,10 +96,18 @@ def mean_logprob(model: PreTrainedModel, request: Request, tokens: Sequence[int]
     return float(logprobs.gather(1, torch.tensor(tokens, device=model.device)[:, None]).mean())
 
 
+def pooled(model: PreTrainedModel, request: Request) -> Completion:
+    """The completion of an engine that embeds, by one forward. model: without an output head."""
+    assert request.given is not None
+    states = _logits(model, request, request.given[:-1])[len(request.prompt) - 1 :]
+    statistics = SequenceStatistics(completion_tokens=len(states))
+    return Completion(request.id, list(request.given), "length", None, statistics, state=states.sum(0).cpu().numpy())
+
+
 @torch.inference_mode()
 def _logits(model: PreTrainedModel, request: Request, tokens: Sequence[int]) -> torch.Tensor:
     """The logits [T, V] after each token of a request's prompt and of these tokens, with the request's adapter."""
-    with _adapted(model, request):
+    with _adapted(request):
         ids = torch.tensor([[*request.prompt, *tokens]], device=model.device)
         return model(input_ids=ids).logits[0].float()  # type: ignore[no-any-return]
 

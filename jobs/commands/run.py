@@ -1,4 +1,4 @@
-"""`exspec run`, `exspec label`, `exspec score` and `exspec tune`."""
+"""`exspec run`, `exspec label`, `exspec score`, `exspec embed` and `exspec tune`."""
 
 from functools import partial
 from pathlib import Path

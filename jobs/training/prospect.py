@@ -21,6 +21,7 @@ from exspec.actors.engine.shape.plan import Models
 from exspec.actors.engine.shape.sample import Feed, Sample
 from exspec.actors.engine.statistics import EngineStatistics
 from exspec.actors.models import Pair
+from exspec.pipeline.errors import JobError
 from exspec.pipeline.job.settings import Job
 from exspec.pipeline.shape import device_here, memory_budget, pair_of
 
@@ -103,6 +104,8 @@ def chance_of(accept_length: float, drafts: int) -> float:
 
 def loaded(job: Job, config: EngineConfig) -> tuple[Pair, Models]:
     """The job's target on this device, and the models with which the job decodes."""
+    if (job.num_gpus or 0) > 1:
+        raise JobError(f"num_gpus is {job.num_gpus:g}; a drafter is trained beside a target on one GPU")
     device = device_here(job)
     budget = memory_budget(job, torch.device(device))  # before the weights are loaded
     pair = pair_of(job, device, kind(config).needs_draft)

@@ -118,7 +118,11 @@ class Training:
         done = read_output(Folder(self.output, self.options))
         job = stored_job(done.state.description, self.options).model_copy(update=permissions)
         check_map(job, self.output)
-        others = job.scores or job.listed or job.best_of or job.adapters or job.max_thinking_tokens is not None
+        others = job.reads or job.listed or job.best_of or job.adapters or job.max_thinking_tokens is not None
+        if (job.num_gpus or 0) > 1:
+            raise JobError(f"{self.output}: its target was split over {job.num_gpus:g} GPUs; training needs it on one")
+        if job.embeds:
+            raise JobError(f"{self.output}: has embeddings, and no completions to learn; expected another job")
         if others:
             raise JobError(
                 f"{self.output}: has given completions, samples, thinking, or adapters by row, whose tokens are not "

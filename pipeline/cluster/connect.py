@@ -252,8 +252,8 @@ def actors_that_fit(job: Job, memory: int) -> int:
     import ray
 
     have = ray.cluster_resources()
-    if gpus(job):
-        return max(1, int(have.get("GPU", 0) / gpus(job)))
+    if each := gpus(job):  # an actor has all its GPUs on one node
+        return max(1, sum(int(count / each) for count in _on_nodes("GPU")))
     cores = job.actor_range[1] if _address(job) == "local" else int(have.get("CPU", 1)) // job.threads
     return max(1, min(cores, int(have.get("memory", memory)) // memory))
 
@@ -264,13 +264,20 @@ def _needs(job: Job) -> dict[str, float]:
 
 def _short(job: Job) -> str:
     """The resource that the cluster lacks for one actor, as text; empty if it lacks none."""
+    for name, count in _needs(job).items():
+        have = _on_nodes(name)
+        if sum(have) < count:
+            return f"an actor needs {count:g} {name}, but the cluster has {sum(have):g}"
+        if name == "GPU" and max(have) < count:
+            return f"an actor needs {count:g} GPU on one node, but the nodes of the cluster have at most {max(have):g}"
+    return ""
+
+
+def _on_nodes(name: str) -> list[float]:
+    """How much of a resource each node has."""
     import ray
 
-    have = ray.cluster_resources()
-    for name, count in _needs(job).items():
-        if have.get(name, 0) < count:
-            return f"an actor needs {count:g} {name}, but the cluster has {have.get(name, 0):g}"
-    return ""
+    return [node["Resources"].get(name, 0.0) for node in ray.nodes() if node["Alive"]]
 
 
 def lacking(job: Job, long: bool) -> str:
@@ -281,8 +288,9 @@ def lacking(job: Job, long: bool) -> str:
 
     if (short := short_of_memory()) or not long:
         return short
-    count = job.actor_range[0]
-    if not any(ray.cluster_resources().get(name, 0) < count * n * ACTOR for name, n in _needs(job).items()):
+    count, each = job.actor_range[0], gpus(job)
+    enough = ray.cluster_resources().get("CPU", 0) >= count * ACTOR
+    if enough and (not each or sum(int(have / each) for have in _on_nodes("GPU")) >= count):
         return f"there is room for them; they are still loading models; Ray's logs: {logs()}"
     have, free = ray.cluster_resources(), ray.available_resources()
     needed = [f"{count:g} {name}" for name, count in _needs(job).items() if count]

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jinja2
@@ -57,8 +58,9 @@ class Prompts:
 
     def __init__(self, job: Job, tokenizer: Any, schema: pa.Schema) -> None:
         self.batch = is_batch(job, schema)
-        if self.batch and job.scores:
-            raise JobError("input: requests of the batch API cannot be scored; set prompt_column or prompt_template")
+        if self.batch and job.reads:
+            what = "embedded" if job.embeds else "scored"
+            raise JobError(f"input: requests of the batch API cannot be {what}; set prompt_column or prompt_template")
         if self.batch and (given := [name for name in COLUMNS if getattr(job, name)]):
             raise JobError(f"{given[0]}: requests of the batch API have their own settings; leave it out")
         if self.batch and (job.best_of or job.n not in (None, 1)):
@@ -131,7 +133,7 @@ class Prompts:
             raise RowError(why)
 
     def _refusal(self, tokens: int, max_new_tokens: int) -> str | None:
-        return self.space.refusal(tokens, max_new_tokens, whole=self.job.scores) if self.space else None
+        return self.space.refusal(tokens, max_new_tokens, whole=self.job.reads) if self.space else None
 
     def text(self, row: Row) -> str:
         """The prompt of a row. Raises RowError."""
@@ -223,17 +225,26 @@ class Prompts:
         try:
             first, *others = self.marks.split(text)
             ids = list(self.tokenizer(first, add_special_tokens=special)["input_ids"])
+            after = self._after if special and others else []
+            ids = ids[: len(ids) - len(after)]
             for piece in filter(None, others):
                 marked = self.special.get(piece)
                 given = {"split_special_tokens": True} if marked else {}
                 ids += self.tokenizer(marked or piece, add_special_tokens=False, **given)["input_ids"]
         except Exception as error:  # for example, for half a surrogate pair
             raise RowError(f"{source}: the tokenizer failed: {type(error).__name__}: {error}") from error
-        return ids
+        return ids + after
+
+    @cached_property
+    def _after(self) -> list[int]:
+        """The tokens that the tokenizer puts after a text, such as an end token."""
+        bare, whole = (self.tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+        ends = (end for end in range(len(bare), len(whole) + 1) if bare and whole[end - len(bare) : end] == bare)
+        return list(whole[next(ends, len(whole)) :])
 
     def given(self, row: Row) -> list[list[int]] | None:
         """The tokens of the completions of a row in a scoring job. Raises RowError."""
-        if not self.job.scores:
+        if not self.job.reads or self.job.embeds:
             return None
         source = f"column {self.job.given!r}" if self.job.given else "choices"
         values = self.job.completions(self._values(row))

@@ -16,6 +16,7 @@ def fingerprint(job: Job, models: dict[str, str], device: str | None = None) -> 
     """
     functions = {name: function.identity for name, function in job.functions.items()}
     keys = job.published() | functions | {f"{name}{CONTENT}": digest for name, digest in models.items()}
+    keys |= {"embeds": True} if job.embeds else {}  # the settings of other kinds of jobs already differ
     decided = {key: value for key, value in keys.items() if not may_change(key, job.exact)}
     return decided | ({"device": device} if device else {})
 

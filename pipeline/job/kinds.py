@@ -2,11 +2,12 @@
 
 from typing import Any
 
+from exspec.pipeline.job.embeddings import EmbedJob
 from exspec.pipeline.job.labels import LabelJob
 from exspec.pipeline.job.scores import ScoreJob
 from exspec.pipeline.job.settings import Job
 
-KINDS: dict[str, type[Job]] = {kind.kind: kind for kind in (Job, LabelJob, ScoreJob)}
+KINDS: dict[str, type[Job]] = {kind.kind: kind for kind in (Job, LabelJob, ScoreJob, EmbedJob)}
 SETTINGS = {name: field for kind in KINDS.values() for name, field in kind.model_fields.items()}
 DEFAULTS = {n: getattr(f.default, "value", f.default) for n, f in SETTINGS.items() if not f.is_required()}
 

@@ -40,7 +40,7 @@ class ScoreJob(Job):
     """A job whose completions are given: one for each row, or several choices, of which the likeliest is chosen."""
 
     kind: ClassVar[str] = "score"
-    scores: ClassVar[bool] = True
+    reads: ClassVar[bool] = True
 
     completion_column: str | None = _scores(None, "Column of the completions: text, or token ids.")
     choices: list[str] = _scores([], "Texts; the likeliest one is chosen.")

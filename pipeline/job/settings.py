@@ -50,7 +50,7 @@ RULES = "\n"  # between the messages of rules that a job breaks, in one error of
 # The headings of the help, in order.
 GROUPS = (
     "Models", "Input and output", "Prompts", "Sampling", "Decoding", "Cluster", "Chunks and failures", "Labels",
-    "Scores",
+    "Scores", "Embeddings",
 )  # fmt: skip
 CHUNK, LEAST_CHUNK = 64, 8  # rows of a chunk: maximum and minimum where rows_per_chunk is auto
 ROUNDS = 4  # chunks that each actor should get
@@ -113,7 +113,8 @@ class Job(Decoding):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     kind: ClassVar[str] = "generate"
-    scores: ClassVar[bool] = False  # whether completions are given
+    reads: ClassVar[bool] = False  # whether nothing is generated: completions are given, or prompts are embedded
+    embeds: ClassVar[bool] = False
 
     target: str = _models(..., "Target model: hub id, folder or fsspec URL. Default: the demo pair.")
     draft: str | None = _models(None, "Draft or head: hub id, folder, fsspec URL, or from:OUTPUT.", "any if exact")
@@ -204,7 +205,9 @@ class Job(Decoding):
     )
     tune_seconds: float = _decoding(120.0, "Longest time of a calibration.", "any", gt=0)
     tune_from: int = _decoding(1000, "Calibrate jobs of this many rows or more; others use defaults.", "any", ge=1)
-    memory_gib: float | None = _decoding(None, "Memory of an actor in GiB. Default: what is free.", "any", gt=0)
+    memory_gib: float | None = _decoding(
+        None, "Memory of an actor in GiB, on each of its devices. Default: what is free.", "any", gt=0
+    )
     dtype: Dtype = _models(Dtype.float32, "Data type of weights and KV cache.")
 
     device: str = _cluster("auto", "cpu, cuda, or auto: cuda if there is a GPU.", "any", pattern="^(auto|cpu|cuda)$")
@@ -212,7 +215,9 @@ class Job(Decoding):
     actors: Annotated[str, Field(pattern=r"^(auto|\d+(:\d+)?)$")] = _cluster(
         "auto", "A number of actors, MIN:MAX, or auto: one per GPU, or as many as cores and memory allow.", "any"
     )
-    num_gpus: float | None = _cluster(None, "GPUs per actor. Default: 1 on cuda, 0 on cpu.", "any", ge=0)
+    num_gpus: float | None = _cluster(
+        None, "GPUs per actor; they share the target's layers. Default: 1 on cuda, 0 on cpu.", "any", ge=0
+    )
     rows_per_chunk: Auto = _chunks(
         "auto", f"Rows that are dispatched and committed together. auto: {CHUNK}, or fewer to keep actors busy.", "any"
     )
@@ -360,6 +365,13 @@ class Job(Decoding):
             yield ALIKE
         if self.best_of and (self.n_column or (self.n or 1) > self.best_of):
             yield "best_of keeps n of its samples: expected n up to best_of, and no n_column"
+        if (gpus := self.num_gpus or 0.0) > 1:
+            if gpus != int(gpus):
+                yield f"num_gpus is {gpus:g}, expected a whole number, or a share of one GPU"
+            if self.learn != "off":
+                yield f"learn does not work with num_gpus {gpus:g}: a drafter learns beside a target on one GPU"
+            if self.method == "eqspec":
+                yield f"method eqspec does not work with num_gpus {gpus:g}: it moves the KV of whole rows"
         if min(self.actor_range) < 1 or self.actor_range[0] > self.actor_range[1]:
             yield f"actors is {self.actors}, expected a number or MIN:MAX, from 1 up"
 

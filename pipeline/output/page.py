@@ -18,7 +18,7 @@ INK = "#010203"  # of lines and text in plots; the page replaces it by its own c
 BARS = "#4c78a8"
 SHOWN = 30  # classes of a confusion matrix
 LENGTHS = 40  # bars of the plot of lengths
-TITLES = {"label": "Labels", "score": "Scores"}  # by kind of job
+TITLES = {"label": "Labels", "score": "Scores", "embed": "Embeddings"}  # by kind of job
 LONG = 300  # characters shown of a completion
 
 
@@ -50,7 +50,7 @@ def render(
         reasons=reasons.most_first,
         matrices=[(field, _confusion(field, a)) for field, a in figures["answers"].items() if "matrix" in a],
         audit=audit,
-        plots=_plots(totals, figures) if figures["rows"] else [],
+        plots=_plots(totals, figures) if figures["completion_tokens"] else [],
         numbers=_numbers(figures),
         changed=changed,
         others=others,
@@ -80,7 +80,9 @@ def _verdict(figures: dict[str, Any]) -> str:
 
 def _tiles(written: dict[str, Any], figures: dict[str, Any]) -> list[tuple[str, str]]:
     tiles = [(f"{figures['rows']:,}", "rows"), (duration(figures["seconds"]), "decoding")]
-    tiles.append((f"{figures['completion_tokens']:,}", "tokens"))
+    read = written["kind"] == "embed"
+    tokens = figures["prompt_tokens" if read else "completion_tokens"]
+    tiles.append((f"{tokens:,}", "prompt tokens" if read else "tokens"))
     if figures["tokens_per_second"]:
         tiles.append((f"{figures['tokens_per_second']:,.0f}", "tokens/s"))
     if gain := gain_of(written):

@@ -126,6 +126,11 @@ class Report:
         parts += [f"occupancy {self.engine.occupancy:.2f}"] if self.engines else []
         return ", ".join([*parts, f"{self.now['errors']} errors"])
 
+    @property
+    def counted(self) -> str:
+        """The figure of the tokens that the job's speed counts."""
+        return "prompt_tokens" if self.description.get("kind") == "embed" else "completion_tokens"
+
     def figures(self) -> dict[str, Any]:
         """The numbers, all from the job's files, except the occupancy of this run's engines."""
         totals, sums = self.totals, self.totals.sums
@@ -143,9 +148,9 @@ class Report:
             "completion_tokens": tokens,
             "seconds": round(spans, 3),
             "began": min((start for start, _ in totals.spans), default=None),
-            "tokens_per_second": round(tokens / spans, 1) if spans else None,
+            "tokens_per_second": round(sums[self.counted] / spans, 1) if spans else None,
             "acceptance_rate": round(sum(accepted) / sum(drafted), 4) if sum(drafted) else None,
-            "mean_accepted_length": round(tokens / sums["rounds"], 3) if sums["rounds"] else None,
+            "mean_accepted_length": round(tokens / sums["rounds"], 3) if sums["rounds"] and tokens else None,
             "acceptance_by_position": [
                 round(a / d, 4) if d else None for a, d in zip_longest(accepted, drafted, fillvalue=0)
             ],
@@ -186,7 +191,7 @@ class Report:
         if len(reasons) > REASONS:
             lines.append(f"  and {counted(len(reasons) - REASONS, 'more reason')}: see the report")
         if f["tokens_per_second"]:
-            speed = [f"{f['completion_tokens']} tokens in {f['seconds']:.0f} s of decoding"]
+            speed = [f"{f[self.counted]} tokens in {f['seconds']:.0f} s of decoding"]
             speed.append(f"{f['tokens_per_second']} tokens/s")
             shown = ("acceptance_rate", "occupancy")
             speed += [f"{name.replace('_', ' ')} {f[name]}" for name in shown if f[name] is not None]

@@ -36,6 +36,7 @@ def overwrite(part: Path, column: str, row: int, value: Any) -> dict[str, Any]:
     values, place = table[column].to_pylist(), table.schema.get_field_index(column)
     before: dict[str, Any] = table.slice(row, 1).to_pylist()[0]
     values[row] = value
-    pq.write_table(table.set_column(place, table.schema.field(place), pa.array(values)), part)
+    field = table.schema.field(place)
+    pq.write_table(table.set_column(place, field, pa.array(values, field.type)), part)
     record(part)
     return before

@@ -31,7 +31,9 @@ def test_two_options_are_enough(messages: Path, tmp_path: Path) -> None:
 LABELS = ["label", "--plan", "--fields", "urgency=high,low,normal"]
 
 
-@pytest.mark.parametrize("command", [["plan"], LABELS], ids=["plan", "label --plan"])
+@pytest.mark.parametrize(
+    "command", [["plan"], LABELS, ["embed", "--plan"]], ids=["plan", "label --plan", "embed --plan"]
+)
 def test_plan_shows_the_first_prompts_and_writes_nothing(command: list[str], messages: Path, tmp_path: Path) -> None:
     printed = succeed(*command, "--input", messages, "--output", tmp_path / "out")
     assert "2 shards with 24 rows" in printed

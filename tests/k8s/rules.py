@@ -119,7 +119,7 @@ def _actors(item: Manifest, job: Manifest) -> list[str]:
     """The job has as many actors as the workers have room for."""
     (group,) = item["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
-    per_worker = int(limits[GPU]) if GPU in limits else 1
+    per_worker = int(limits[GPU]) // int(job.get("num_gpus", 1)) if GPU in limits else 1
     low, high = (per_worker * group[bound] for bound in ("minReplicas", "maxReplicas"))
     wanted = str(high) if low == high else f"{low}:{high}"
     device = "cuda" if GPU in limits else "cpu"

@@ -189,6 +189,6 @@ def test_the_plan_counts_the_adapters_of_rows(pair: jobs.Pair, source: Path, ada
     plans = []
     for given in ({}, {"adapters": adapters, "adapter_column": "style"}):
         prepared = prepare(jobs.job(pair, source, source.parent / "out", **given))
-        plans.append(prepared.memory(prepared.shape.config).weights)
+        plans.append(prepared.memory(prepared.shape.config)[0].weights)
     numbers = sum(t.numel() for folder in adapters.values() for t in load_file(f"{folder}/{WEIGHTS}").values())
     assert plans[1] - plans[0] == 4 * numbers

@@ -1,4 +1,4 @@
-"""Jobs with log-probabilities, scores, samples and thinking: driver and actors are killed, and the job is run again."""
+"""Answers of every kind, and several devices: driver and actors are killed, and the job is run again."""
 
 import subprocess
 import sys
@@ -9,11 +9,13 @@ from typing import Any
 import psutil
 import pytest
 
+from exspec.pipeline.job.embeddings import EmbedJob
 from exspec.pipeline.job.labels import LabelJob
 from exspec.pipeline.job.scores import ScoreJob
 from exspec.pipeline.job.settings import Job
 from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
+from exspec.pipeline.shape import CPU_DEVICES
 from tests.jobs.calls import MAIN, rows_of
 from tests.pipeline import jobs
 from tests.pipeline.generators import generators
@@ -26,7 +28,19 @@ CASES: dict[str, tuple[type[Job], dict[str, Any]]] = {
         ScoreJob,
         {"choices": [f"w{i} " * 12 for i in range(12)], "draft_tokens": 1, "logprobs": 2, "attempts": 9},
     ),
+    "embed": (
+        EmbedJob,
+        {
+            "prompt_template": "{{ 'w9 ' * 40 }}{{ prompt }}",
+            "pooling": "mean",
+            "draft_tokens": 1,
+            "batch_size": 1,
+            "window": 1,
+            "attempts": 9,
+        },
+    ),
     "label": (LabelJob, {"labels": ["w10", "w11 w12"], "n": 8, "temperature": 2.0, "logprobs": 0, **THINKING}),
+    "devices": (Job, {"logprobs": 1, "max_new_tokens": 30, "temperature": 0.9}),
 }
 
 
@@ -39,7 +53,9 @@ def answers(output: Path) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 @pytest.mark.parametrize("command", CASES)
-def test_every_row_is_that_of_a_job_that_was_left_alone(command: str, pair: jobs.Pair, tmp_path: Path) -> None:
+def test_every_row_is_that_of_a_job_that_was_left_alone(
+    command: str, pair: jobs.Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     jobs.write_shards(tmp_path / "in", ROWS)
     kind, settings = CASES[command]
     target = jobs.with_end_token(pair[0], tmp_path / "target")
@@ -48,6 +64,9 @@ def test_every_row_is_that_of_a_job_that_was_left_alone(command: str, pair: jobs
     whole, killed = (kind(**made, output=str(tmp_path / name)) for name in ("whole", "out"))
     assert execute(prepare(whole)) == 0
     (tmp_path / "job.json").write_text(killed.model_dump_json(exclude_unset=True))
+    if command == "devices":  # one device has made the whole job
+        monkeypatch.setenv(CPU_DEVICES, "2")
+        command = "run"
     words = [sys.executable, "-c", MAIN, command, "--job", str(tmp_path / "job.json"), "--quiet"]
     first = subprocess.Popen(words)
     jobs.wait_for_parts(tmp_path / "out", 3, first)

@@ -35,6 +35,7 @@ from exspec.actors.engine import Engine, EngineConfig, Request, Sampling
 from exspec.actors.engine.drafters import sparse
 from exspec.actors.engine.drafters.drafter import DraftRows
 from exspec.actors.engine.drafters.model import DraftModel
+from exspec.actors.engine.engine import pick
 from exspec.actors.engine.graphs import HostCopy, Recordings
 from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.kv.cached_model import CachedModel, kv_shape, locate
@@ -349,7 +350,7 @@ def draft_widths(config: EngineConfig) -> list[int]:
 
 def _engine(target: CachedModel) -> Any:
     """As much of an engine as choosing tokens needs."""
-    return SimpleNamespace(target=target)
+    return SimpleNamespace(target=target, picks=pick)
 
 
 def split_bytes(model: PretrainedConfig, lengths: list[int], widths: list[int]) -> int:

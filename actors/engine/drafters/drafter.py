@@ -19,6 +19,7 @@ from exspec.actors.engine.graphs import Recorder
 from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.kv.cached_model import CachedModel
 from exspec.actors.engine.kv.memory import MemoryPlan, model_memory
+from exspec.actors.engine.kv.split import SplitModel
 from exspec.actors.engine.scheduling.group import Group
 from exspec.actors.engine.tokens.constraint_walker import narrowed
 from exspec.actors.engine.tokens.sampling import Sampler
@@ -91,7 +92,7 @@ class DrafterContext:
     """
 
     target: PreTrainedModel
-    verifier: CachedModel
+    verifier: CachedModel | SplitModel
     draft: PreTrainedModel | None
     config: EngineConfig
     cached: MakeCached
@@ -118,7 +119,8 @@ class Drafter(ABC):
     completions. caches: its KV, which the engine checks. window: tokens that its KV is limited to, in addition to the
     first page: `prefill` gets only these of a sequence that is admitted, once the target has all. ahead: how many
     positions, from the pending token's on, a draft writes KV of; 0 if never more than the verify. learner:
-    MODULE:CLASS of what trains it, see `learners`; None if it cannot be trained.
+    MODULE:CLASS of what trains it, see `learners`; None if it cannot be trained. inside: whether it runs layers of the
+    target or reads hidden states between them, so that all of them must be on one device.
     """
 
     needs_draft: ClassVar[bool] = False
@@ -127,6 +129,7 @@ class Drafter(ABC):
     probed_with: ClassVar[int] = 5
     learns: ClassVar[bool] = False
     learner: ClassVar[str | None] = None
+    inside: ClassVar[bool] = False
     caches: Sequence[CachedModel] = ()
     window: int | None = None
     ahead: int = 0

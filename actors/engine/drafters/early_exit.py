@@ -34,6 +34,7 @@ class EarlyExit(Drafter):
     depths: d and i, in layers.
     """
 
+    inside: ClassVar[bool] = True
     lengths: ClassVar[tuple[int, ...]] = (2, 3, 4, 5, 6, 8)
     probed_with: ClassVar[int] = 4
 

@@ -38,6 +38,7 @@ class HeadDrafter(DraftModel):
     """
 
     follows: ClassVar[bool] = True
+    inside: ClassVar[bool] = True
     asks: ClassVar[str]
     configures: ClassVar[type[PretrainedConfig]]
     remembers: ClassVar[tuple[int, ...]] = ()

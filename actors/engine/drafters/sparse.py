@@ -9,6 +9,7 @@ from exspec.actors.engine.drafters.drafter import Draft, DrafterContext, DraftRo
 from exspec.actors.engine.drafters.model import PAYS, DraftModel, Step
 from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.kv.cached_model import CachedModel, PagedModel
+from exspec.actors.engine.kv.split import SplitModel
 from exspec.actors.engine.kv.trial import attention_trial
 from exspec.actors.engine.kv.window import Reads, window_pages
 from exspec.actors.engine.scheduling.group import Group
@@ -25,6 +26,7 @@ class Sparse(DraftModel):
     """
 
     needs_draft: ClassVar[bool] = False
+    inside: ClassVar[bool] = True
     learner = None
     lengths: ClassVar[tuple[int, ...]] = (2, 3, 4, 5, 6, 8)
     probed_with: ClassVar[int] = 4
@@ -62,6 +64,7 @@ class Sparse(DraftModel):
 
     @classmethod
     def build(cls, context: DrafterContext) -> Self:
+        assert not isinstance(context.verifier, SplitModel)
         return cls(context, context.target, context.verifier)
 
     def __init__(self, context: DrafterContext, model: PreTrainedModel, cached: CachedModel) -> None:

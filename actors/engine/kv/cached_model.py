@@ -7,7 +7,7 @@ smaller start. `check` raises AssertionError if the cached KV cannot be right.
 
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from exspec.actors.engine.config import COMPILED, KernelsName
 from exspec.actors.engine.kv.batch import Batch
-from exspec.actors.engine.kv.forward import Filled, Forward, running
+from exspec.actors.engine.kv.forward import Filled, Forward, Left, running
 from exspec.actors.engine.kv.pages import BIN, Pages
 from exspec.actors.engine.kv.window import Reads, Rings, chosen_pages, recent_pages
 from exspec.actors.engine.layers.adapters import using
@@ -42,6 +42,16 @@ def context_length(config: PretrainedConfig) -> int:
     return int(config.get_text_config().max_position_embeddings)
 
 
+class Located(NamedTuple):
+    """Where a forward's tokens are. positions: [R, Q]. page_table, write: as `locate` returns them. adapters: of the
+    rows [R], if they have any."""
+
+    positions: Tensor
+    page_table: Tensor
+    write: Tensor
+    adapters: Tensor | None
+
+
 class PagedModel:
     """KV in pages: `pages` gives the location of token i of a sequence; tokens never move.
 
@@ -49,20 +59,28 @@ class PagedModel:
     bin, so that a forward has no branch for them.
 
     attention: name of the operator that reads the pages, see `attention.py`. Gathered, a forward reads whole pages up
-    to `kv_columns`; in place, it reads the KV that a row has. kernels: see `EngineConfig`.
+    to `kv_columns`; in place, it reads the KV that a row has. kernels: see `EngineConfig`. part, device: the layers
+    that have KV, and where; default: all, on the model's device.
     """
 
     def __init__(
-        self, model: PreTrainedModel, pages: Pages | Rings, attention: str, kernels: KernelsName = "eager"
+        self,
+        model: PreTrainedModel,
+        pages: Pages | Rings,
+        attention: str,
+        kernels: KernelsName = "eager",
+        part: range | None = None,
+        device: torch.device | None = None,
     ) -> None:
         layers, heads, size = kv_shape(model.config)
         shape = (pages.pages + 1, pages.size, heads, size)
+        sizes = [shape if part is None or layer in part else (0,) for layer in range(layers)]
         self.model, self.pages = runtime_copy(model, attention, kernels == "packed"), pages
         self.gathers = attention == GATHERED
         if (head := self.model.get_output_embeddings()) is not None:
             head.register_forward_pre_hook(_contiguous)
         # Zeros, not empty: a masked column is multiplied by zero, and uninitialised memory may hold NaN.
-        self.keys = [torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(layers)]
+        self.keys = [torch.zeros(size, dtype=model.dtype, device=device or model.device) for size in sizes]
         self.values = [torch.zeros_like(k) for k in self.keys]
         self.states: dict[int, Tensor] = {}  # hidden states by number of layers passed: [pages + 1, P, D]
         self.weights: Tensor | None = None  # of the pages that the slots' last whole forward read: [L, W + 1, n]
@@ -76,13 +94,17 @@ class PagedModel:
     def remember(self, layers: Iterable[int]) -> None:
         """From now on keep the hidden states after each of these layers, counted from 1, in pages like keys and
         values. A forward may then end after any layer, and begin after one of these."""
-        if not self.gated:
-            gate(self.model)
-            self.gated = True
+        self.use_gates()
         for layer in layers:
             size = (*self.keys[0].shape[:2], self.model.config.get_text_config().hidden_size)
             if layer not in self.states:
                 self.states[layer] = torch.zeros(size, dtype=self.keys[0].dtype, device=self.keys[0].device)
+
+    def use_gates(self) -> None:
+        """From now on forwards can skip layers."""
+        if not self.gated:
+            gate(self.model)
+            self.gated = True
 
     def weigh(self) -> None:
         """From now on keep the weights of the pages that a forward reads, by layer and slot, as `attention.py` defines
@@ -139,8 +161,8 @@ class PagedModel:
     @torch.inference_mode()
     def recall(self, layers: Iterable[int], batch: Batch) -> Tensor:
         """The remembered hidden states [R, Q, len(layers) * D] at the batch's positions."""
-        _, _, tokens = self._located(batch, 0, None)
-        states = [self.states[layer].flatten(0, 1)[tokens] for layer in layers]
+        write = self.located(batch).write
+        states = [self.states[layer].flatten(0, 1)[write] for layer in layers]
         return torch.cat(states, dim=-1).view(*batch.tokens.shape, -1)
 
     def _run(
@@ -154,31 +176,59 @@ class PagedModel:
         fills: bool,
         **options: Any,
     ) -> Any:
-        pages = self.pages
-        read = -(-batch.kv_columns // pages.size) if self.gathers else pages.table.shape[1]
+        located = self.located(batch, reads)
+        forward = self.forward_of(located, first, last or len(self.keys), fills, weights)
+        return self.apply(located, forward, input_ids=batch.tokens, **options)
+
+    def between(
+        self, located: Located, first: int, last: int, fills: bool, entering: Tensor | None, **inputs: Tensor
+    ) -> Tensor | None:
+        """Run the layers first .. last - 1 alone. Returns the hidden states [R, Q, D] after them; None from a fill.
+        entering: the hidden states before them, unless they are the first ones."""
+        forward = self.forward_of(located, first, last, fills, entering=entering, stops=True)
+        try:
+            self.apply(located, forward, **inputs)
+        except Left as left:
+            return left.hidden
+        except Filled:
+            return None
+        raise AssertionError("layers returned without leaving")
+
+    def located(self, batch: Batch, reads: Reads | None = None) -> Located:
+        """The locations of a batch's tokens, and the pages that its rows read: `reads`, if not all or the window's."""
+        slots, tokens, starts, kv_columns = batch
+        pages, width = self.pages, tokens.shape[1]
+        read = -(-kv_columns // pages.size) if self.gathers else pages.table.shape[1]
         if isinstance(pages, Rings):
-            reads = pages.reads(batch.slots, batch.starts, batch.tokens.shape[1])
-        positions, page_table, write = self._located(batch, read, reads)
-        tables = list(page_table) if page_table.dim() > 4 else []
-        shape = batch.tokens.shape
-        forward = Forward(
-            self.keys, self.values, self.states, write, shape, first, last or len(self.keys), fills, tables, weights
-        )
-        adapters = None if self.adapters is None else self.adapters[batch.slots]
-        with running(forward), using(adapters):
+            reads = pages.reads(slots, starts, width)
+        found = locate(pages.on_device, slots, starts, width, kv_columns, pages.size, read, reads)
+        return Located(*found, None if self.adapters is None else self.adapters[slots])
+
+    def forward_of(
+        self,
+        located: Located,
+        first: int,
+        last: int,
+        fills: bool,
+        weights: list[Tensor] | None = None,
+        entering: Tensor | None = None,
+        stops: bool = False,
+    ) -> Forward:
+        tables = list(located.page_table) if located.page_table.dim() > 4 else []
+        shape, write = located.positions.shape, located.write
+        stores = self.keys, self.values, self.states
+        return Forward(*stores, write, shape, first, last, fills, tables, weights, entering, stops)
+
+    def apply(self, located: Located, forward: Forward, **inputs: Any) -> Any:
+        """Call the model as one forward."""
+        with running(forward), using(located.adapters):
             return self.model(
-                input_ids=batch.tokens,
-                attention_mask=tables[0] if tables else page_table,
-                position_ids=positions.clamp(max=self.last_position),
+                attention_mask=forward.tables[0] if forward.tables else located.page_table,
+                position_ids=located.positions.clamp(max=self.last_position),
                 past_key_values=forward,
                 use_cache=True,
-                **options,
+                **inputs,
             )
-
-    def _located(self, batch: Batch, read: int, reads: Reads | None) -> tuple[Tensor, Tensor, Tensor]:
-        slots, tokens, starts, kv_columns = batch
-        table, size = self.pages.on_device, self.pages.size
-        return locate(table, slots, starts, tokens.shape[1], kv_columns, size, read, reads)
 
     def check(self, lengths: dict[int, int]) -> None:
         self.pages.check(lengths)

@@ -15,6 +15,14 @@ class Filled(Exception):  # noqa: N818 -- not an error
     """Ends a fill that has written all its keys and values."""
 
 
+class Left(Exception):  # noqa: N818 -- not an error
+    """Ends a forward that stops after its last layer. hidden: the hidden states [R, Q, D]."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
 class Forward:
     """The cache that every layer receives during one forward.
 
@@ -22,7 +30,8 @@ class Forward:
     have passed. write: [R * Q], indices of the tokens in the stores that the forward writes. shape: (R, Q). first,
     last: layers first .. last - 1 run. fills: the forward only computes keys and values, and ends once it has
     written them. tables: the page table of each layer, if they differ. weights: collects those of the pages [R, n] by
-    layer, if they are asked for.
+    layer, if they are asked for. entering: the hidden states [R, Q, D] before `first`, if they are not remembered.
+    stops: it ends after its last layer and raises Left.
     """
 
     is_initialized = False  # some families read it
@@ -39,11 +48,14 @@ class Forward:
         fills: bool,
         tables: Sequence[Tensor] = (),
         weights: list[Tensor] | None = None,
+        entering: Tensor | None = None,
+        stops: bool = False,
     ) -> None:
         self.keys, self.values, self.states = keys, values, states
         self.write, self.shape = write, shape
         self.first, self.last, self.fills = first, last, fills
         self.tables, self.weights = tables, weights
+        self.entering, self.stops = entering, stops
         self.layer = first  # whose attention comes next
 
     def stores(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -61,15 +73,20 @@ class Forward:
         return self.stores(layer_idx)
 
     def enter(self, layer: int) -> Tensor:
-        """The remembered hidden states [R, Q, D] of the forward's tokens after `layer` layers."""
+        """The hidden states [R, Q, D] of the forward's tokens after `layer` layers."""
+        if self.entering is not None:
+            return self.entering
         return self.states[layer].flatten(0, 1)[self.write].view(*self.shape, -1)
 
     def leave(self, layer: int, hidden: Tensor) -> None:
-        """Remember hidden states [R, Q, D] after `layer` layers. Raises Filled after the last layer of a fill."""
+        """Remember hidden states [R, Q, D] after `layer` layers. Raises Filled after the last layer of a fill, and
+        Left if the forward stops there."""
         if layer in self.states:
             self.states[layer].flatten(0, 1).index_put_((self.write,), hidden.flatten(0, 1))
         if self.fills and layer == self.last:
             raise Filled
+        if self.stops and layer == self.last:
+            raise Left(hidden)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
         """0: some families ask, but the positions are passed to them."""

@@ -1,16 +1,19 @@
 """Estimates of the memory of a model and its KV, before they are allocated."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig
 
 from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.kv.cached_model import kv_shape
 from exspec.actors.engine.kv.window import ring_pages
+from exspec.actors.engine.layers.spans import layers_of
 
 MEBIBYTE = 2**20
 # Attributes of a configuration: bytes of quantized weights, and of adapters that rows have.
@@ -60,13 +63,29 @@ def model_memory(
 ) -> MemoryPlan:
     """The memory of a model with KV in the engine's slots. columns: per row, those whose logits a forward computes.
     window: tokens that its KV is limited to. widest: columns of its widest forward; default: of the target's."""
-    weights = getattr(model, LOADED, None) or _weights(model.to_json_string(), config.packs) * dtype.itemsize
+    own = model.to_json_string(), config.packs, config.embeds
+    weights = getattr(model, LOADED, None) or _weights(*own) * dtype.itemsize
+    text = model.get_text_config()
     return MemoryPlan(
         weights=weights + getattr(model, ADAPTERS, 0) * (2 if config.packs else 1),
         kv=_kv(model, config, window, widest) * dtype.itemsize,
-        logits=int(config.batch_size * columns * model.get_text_config().vocab_size * LOGIT),
+        logits=int(config.batch_size * columns * (text.hidden_size if config.embeds else text.vocab_size) * LOGIT),
         activations=_activations(model, config) * dtype.itemsize,
     )
+
+
+def device_memory(
+    plan: MemoryPlan, model: PretrainedConfig, layers: Sequence[int], dtype: torch.dtype
+) -> list[MemoryPlan]:
+    """A model's memory by device. plan: of the whole model. layers: how many layers each device has. The first device
+    also has what is no layer."""
+    count, inside = sum(layers), sum(layer_sizes(model)) * dtype.itemsize + getattr(model, ADAPTERS, 0)
+    weights = [inside * n // count for n in layers]
+    weights[0] += plan.weights - inside
+    return [
+        MemoryPlan(own, plan.kv * n // count, 0 if number else plan.logits, plan.activations)
+        for number, (n, own) in enumerate(zip(layers, weights, strict=True))
+    ]
 
 
 def states_memory(config: EngineConfig, width: int, dtype: torch.dtype, window: int | None = None) -> MemoryPlan:
@@ -83,13 +102,26 @@ def _columns(config: EngineConfig, window: int | None, widest: int | None = None
 
 
 @lru_cache(maxsize=8)
-def _weights(config: str, packed: bool) -> int:
-    """How many numbers a model's weights have, given its configuration as JSON."""
+def _weights(config: str, packed: bool, headless: bool) -> int:
+    """How many numbers a model's weights have, given its configuration as JSON. headless: without the output head."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(config)))
+        kind: Any = AutoModel if headless else AutoModelForCausalLM
+        model = kind.from_config(AutoConfig.for_model(**json.loads(config)))
     held = sum(t.numel() for t in model.parameters()) + sum(t.numel() for t in model.buffers())
     linear = sum(m.weight.numel() for m in model.modules() if type(m) is nn.Linear)
     return int(held + (linear if packed else 0))
+
+
+def layer_sizes(model: PretrainedConfig) -> list[int]:
+    """How many numbers the weights of each layer have."""
+    return _layer_sizes(model.to_json_string())
+
+
+@lru_cache(maxsize=8)
+def _layer_sizes(config: str) -> list[int]:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(config)))
+    return [sum(t.numel() for t in (*layer.parameters(), *layer.buffers())) for layer in layers_of(model)]
 
 
 def _kv(model: PretrainedConfig, config: EngineConfig, window: int | None, widest: int | None) -> int:

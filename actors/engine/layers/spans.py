@@ -29,6 +29,8 @@ class Gate(nn.Module):
             raise TypeError(f"layer {number} is not given the cache")
         if number == forward.first and number:
             hidden = forward.enter(number)
+        if number + 1 == forward.first == len(forward.keys):  # nothing but the head runs
+            hidden = forward.enter(forward.first)
         if not forward.first <= number < forward.last:
             items = ITEMS.get(type(self.layer), 0)
             return (hidden, *[None] * (items - 1)) if items else hidden

@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Set
+from typing import Any
 
 from exspec.actors.engine.kv.pages import Store
 from exspec.actors.engine.request import Completion, FinishReason, Request, Scores, TokenLogprobs
@@ -25,6 +26,7 @@ class Sequence:
         self.error: BaseException | None = None  # of one of the request's own functions
         self.scores: list[Scores] = []
         self.logprobs: list[TokenLogprobs] = []
+        self.state: Any = None  # as in `Completion`
         self.limit = min(len(self.tokens) + request.max_new_tokens, longest)  # tokens at most, prompt included
         self.slot = -1
         self.prefilled, self.cached = -1, 0
@@ -149,7 +151,7 @@ class Pool:
         counted = sequence.statistics + timing
         name = sequence.request.id
         found = sequence.scores, sequence.logprobs
-        return Completion(name, committed, reason, stopped_by, counted, *found, sequence.error)
+        return Completion(name, committed, reason, stopped_by, counted, *found, sequence.error, sequence.state)
 
     def check(self) -> None:
         """Raise AssertionError if the invariants do not hold."""

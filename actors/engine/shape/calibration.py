@@ -25,6 +25,7 @@ from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.drafters.lookup import kind, label
 from exspec.actors.engine.drafters.registry import NONE
 from exspec.actors.engine.engine import Engine
+from exspec.actors.engine.kv.split import layer_counts, spread
 from exspec.actors.engine.layers.programs import CODE, OutOfTimeError
 from exspec.actors.engine.methods import resolve
 from exspec.actors.engine.request import Request
@@ -139,6 +140,8 @@ def calibrate(
 
     Raises ValueError if no request of the sample can be decoded, or no candidate fits the budget.
     """
+    if layer_counts(target.config):  # its layers run eagerly
+        config, free = spread(target.config, config), [name for name in free if name != "kernels"]
     longest = max((min(len(r.prompt) + r.max_new_tokens, config.capacity) for r in requests), default=0)
     return Calibrator(Models(target, draft, budget), config, free, seconds, engine, kept, longest).run(requests)
 

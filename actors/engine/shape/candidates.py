@@ -89,7 +89,7 @@ def candidates(
         if "window" not in free and rows > config.window:
             continue
         for bucket in buckets:
-            window = 3 * rows  # if it is more than the rounds need, fewer slots are made
+            window = (config.devices + 2) * rows  # if it is more than the rounds need, fewer slots are made
             windows = options("window", (window,))
             for method in methods:
                 with suppress(ValueError):  # a bucket narrower than a verify forward, for example

@@ -16,6 +16,7 @@ from exspec.actors.engine.drafters.lookup import kind, label
 from exspec.actors.engine.engine import Engine
 from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.kv.cached_model import PagedModel
+from exspec.actors.engine.kv.split import SplitModel, layer_counts
 from exspec.actors.engine.layers.programs import OutOfTimeError
 from exspec.actors.engine.methods import drafter_of
 from exspec.actors.engine.request import Request
@@ -53,7 +54,10 @@ class Costs:
         widest = longest if config.attention == "in_place" else config.kv_columns(longest)
         widest = 1 << (widest - 1).bit_length()  # few numbers, so that other jobs have measured them
         self.points = sorted({min(config.capacity, c) for c in (64, widest // 2, widest, config.capacity)})
-        same = (config.kernels, config.attention, config.capacity, config.page_size, self._sampler(len(requests)).uses)
+        same: list[Any] = [config.kernels, config.attention, config.capacity, config.page_size]
+        same += [self._sampler(len(requests)).uses, *(["embeds"] if config.embeds else [])]
+        self.devices = len(layer_counts(models.target.config) or [0])  # a forward keeps each one busy for a share of it
+        same += [f"{self.devices} devices"] if self.devices > 1 else []
         self.kept, self.form = kept, " ".join(map(str, same))
         self.known: dict[str, float] = kept.seconds(self.form) if kept else {}
         self.engines: dict[int, Engine] = {}
@@ -63,7 +67,7 @@ class Costs:
         """Seconds of draft and verify for a full group. length: cached tokens of its rows; default: the capacity."""
         length = config.capacity if length is None else length
         drafts, width = config.drafted_at(length), config.width_at(length)
-        verify = _between(self.points, kv_columns, lambda a: self._verify(config.batch_size, width, a))
+        verify = _between(self.points, kv_columns, lambda a: self._verify(config.batch_size, width, a)) / self.devices
         if not config.drafts:
             return verify
         first = _between(self.points, kv_columns, lambda a: self.propose(config, min(drafts, 1), a))
@@ -82,12 +86,13 @@ class Costs:
 
     def prefill(self, config: EngineConfig, *lengths: int) -> float:
         """Seconds to prefill prompts of these lengths together."""
-        if config.draft_window is None or not kind(config).models(self.models.draft_config):
+        window = config.draft_window if kind(config).models(self.models.draft_config) else None
+        if window is None and self.devices == 1:
             return _forwards(config, lengths) * self.chunk(config)
         alone = self.chunk(config.plain())  # a drafter with a window is fed less than the target
-        fed = [min(length, config.draft_window + config.page_size) for length in lengths]
+        fed = [length if window is None else min(length, window + config.page_size) for length in lengths]
         own = max(self.chunk(config) - alone, 0.0)
-        return _forwards(config, lengths) * alone + _forwards(config, fed) * own
+        return _forwards(config, lengths) * alone / self.devices + _forwards(config, fed) * own
 
     def _verify(self, rows: int, width: int, kv_columns: int) -> float:
         if not self.config.compiles or width > WIDTHS[-1]:
@@ -188,6 +193,8 @@ class Costs:
             def run() -> None:
                 engine.fill(batch)
                 drafter.prefill(batch)
+                if isinstance(engine.target, SplitModel):
+                    engine.target.finish()
 
             return run
 

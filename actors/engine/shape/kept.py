@@ -12,7 +12,7 @@ from exspec.actors.engine.cache import cache_folder, write_whole
 from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.faults import warn_once
 
-OWN = ("pages", "attention", "capacity")  # of each job
+OWN = ("pages", "attention", "capacity", "devices")  # of each job
 NAMES = {field.name for field in fields(EngineConfig)} - set(OWN)
 PACKAGES = ("exspec", "torch", "transformers")  # whose versions may change the speed
 

@@ -1,6 +1,6 @@
 """The memory plan of an engine before allocation, and the largest pool that fits a budget."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -8,8 +8,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.drafters.lookup import kind
+from exspec.actors.engine.drafters.registry import NONE
 from exspec.actors.engine.kv.cached_model import context_length
-from exspec.actors.engine.kv.memory import MEBIBYTE, MemoryPlan, model_memory
+from exspec.actors.engine.kv.memory import MEBIBYTE, MemoryPlan, device_memory, layer_sizes, model_memory
+from exspec.actors.engine.kv.split import layer_counts, spread
+from exspec.actors.engine.layers.packed import is_quantized
 
 SHARE = 0.9  # of the free memory for the plan; libraries need some too
 
@@ -20,9 +23,55 @@ def plan_memory(
     config: EngineConfig,
     dtype: torch.dtype,
 ) -> MemoryPlan:
-    """The memory of an engine of this shape."""
-    config = replace(config, capacity=min(config.capacity, context_length(target)))
-    return model_memory(target, config, dtype, config.width) + kind(config).memory(target, draft, config, dtype)
+    """The memory of an engine of this shape; on several devices, that of the fullest."""
+    return max(device_plans(target, draft, config, dtype), key=lambda plan: plan.total)
+
+
+def device_plans(
+    target: PretrainedConfig,
+    draft: PretrainedConfig | None,
+    config: EngineConfig,
+    dtype: torch.dtype,
+) -> list[MemoryPlan]:
+    """The memory of an engine of this shape, by device. The drafter is on the first."""
+    config = replace(spread(target, config), capacity=min(config.capacity, context_length(target)))
+    whole = model_memory(target, config, dtype, config.width)
+    drafter = kind(config).memory(target, draft, config, dtype)
+    if (layers := layer_counts(target)) is None:
+        return [whole + drafter]
+    first, *others = device_memory(whole, target, layers, dtype)
+    return [first + drafter, *others]
+
+
+def balanced(
+    target: PretrainedConfig, draft: PretrainedConfig | None, devices: int, dtype: torch.dtype, capacity: int
+) -> tuple[int, ...]:
+    """How many layers each device gets, so that the fullest one holds as little as possible, KV included. The draft is
+    on the first device. capacity: in tokens.
+
+    Raises ValueError for a target that cannot be split so.
+    """
+    sizes = layer_sizes(target)
+    count = len(sizes)
+    if devices > count:
+        raise ValueError(f"its {count} layers cannot be split over {devices} devices; expected at most {count}")
+    if is_quantized(target) or len(set(sizes)) > 1:
+        what = "weights are quantized" if is_quantized(target) else "layers differ in size"
+        raise ValueError(f"its {what}; expected a target on one device")
+    usual = EngineConfig(method="plain", drafter=NONE, capacity=min(capacity, context_length(target)))
+    whole = model_memory(target, usual, dtype, 1)
+    first = 0 if draft is None else model_memory(draft, usual, dtype, 1).total
+
+    def splits() -> Iterator[tuple[int, ...]]:
+        for own in range(1, count - devices + 2):
+            each, more = divmod(count - own, devices - 1)
+            yield (own, *[each + (number < more) for number in range(devices - 1)])
+
+    def fullest(layers: tuple[int, ...]) -> int:
+        own, *others = (plan.total for plan in device_memory(whole, target, layers, dtype))
+        return max(own + first, *others)
+
+    return min(splits(), key=fullest)
 
 
 def fit(
@@ -35,8 +84,10 @@ def fit(
     """The config with as many pages as fit `budget` bytes. If less than a quarter of the pages for all its slots fits,
     the window shrinks, and then the batch.
 
-    The capacity stays: a smaller capacity would reject rows. Raises ValueError with the smallest sufficient budget.
+    The capacity stays: a smaller capacity would reject rows. On several devices the budget is that of each. Raises
+    ValueError with the smallest sufficient budget.
     """
+    config = spread(target, config)
 
     def needed(candidate: EngineConfig) -> int:
         return plan_memory(target, draft, candidate, dtype).total
@@ -48,11 +99,20 @@ def fit(
             fitted = _fitted(shape, budget, needed)
             if fitted is not None:
                 return fitted
-    smallest = needed(replace(config, batch_size=1, window=1, pages=None))
+    least = device_plans(target, draft, replace(config, batch_size=1, window=1, pages=None), dtype)
+    smallest = max(plan.total for plan in least)
+    devices = f" on each device ({by_device(least)})" if len(least) > 1 else ""
     raise ValueError(
         f"memory: {budget / MEBIBYTE:.1f} MiB are too few for one sequence of {config.capacity} tokens; expected at "
-        f"least {smallest / MEBIBYTE:.1f} MiB, or a smaller capacity"
+        f"least {smallest / MEBIBYTE:.1f} MiB{devices}, or a smaller capacity"
     )
+
+
+def by_device(plans: Sequence[MemoryPlan]) -> str:
+    """Memory plans as text."""
+    if len(plans) == 1:
+        return str(plans[0])
+    return "; ".join(f"device {number}: {plan}" for number, plan in enumerate(plans))
 
 
 def _fitted(shape: EngineConfig, budget: int, needed: Callable[[EngineConfig], int]) -> EngineConfig | None:
@@ -72,7 +132,7 @@ def _fitted(shape: EngineConfig, budget: int, needed: Callable[[EngineConfig], i
 
 @dataclass(frozen=True)
 class Models:
-    """The models of an engine, and the memory in bytes that it may use; None: no limit."""
+    """The models of an engine, and the memory in bytes that it may use on each device; None: no limit."""
 
     target: PreTrainedModel
     draft: PreTrainedModel | None
@@ -85,7 +145,7 @@ class Models:
     def fitted(self, config: EngineConfig) -> EngineConfig:
         """The config with a window and a batch that fit. Raises ValueError with the smallest sufficient budget."""
         if self.budget is None:
-            return config
+            return spread(self.target.config, config)
         return fit(self.target.config, self.draft_config, config, self.target.dtype, self.budget)
 
     def memory(self, config: EngineConfig, longest: int) -> int:
@@ -109,11 +169,15 @@ class Models:
         """Whether engines of all configs fit at once. They share the weights, except packed ones."""
         if self.budget is None:
             return True
-        plans = [plan_memory(self.target.config, self.draft_config, c, self.target.dtype) for c in configs]
+        plans = [device_plans(self.target.config, self.draft_config, c, self.target.dtype) for c in configs]
+        return all(self._together(of_device, configs) <= self.budget for of_device in zip(*plans, strict=True))
+
+    def _together(self, plans: Sequence[MemoryPlan], configs: Sequence[EngineConfig]) -> int:
+        """Bytes of engines on one device."""
         weights = [plan.weights for plan in plans]
         packed = [plan.weights for plan, c in zip(plans, configs, strict=True) if c.packs]
         others = sum(plan.total - plan.weights for plan in plans)
-        return others + max(sum(packed), max(weights)) <= self.budget
+        return others + max(sum(packed), max(weights))
 
 
 def free_memory(device: torch.device) -> int:

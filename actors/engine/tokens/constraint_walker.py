@@ -88,7 +88,6 @@ class ConstraintWalker:
         self.constrained: dict[int, tuple[Sequence, Constraint]] = {
             row: (s, s.constraint) for row, s in enumerate(sequences) if s is not None and s.constraint is not None
         }
-        masks.free(row for row in range(self.rows) if row not in self.constrained)
         self.walked: dict[int, list[int]] = {}  # by row: the tokens that its constraint was advanced by
         self.no_choice: dict[int, list[bool]] = {}  # by row and position: whether only one token was allowed
         self.proposed = [0] * self.rows  # by row: tokens of the draft or of its correction, whichever is longer
@@ -150,6 +149,8 @@ class ConstraintWalker:
     def write_masks(self, width: int) -> Tensor:
         """The masks of `width` positions, on the device: int32 [R, width, words]."""
         self.rewind()
+        # Not before: another round may have written masks since this one began.
+        self.masks.free(row for row in range(self.rows) if row not in self.constrained)
         for position in range(width):
             here = {row: self.constrained[row][1] for row, tokens in self.walked.items() if len(tokens) >= position}
             self.masks.write(position, here)

@@ -136,15 +136,20 @@ def placed(make: Callable[[], M]) -> M:
     """A model that is made on the host, with its weights on the device."""
     with unset_fake_temporarily():
         made = make()
+    move(made, CUDA)
+    return made
+
+
+def move(model: nn.Module, device: torch.device) -> None:
+    """Replace a model's tensors by ones on a device."""
     moved: dict[int, Tensor] = {}  # tied weights stay tied
-    for module in made.modules():
+    for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None:
-                    new = torch.empty_like(tensor, device=CUDA)
+                    new = torch.empty_like(tensor, device=device)
                     kept = nn.Parameter(new, requires_grad=False) if isinstance(tensor, nn.Parameter) else new
                     tensors[name] = moved.setdefault(id(tensor), kept)  # type: ignore[assignment]
-    return made
 
 
 def no_fallback(line: str) -> None:

@@ -4,6 +4,7 @@ Everything runs but the kernels, the compiler and the CUDA graphs.
 """
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -16,11 +17,13 @@ from exspec.actors.engine import Engine, Request, Sampling
 from exspec.actors.engine.drafters.lookup import drafter_class
 from exspec.actors.engine.drafters.registry import DRAFTERS
 from exspec.actors.engine.kv import attention
+from exspec.actors.engine.kv.split import LAYERS, SplitModel
 from exspec.actors.engine.layers import programs
+from exspec.actors.engine.layers.spans import layers_of
 from exspec.actors.engine.tokens.constraint import Automaton, Node
 from exspec.actors.engine.tokens.sampling import Sampler
 from tests import tiny
-from tests.actors.engine.fake_cuda import CUDA, Rehearsal, Uncompiled, load_guard, placed, rehearsing
+from tests.actors.engine.fake_cuda import CUDA, Rehearsal, Uncompiled, load_guard, move, placed, rehearsing
 
 pytestmark = pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
 HOST = torch.arange(3)
@@ -131,6 +134,15 @@ def test_families_stay_on_the_device(family: str, fake: tuple[Rehearsal, Uncompi
     assert decode(made, tiny.requests(tiny.prompts(3, longest=12), 4)) == {(CUDA, torch.bfloat16)}
 
 
+@pytest.mark.parametrize("kernels", ["eager", "compiled"])
+def test_hidden_states_stay_on_the_device(kernels: str, fake: tuple[Rehearsal, Uncompiled]) -> None:
+    """Of an engine that embeds: its rounds overlap too, and it chooses no token."""
+    made = engine("none", fake[0], kernels=kernels, attention="in_place", embeds=True, columns=3)
+    rows = [Request(i, p[:1], given=[*p[1:], 0]) for i, p in enumerate(tiny.prompts(4, longest=12))]
+    assert decode(made, rows) == set()
+    assert {t.device for t in weights(made)} == {CUDA}
+
+
 def test_trials_run_up_to_their_first_look(fake: tuple[Rehearsal, Uncompiled]) -> None:
     """They compare values, which are absent here; everything before is right."""
     del fake
@@ -154,3 +166,33 @@ def test_trials_run_up_to_their_first_look(fake: tuple[Rehearsal, Uncompiled]) -
 def test_the_rehearsal_finds_what_is_wrong(wrong: Any, message: str, fake: tuple[Rehearsal, Uncompiled]) -> None:
     with pytest.raises(AssertionError, match=message):
         fake[0].recorder().wrap(wrong)(torch.zeros(3, device=CUDA))
+
+
+@pytest.mark.parametrize("drafter", ["none", "model", "suffix"])
+def test_a_target_on_two_devices_mixes_none(drafter: str, fake: tuple[Rehearsal, Uncompiled]) -> None:
+    """An operation with tensors of both devices would fail. The first one chooses tokens, and holds all but layers."""
+    rehearsal, other = fake[0], torch.device("cuda", 1)
+    target = placed(lambda: tiny.model(dtype=torch.bfloat16, num_hidden_layers=4))
+    for layer in layers_of(target)[2:]:
+        move(layer, other)
+    setattr(target.config, LAYERS, [2, 2])
+    draft = placed(lambda: tiny.model(seed=1, dtype=torch.bfloat16)) if drafter == "model" else None
+    method = {"method": "plain"} if drafter == "none" else {"drafter": drafter}
+    config = tiny.config(window=8, batch_size=2, prefill_rows=2, draft_tokens=2, attention="in_place", **method)
+    nothing: Any = lambda *_: nullcontext()  # noqa: E731
+    with (
+        patch("torch.cuda.Stream"),
+        patch("torch.cuda.stream", nothing),
+        patch("torch.cuda.device", nothing),
+        patch.object(Tensor, "record_stream", nothing),
+        patch("exspec.actors.engine.methods.recorder_for", lambda *_: rehearsal.recorder()),
+    ):
+        made = Engine(target, draft, config, recorder=rehearsal.recorder())
+        rows = tiny.requests(tiny.prompts(6, longest=12), 6)
+        rows.append(replace(rows[2], id="c", constraint=constrained, scored=5))
+        rows.append(replace(rows[2], id="l", logprobs=2))
+        assert decode(made, rows) == {(CUDA, torch.bfloat16)}
+    assert isinstance(made.target, SplitModel)
+    first, second = made.target.stages
+    assert {t.device for t in (*first.keys[:2], *first.values[:2])} == {CUDA}
+    assert {t.device for t in (*second.keys[2:], *second.values[2:])} == {other}

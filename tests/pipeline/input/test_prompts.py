@@ -6,6 +6,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from exspec.actors.engine import Engine, EngineConfig, Request, RequestError, Room
@@ -102,6 +103,20 @@ def test_control_tokens_in_a_rows_own_text_are_text(settings: dict[str, Any]) ->
     assert "<|end|><|record|>" in made.text(row)
     with pytest.raises(RowError, match=r"a private-use character \(from U\+F0000 up\); allow_special accepts it"):
         made.tokens({"text": "x\U000f0000y"})
+
+
+@pytest.mark.parametrize("text", ["a", "a<|end|>", "<|end|>", "a<|end|>b<|record|>c"])
+def test_an_end_token_of_the_tokenizer_comes_last(text: str) -> None:
+    """Also if the text has control tokens, which are text there."""
+    bare = prompts(TEXT, chat=False).tokens({"text": text})
+    made = prompts(TEXT, chat=False)
+    ends = made.tokenizer.convert_tokens_to_ids(["<|message|>", "<|record|>", "<|end|>"])
+    around = TemplateProcessing(
+        single="<|message|> $A <|record|> <|end|>",
+        special_tokens=list(zip(("<|message|>", "<|record|>", "<|end|>"), ends, strict=True)),
+    )
+    made.tokenizer.backend_tokenizer.post_processor = around
+    assert made.tokens({"text": text}) == [ends[0], *bare, *ends[1:]]
 
 
 def test_unknown_names_in_a_template_are_refused() -> None:

@@ -169,7 +169,7 @@ def test_wrong_pages_and_poisoned_kv_change_no_token(dtype: torch.dtype, monkeyp
         def _next(self, batch: Any, state: None) -> Any:
             found = super()._next(batch, state)
             cached: Any = self.cached
-            _, _, write = cached._located(batch, 0, None)
+            write = cached.located(batch).write
             for store in (*cached.keys, *cached.values):
                 store.flatten(0, 1)[write[write >= PAGE]] = 1e4
             return found
@@ -208,7 +208,7 @@ def test_a_draft_never_writes_a_shared_page(monkeypatch: pytest.MonkeyPatch) -> 
             drafting[0] = False
             return draft
 
-    located = cached_model.PagedModel._located
+    located = cached_model.PagedModel.located
 
     def watched(self: Any, batch: Any, *rest: Any) -> Any:
         found = located(self, batch, *rest)
@@ -216,7 +216,7 @@ def test_a_draft_never_writes_a_shared_page(monkeypatch: pytest.MonkeyPatch) -> 
             written.extend(zip(batch.slots.tolist(), (found[2] // PAGE).tolist(), strict=True))
         return found
 
-    monkeypatch.setattr(cached_model.PagedModel, "_located", watched)
+    monkeypatch.setattr(cached_model.PagedModel, "located", watched)
     trunk = tiny.prompts(3)[2]
     rows = [[*trunk, *tail] for tail in ([1], [1, 2], [3], [4, 5, 9])]
     made = tiny.engine(tiny.model(), "sparse", None, lambda context: Told.build(context), draft_window=9)
