@@ -171,71 +171,59 @@ def tune(job: Job) -> None:
     jobs.tune(job)
 
 
-@command(
+EXITS = """
+Exit codes: 0 all rows are done, including rows with an error; 1 rows are missing, because chunks were set aside
+or the job broke off (run it again), or too many rows have an error; 2 the job was refused before it started;
+3 a bug in exspec; 130 interrupted.
+"""
+
+
+def starts(kind: type[Job], *examples: str) -> Callable[[Callable[[], None]], None]:
+    """Make a command that runs jobs of a kind. The decorated function names it, and its docstring says what it does."""
+
+    def make(described: Callable[[], None]) -> None:
+        def start(
+            job: Job,
+            plan: PlanOnly = False,
+            restart: Restart = False,
+            retry_errors: RetryErrors = False,
+            repair: Repair = None,
+            quiet: Quiet = False,
+        ) -> None:
+            _run(job, restart, retry_errors, repair, quiet, plan)
+
+        start.__name__, start.__doc__ = described.__name__, f"{described.__doc__}\n{EXITS}"
+        command(*examples)(with_settings(kind)(start))
+
+    return make
+
+
+@starts(
+    LabelJob,
     "exspec label --input messages/ --output labels/ --fields urgency=high,low,normal --no-json-spaces",
     "exspec label --job nightly.yaml --since last --review-share 0.02",
     "exspec label --job job.yaml --labels yes --labels no --gold-column answer",
 )
-@with_settings(LabelJob)
-def label(
-    job: LabelJob,
-    plan: PlanOnly = False,
-    restart: Restart = False,
-    retry_errors: RetryErrors = False,
-    repair: Repair = None,
-    quiet: Quiet = False,
-) -> None:
-    """Label the rows of the input: one label from a list, one for each of several fields, or JSON of a schema.
-
-    Exit codes: 0 all rows are done, including rows with an error; 1 rows are missing, because chunks were set aside
-    or the job broke off (run it again), or too many rows have an error; 2 the job was refused before it started;
-    3 a bug in exspec; 130 interrupted.
-    """
-    _run(job, restart, retry_errors, repair, quiet, plan)
+def label() -> None:
+    """Label the rows of the input: one label from a list, one for each of several fields, or JSON of a schema."""
 
 
-@command(
+@starts(
+    ScoreJob,
     "exspec score --input answers/ --output scores/ --completion-column answer",
     "exspec score --job job.yaml --choices yes --choices no --choose-by mean",
 )
-@with_settings(ScoreJob)
-def score(
-    job: ScoreJob,
-    plan: PlanOnly = False,
-    restart: Restart = False,
-    retry_errors: RetryErrors = False,
-    repair: Repair = None,
-    quiet: Quiet = False,
-) -> None:
-    """Compute the log-probabilities of given completions, or choose the likeliest of several.
-
-    Exit codes: 0 all rows are done, including rows with an error; 1 rows are missing, because chunks were set aside
-    or the job broke off (run it again), or too many rows have an error; 2 the job was refused before it started;
-    3 a bug in exspec; 130 interrupted.
-    """
-    _run(job, restart, retry_errors, repair, quiet, plan)
+def score() -> None:
+    """Compute the log-probabilities of given completions, or choose the likeliest of several."""
 
 
-@command(
+@starts(
+    EmbedJob,
     "exspec embed --input messages/ --output vectors/",
     "exspec embed --job job.yaml --pooling mean --dimensions 256",
 )
-@with_settings(EmbedJob)
-def embed(
-    job: EmbedJob,
-    plan: PlanOnly = False,
-    restart: Restart = False,
-    retry_errors: RetryErrors = False,
-    repair: Repair = None,
-    quiet: Quiet = False,
-) -> None:
-    """Compute the embedding of each prompt: a vector of the target's hidden states.
-
-    Exit codes: 0 all rows are done, including rows with an error; 1 rows are missing, because chunks were set aside
-    or the job broke off (run it again), or too many rows have an error; 2 the job was refused before it started;
-    3 a bug in exspec; 130 interrupted.
-    """
-    _run(job, restart, retry_errors, repair, quiet, plan)
+def embed() -> None:
+    """Compute the embedding of each prompt: a vector of the target's hidden states."""
 
 
 @command(

@@ -13,7 +13,7 @@ from transformers import AutoConfig, PretrainedConfig
 from exspec.actors.adapter import CONFIG
 from exspec.actors.engine import EngineConfig, Request
 from exspec.actors.engine.config import DRAFTING, SETTINGS, Method
-from exspec.actors.engine.drafters.lookup import available, drafter_class, kind, label, refusal
+from exspec.actors.engine.drafters.lookup import available, drafter_class, kind, label
 from exspec.actors.engine.drafters.registry import DRAFTERS, NONE
 from exspec.actors.engine.kv.cached_model import context_length
 from exspec.actors.engine.kv.memory import MEBIBYTE, MemoryPlan
@@ -94,7 +94,7 @@ def shape_of(job: Job, models: Sequence[PretrainedConfig], rows: int, stored: di
             config = _resumed_config(job, known_shape(stored), own, drafters)
     except ValueError as error:
         raise JobError(str(error)) from error
-    if why := refusal(config, target, draft):
+    if why := kind(config).refusal(target, draft, config):
         raise JobError(f"drafter {config.drafter}: {why}")
     if stored is not None and config.kernels != "eager" and device_count(job) > 1:
         raise JobError(
@@ -265,7 +265,7 @@ def recalled(shape: Shape, kept: Kept, models: Sequence[PretrainedConfig]) -> Sh
     chosen: dict[str, Any] = {n: found[n] for n in (*AUTO, *DRAFTING, "prefill_rows", "prefill_columns")}
     with suppress(ValueError):  # this job's capacity may exclude a setting
         config = replace(shape.config, **chosen, kernels=UNCOMPILED.get(found["kernels"], found["kernels"]))
-        if refusal(config, models[0], models[1] if len(models) > 1 else None) is None:
+        if kind(config).refusal(models[0], models[1] if len(models) > 1 else None, config) is None:
             return shape if config == shape.config else replace(shape, config=config, reason=RECALLED)
     return shape
 

@@ -432,7 +432,8 @@ class Engine:
         return self._round(group, draft, batch)
 
     def _round(self, group: Group, draft: Draft, batch: Batch, states: States | None = None) -> Round:
-        """states: of the batch's tokens, if the target is on several devices."""
+        """Have the target choose the tokens of a round. states: of the batch's tokens, if the target is on several
+        devices."""
         candidates = Candidates()
         picked: Any
         if group.walker is None:

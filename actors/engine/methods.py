@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from exspec.actors.engine.config import UNPACKED, EngineConfig
 from exspec.actors.engine.drafters.draft_length import DraftLength, draft_length
 from exspec.actors.engine.drafters.drafter import Drafter, DrafterContext, MakeCached, MakeDrafter, NoDraft
-from exspec.actors.engine.drafters.lookup import kind, refusal
+from exspec.actors.engine.drafters.lookup import kind
 from exspec.actors.engine.faults import warn_once
 from exspec.actors.engine.graphs import CudaGraphs, Eager, Recorder
 from exspec.actors.engine.kv.cached_model import (
@@ -98,7 +98,7 @@ def drafter_of(context: DrafterContext) -> Drafter:
     """The drafter of the config. Raises ValueError if it cannot draft with these models."""
     config, drafter = context.config, kind(context.config)
     draft = None if context.draft is None else context.draft.config
-    reason = refusal(config, context.target.config, draft) or drafter.trial(context.target, config)
+    reason = drafter.refusal(context.target.config, draft, config) or drafter.trial(context.target, config)
     if reason:
         raise ValueError(f"method {config.method} with the drafter {config.drafter}: {reason}")
     return drafter.build(context)

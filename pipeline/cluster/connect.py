@@ -252,8 +252,8 @@ def actors_that_fit(job: Job, memory: int) -> int:
     import ray
 
     have = ray.cluster_resources()
-    if each := gpus(job):  # an actor has all its GPUs on one node
-        return max(1, sum(int(count / each) for count in _on_nodes("GPU")))
+    if gpus(job):
+        return max(1, _on_gpus(job))
     cores = job.actor_range[1] if _address(job) == "local" else int(have.get("CPU", 1)) // job.threads
     return max(1, min(cores, int(have.get("memory", memory)) // memory))
 
@@ -273,6 +273,11 @@ def _short(job: Job) -> str:
     return ""
 
 
+def _on_gpus(job: Job) -> int:
+    """Number of actors that the cluster has GPUs for. An actor has all its GPUs on one node."""
+    return sum(int(count / gpus(job)) for count in _on_nodes("GPU"))
+
+
 def _on_nodes(name: str) -> list[float]:
     """How much of a resource each node has."""
     import ray
@@ -288,9 +293,9 @@ def lacking(job: Job, long: bool) -> str:
 
     if (short := short_of_memory()) or not long:
         return short
-    count, each = job.actor_range[0], gpus(job)
+    count = job.actor_range[0]
     enough = ray.cluster_resources().get("CPU", 0) >= count * ACTOR
-    if enough and (not each or sum(int(have / each) for have in _on_nodes("GPU")) >= count):
+    if enough and (not gpus(job) or _on_gpus(job) >= count):
         return f"there is room for them; they are still loading models; Ray's logs: {logs()}"
     have, free = ray.cluster_resources(), ray.available_resources()
     needed = [f"{count:g} {name}" for name, count in _needs(job).items() if count]

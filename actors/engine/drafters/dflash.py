@@ -56,8 +56,8 @@ class DFlash(HeadDrafter):
         return int(draft.block_size) - 1
 
     @classmethod
-    def refusal(cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig) -> str | None:
-        if reason := super().refusal(target, draft, config):
+    def unfit(cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig) -> str | None:
+        if reason := super().unfit(target, draft, config):
             return reason
         assert isinstance(draft, DFlashConfig)
         text = target.get_text_config()

@@ -19,7 +19,7 @@ from exspec.actors.engine.graphs import Recorder
 from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.kv.cached_model import CachedModel
 from exspec.actors.engine.kv.memory import MemoryPlan, model_memory
-from exspec.actors.engine.kv.split import SplitModel
+from exspec.actors.engine.kv.split import SplitModel, layer_counts
 from exspec.actors.engine.scheduling.group import Group
 from exspec.actors.engine.tokens.constraint_walker import narrowed
 from exspec.actors.engine.tokens.sampling import Sampler
@@ -142,6 +142,13 @@ class Drafter(ABC):
     @classmethod
     def refusal(cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig) -> str | None:
         """The reason why it cannot draft for this target with this draft; None if it can."""
+        if cls.inside and layer_counts(target):
+            return "it reads the target's layers, which lie on several devices; expected a draft model, suffix or none"
+        return cls.unfit(target, draft, config)
+
+    @classmethod
+    def unfit(cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig) -> str | None:
+        """As `refusal`, for a target on one device."""
         return "it needs a draft model" if cls.needs_draft and draft is None else None
 
     @classmethod

@@ -45,8 +45,8 @@ class Eagle3(HeadDrafter):
         return tuple(draft.aux_layers or (2, layers // 2, layers - 3))
 
     @classmethod
-    def refusal(cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig) -> str | None:
-        if reason := super().refusal(target, draft, config):
+    def unfit(cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig) -> str | None:
+        if reason := super().unfit(target, draft, config):
             return reason
         assert isinstance(draft, Eagle3Config)
         text = target.get_text_config()

@@ -39,7 +39,7 @@ class EarlyExit(Drafter):
     probed_with: ClassVar[int] = 4
 
     @classmethod
-    def refusal(cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig) -> str | None:
+    def unfit(cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig) -> str | None:
         layers = target.get_text_config().num_hidden_layers
         if config.method == "eqspec":
             return "method eqspec moves the KV that early exit would share with the target"

@@ -75,7 +75,7 @@ class HeadDrafter(DraftModel):
         """Layers of the target whose output the features are, counted from 1."""
 
     @classmethod
-    def refusal(cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig) -> str | None:
+    def unfit(cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig) -> str | None:
         if not isinstance(draft, cls.configures):
             return f"it needs {cls.asks} as its draft"
         if config.method == "eqspec":

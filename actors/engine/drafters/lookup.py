@@ -9,7 +9,6 @@ from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.drafters.drafter import Drafter
 from exspec.actors.engine.drafters.head import HeadDrafter
 from exspec.actors.engine.drafters.registry import DRAFTERS, NONE, check_name
-from exspec.actors.engine.kv.split import layer_counts
 from exspec.actors.engine.learners.learner import Learner
 
 
@@ -35,23 +34,10 @@ def label(config: EngineConfig) -> str:
     return kind(config).label(config) if config.drafts else NONE
 
 
-def refusal(config: EngineConfig, target: PretrainedConfig, draft: PretrainedConfig | None) -> str | None:
-    """The reason why the config's drafter cannot draft for a target with this draft; None if it can."""
-    return _refusal(kind(config), config, target, draft)
-
-
-def _refusal(
-    drafter: type[Drafter], config: EngineConfig, target: PretrainedConfig, draft: PretrainedConfig | None
-) -> str | None:
-    if drafter.inside and layer_counts(target):
-        return "it reads the target's layers, which lie on several devices; expected a draft model, suffix or none"
-    return drafter.refusal(target, draft, config)
-
-
 def available(target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig) -> list[str]:
     """The names of the drafters that can draft for a target with this draft, in the order of the registry."""
     names = [name for name in DRAFTERS if name != NONE]
-    return [name for name in names if _refusal(drafter_class(name), config, target, draft) is None]
+    return [name for name in names if drafter_class(name).refusal(target, draft, config) is None]
 
 
 def head_of(config: dict[str, Any]) -> type[HeadDrafter] | None:

@@ -34,7 +34,7 @@ class DraftModel(Drafter):
     learner: ClassVar[str | None] = "exspec.actors.engine.learners.model:ModelLearner"
 
     @classmethod
-    def refusal(cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig) -> str | None:
+    def unfit(cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig) -> str | None:
         if draft is None:
             return "it needs a draft model"
         if made_for := getattr(draft, "head_for", None):

@@ -32,7 +32,7 @@ class Sparse(DraftModel):
     probed_with: ClassVar[int] = 4
 
     @classmethod
-    def refusal(cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig) -> str | None:
+    def unfit(cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig) -> str | None:
         if config.method == "eqspec":
             return "method eqspec moves the KV that it would share with the target"
         if (window := window_of(config)) < config.capacity:

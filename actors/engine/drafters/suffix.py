@@ -40,7 +40,7 @@ class Suffix(Drafter):
     learns: ClassVar[bool] = True
 
     @classmethod
-    def refusal(cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig) -> str | None:
+    def unfit(cls, target: PretrainedConfig, draft: PretrainedConfig | None, config: EngineConfig) -> str | None:
         size = target.get_text_config().vocab_size
         return f"it looks up tokens below {1 << BITS}, and the target has {size} tokens" if size > 1 << BITS else None
 

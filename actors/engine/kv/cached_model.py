@@ -15,7 +15,7 @@ from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
 from exspec.actors.engine.config import COMPILED, KernelsName
 from exspec.actors.engine.kv.batch import Batch
-from exspec.actors.engine.kv.forward import Filled, Forward, Left, running
+from exspec.actors.engine.kv.forward import Filled, Forward, running
 from exspec.actors.engine.kv.pages import BIN, Pages
 from exspec.actors.engine.kv.window import Reads, Rings, chosen_pages, recent_pages
 from exspec.actors.engine.layers.adapters import using
@@ -179,20 +179,6 @@ class PagedModel:
         located = self.located(batch, reads)
         forward = self.forward_of(located, first, last or len(self.keys), fills, weights)
         return self.apply(located, forward, input_ids=batch.tokens, **options)
-
-    def between(
-        self, located: Located, first: int, last: int, fills: bool, entering: Tensor | None, **inputs: Tensor
-    ) -> Tensor | None:
-        """Run the layers first .. last - 1 alone. Returns the hidden states [R, Q, D] after them; None from a fill.
-        entering: the hidden states before them, unless they are the first ones."""
-        forward = self.forward_of(located, first, last, fills, entering=entering, stops=True)
-        try:
-            self.apply(located, forward, **inputs)
-        except Left as left:
-            return left.hidden
-        except Filled:
-            return None
-        raise AssertionError("layers returned without leaving")
 
     def located(self, batch: Batch, reads: Reads | None = None) -> Located:
         """The locations of a batch's tokens, and the pages that its rows read: `reads`, if not all or the window's."""

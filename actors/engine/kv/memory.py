@@ -63,8 +63,7 @@ def model_memory(
 ) -> MemoryPlan:
     """The memory of a model with KV in the engine's slots. columns: per row, those whose logits a forward computes.
     window: tokens that its KV is limited to. widest: columns of its widest forward; default: of the target's."""
-    own = model.to_json_string(), config.packs, config.embeds
-    weights = getattr(model, LOADED, None) or _weights(*own) * dtype.itemsize
+    weights = getattr(model, LOADED, None) or _weights(model, config.packs, config.embeds) * dtype.itemsize
     text = model.get_text_config()
     return MemoryPlan(
         weights=weights + getattr(model, ADAPTERS, 0) * (2 if config.packs else 1),
@@ -101,27 +100,30 @@ def _columns(config: EngineConfig, window: int | None, widest: int | None = None
     return (pages + 1) * config.page_size
 
 
-@lru_cache(maxsize=8)
-def _weights(config: str, packed: bool, headless: bool) -> int:
-    """How many numbers a model's weights have, given its configuration as JSON. headless: without the output head."""
-    with torch.device("meta"):
-        kind: Any = AutoModel if headless else AutoModelForCausalLM
-        model = kind.from_config(AutoConfig.for_model(**json.loads(config)))
-    held = sum(t.numel() for t in model.parameters()) + sum(t.numel() for t in model.buffers())
-    linear = sum(m.weight.numel() for m in model.modules() if type(m) is nn.Linear)
-    return int(held + (linear if packed else 0))
+def _weights(model: PretrainedConfig, packed: bool, headless: bool) -> int:
+    """How many numbers a model's weights have. headless: without the output head."""
+    held, linear, _ = _sizes(model.to_json_string(), headless)
+    return held + (linear if packed else 0)
 
 
 def layer_sizes(model: PretrainedConfig) -> list[int]:
     """How many numbers the weights of each layer have."""
-    return _layer_sizes(model.to_json_string())
+    return _sizes(model.to_json_string())[2]
 
 
 @lru_cache(maxsize=8)
-def _layer_sizes(config: str) -> list[int]:
+def _sizes(config: str, headless: bool = False) -> tuple[int, int, list[int]]:
+    """How many numbers the weights of a model have, of its linear layers, and of each of its layers, given its
+    configuration as JSON."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(config)))
-    return [sum(t.numel() for t in (*layer.parameters(), *layer.buffers())) for layer in layers_of(model)]
+        kind: Any = AutoModel if headless else AutoModelForCausalLM
+        model = kind.from_config(AutoConfig.for_model(**json.loads(config)))
+    linear = sum(m.weight.numel() for m in model.modules() if type(m) is nn.Linear)
+    return _held(model), linear, [_held(layer) for layer in layers_of(model)]
+
+
+def _held(module: nn.Module) -> int:
+    return sum(t.numel() for t in (*module.parameters(), *module.buffers()))
 
 
 def _kv(model: PretrainedConfig, config: EngineConfig, window: int | None, widest: int | None) -> int:

@@ -1,6 +1,6 @@
 """A target whose layers lie on several devices of one process.
 
-Everything but the layers stays on the first device: embeddings, output head, the choice of tokens, the drafter. A
+Everything but the layers stays on the first device: token embeddings, output head, choice of tokens, drafter. A
 forward visits the devices in turn. Only hidden states cross, and where their tokens lie. So as many rounds can be under
 way as there are devices, and each device works on another one. No sum changes: the tokens are those of one device.
 """
@@ -20,6 +20,7 @@ from exspec.actors.engine.config import EngineConfig
 from exspec.actors.engine.graphs import Eager, Recorder
 from exspec.actors.engine.kv.batch import Batch
 from exspec.actors.engine.kv.cached_model import Located, PagedModel
+from exspec.actors.engine.kv.forward import Filled, Left
 from exspec.actors.engine.kv.pages import Pages
 from exspec.actors.engine.layers.spans import layers_of
 
@@ -143,8 +144,14 @@ class Stage(PagedModel):
         """The hidden states [R, Q, D] after this stage's layers; None of a fill. given: token ids [R, Q] for the first
         stage, hidden states for others."""
         first, last = self.part.start, self.part.stop
-        inputs = {"inputs_embeds": given} if first else {"input_ids": given}
-        return self.between(located, first, last, fills, given if first else None, **inputs)
+        forward = self.forward_of(located, first, last, fills, entering=given if first else None, stops=True)
+        try:
+            self.apply(located, forward, **{"inputs_embeds" if first else "input_ids": given})
+        except Left as left:
+            return left.hidden
+        except Filled:
+            return None
+        raise AssertionError("layers returned without leaving")
 
     @torch.inference_mode()
     def head(self, hidden: Tensor, located: Located) -> Tensor:

@@ -57,7 +57,6 @@ class Costs:
         same: list[Any] = [config.kernels, config.attention, config.capacity, config.page_size]
         same += [self._sampler(len(requests)).uses, *(["embeds"] if config.embeds else [])]
         self.devices = len(layer_counts(models.target.config) or [0])  # a forward keeps each one busy for a share of it
-        same += [f"{self.devices} devices"] if self.devices > 1 else []
         self.kept, self.form = kept, " ".join(map(str, same))
         self.known: dict[str, float] = kept.seconds(self.form) if kept else {}
         self.engines: dict[int, Engine] = {}
