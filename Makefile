@@ -15,7 +15,7 @@ test: setup
 	$(PYTEST) -m "not slow"
 
 slow: setup
-	$(PYTEST) -m slow --durations 20
+	$(PYTEST) -m slow --ignore tests/hosts --durations 20
 
 setup: .venv/installed
 

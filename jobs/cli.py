@@ -467,7 +467,7 @@ def submit(
     address: Address = None,
     name: Annotated[str | None, typer.Option(help="Id of the job. It must be new to the cluster.")] = None,
     detach: Annotated[bool, typer.Option(help="Print the job's id and do not follow the job.")] = False,
-    wheel: Annotated[bool, typer.Option(help="Send this exspec as a wheel, or use the one in the image.")] = True,
+    send: Annotated[bool, typer.Option(help="Send this exspec, or use the one in the image.")] = True,
     env: Annotated[
         list[str] | None,
         typer.Option(help="Environment variable: NAME=VALUE, or NAME to copy it. Everyone with the token can read it."),
@@ -486,7 +486,7 @@ def submit(
     from exspec.jobs.cluster.client import Cluster
 
     call = job.parse(context, command, arguments or [])
-    raise typer.Exit(job.submit(call, Cluster(address), name, detach, wheel, env or [], gpus))
+    raise typer.Exit(job.submit(call, Cluster(address), name, detach, send, env or [], gpus))
 
 
 @command(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from exspec.jobs.cluster.client import MARK, Cluster
-from exspec.jobs.cluster.wheel import build_wheel
+from exspec.jobs.cluster.package import copy_package
 from exspec.jobs.options import demo_models
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.job.settings import load_job, read_job_file
@@ -36,7 +36,7 @@ class Call:
 
 
 def submit(
-    call: Call, cluster: Cluster, name: str | None, detach: bool, wheel: bool, env: list[str], gpus: float
+    call: Call, cluster: Cluster, name: str | None, detach: bool, send: bool, env: list[str], gpus: float
 ) -> int:
     """Send the call, follow the log and return the exit code. With `detach`, return 0 without following."""
     if name is not None and not re.fullmatch(r"[\w.-]+", name):
@@ -49,8 +49,8 @@ def submit(
         for file, content in call.files.items():
             (folder / file).write_bytes(content)
         environment: dict[str, Any] = {"working_dir": str(folder), "env_vars": variables}
-        if wheel:
-            environment["py_modules"] = [str(build_wheel(Path(temporary)))]
+        if send:
+            environment["py_modules"] = [str(copy_package(Path(temporary), folder))]
         job = cluster.submit(
             entrypoint=f"python -m exspec.jobs.cluster.submitted {ARGUMENTS}",
             submission_id=name or f"exspec-{call.command}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}",

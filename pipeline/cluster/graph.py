@@ -1,6 +1,7 @@
 """The Ray Data graph: readers on CPUs read chunks and render prompts; actors decode them and stage the results."""
 
 import logging
+import os
 import pickle
 from collections.abc import Generator as Yields
 from collections.abc import Iterator, Sequence
@@ -93,6 +94,18 @@ def results(
             yield from (pickle.loads(result) for result in batch["result"].to_pylist())
 
 
+def versions() -> dict[str, str]:
+    """The versions here of the packages that compute tokens."""
+    import torch
+    import transformers
+
+    return {"torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def _listed(found: dict[str, str]) -> str:
+    return " and ".join(f"{name} {version}" for name, version in found.items())
+
+
 def read_together(tasks: Iterator[Task]) -> Iterator[list[Task]]:
     """The tasks of each reader task: a shard, so that its row groups are decoded once, or several small shards.
 
@@ -120,12 +133,18 @@ class PairLoader:
 
     def __init__(self, job: Job, config: EngineConfig, on: str, parts: Sequence[str] = ()) -> None:
         self.job, self.config, self.on, self.parts = job, config, on, parts
-        self.window = config.window
+        self.window, self.versions = config.window, versions()
 
     def __call__(self, window: int) -> tuple[Engine, Any]:
         import torch
         from transformers.utils.logging import disable_progress_bar
 
+        if other := {name: here for name, here in versions().items() if here != self.versions[name]}:
+            raise JobError(
+                f"host {os.uname().nodename}: has {_listed(other)}, but the job began with "
+                f"{_listed({name: self.versions[name] for name in other})}, and tokens may differ; install the same "
+                "there, or remove the node from the cluster"
+            )
         disable_progress_bar()
         torch.set_num_threads(self.job.threads)
         config = self.config

@@ -8,17 +8,18 @@ import sys
 import tempfile
 import tomllib
 import urllib.request
-import zipfile
 from collections.abc import Iterator
+from importlib.metadata import Distribution, version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray._private.runtime_env.packaging import get_uri_for_directory
 from ray.job_submission import JobStatus
 
 from exspec.jobs.cluster.client import Cluster, exit_code, outcome
-from exspec.jobs.cluster.wheel import build_wheel
+from exspec.jobs.cluster.package import copy_package
 from exspec.jobs.demo.shards import write_shards
 from exspec.pipeline.errors import JobError
 from tests.jobs.calls import overwrite, rows_of
@@ -274,21 +275,23 @@ def test_a_lost_connection_neither_drops_nor_repeats_a_line(capsys: pytest.Captu
     assert capsys.readouterr().out == "one\ntwo\nthree\n"
 
 
-def test_the_wheel_has_the_package_and_nothing_else(tmp_path: Path) -> None:
-    """No other folder of the checkout, and no dependencies, because pip would install them next to the cluster's."""
-    wheel = build_wheel(tmp_path)
+def test_a_job_brings_the_package_and_nothing_else(tmp_path: Path) -> None:
+    """No other folder of the checkout, and no dependencies. Ray names the copy by its content."""
+    copies = []
+    for name in ("one", "other"):
+        (tmp_path / name / "job").mkdir(parents=True)
+        copies.append(copy_package(tmp_path / name, tmp_path / name / "job"))
+    names = {path.relative_to(tmp_path / "one").as_posix() for path in copies[0].rglob("*") if path.is_file()}
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
-        (place,) = [name for name in names if name.endswith("METADATA")]
-        assert "Requires-Dist" not in archive.read(place).decode()
     packages = {name.rsplit("/", 1)[0].replace("/", ".") for name in names if name.endswith("/__init__.py")}
     assert packages == set(listed)
-    assert {name.split("/")[0] for name in names} == {"exspec", place.split("/")[0]}
-    assert {"exspec/py.typed", "exspec/jobs/demo/pair/training.json", "exspec/pipeline/output/page.html"} <= set(names)
+    assert {"exspec/py.typed", "exspec/jobs/demo/pair/training.json", "exspec/pipeline/output/page.html"} <= names
     assert not [name for name in names if "__pycache__" in name]
-    content = wheel.read_bytes()
-    assert (build_wheel(tmp_path) == wheel, wheel.read_bytes() == content) == (True, True), "named by its content"
+    (place,) = (tmp_path / "one/job").iterdir()
+    assert Distribution.at(place).version == version("exspec")
+    assert "Requires-Dist" not in (place / "METADATA").read_text()
+    first, second = (get_uri_for_directory(str(copy), include_gitignore=True) for copy in copies)
+    assert first == second
 
 
 @pytest.mark.parametrize("address", ["localhost:8265", "ray://localhost:10001"])

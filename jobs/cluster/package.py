@@ -1,0 +1,33 @@
+"""Copies the running package for a Ray cluster, which puts it on the path of one job."""
+
+import shutil
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import exspec
+from exspec.pipeline.errors import JobError
+
+FOLDERS = ("actors", "jobs", "pipeline")  # the checkout of an editable install has other folders too
+
+
+def copy_package(folder: Path, beside: Path) -> Path:
+    """Copy the package into `folder`, and its metadata into `beside`; returns the copy. Raises JobError if it is not
+    installed.
+
+    It is not a wheel. Ray names a wheel by its file name, so all jobs share it, and when a node joins, Ray installs it
+    there for several jobs at the same time. The second installation fails and removes the first, and no job can use
+    the node again. Ray unpacks a folder once. It has no dependencies: the cluster's image provides torch and Ray.
+    """
+    try:
+        number = version("exspec")
+    except PackageNotFoundError as error:
+        raise JobError("exspec is not installed, so its version is unknown; install it, or use --no-send") from error
+    root, copy = Path(exspec.__file__).parent, folder / "exspec"
+    copy.mkdir()
+    for path in (*root.glob("*.py"), root / "py.typed"):
+        shutil.copy(path, copy)
+    for top in FOLDERS:
+        shutil.copytree(root / top, copy / top, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+    (information := beside / f"exspec-{number}.dist-info").mkdir()
+    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: exspec\nVersion: {number}\n")
+    return copy

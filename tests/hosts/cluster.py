@@ -1,0 +1,223 @@
+"""A Ray cluster on hosts, started with the commands of the page `jobs/docs/cluster.md`, a store, and a user's host."""
+
+import json
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+from moto.server import ThreadedMotoServer
+
+from tests.hosts.network import PLACE, Host, Network, until
+from tests.hosts.store import Store
+from tests.pipeline import jobs
+from tests.pipeline.s3 import connected
+
+WORKERS = ("w1", "w2", "w3")
+BUCKET = "hosts"
+CPUS = "2"  # of a host; the machine may have more
+MEMORY = str(100 * 2**20)  # of a host's object store
+STARTED = 120  # seconds until all nodes are there
+ENDED = 900  # seconds that a job may take
+# One sequence at a time and no compiled code: slow, so that a fault has the time to meet a job that decodes.
+SHAPE: dict[str, Any] = {
+    "id_column": "key", "max_new_tokens_column": "budget", "rows_per_chunk": 8, "method": "plain", "batch_size": 1,
+    "window": 1, "bucket": 64, "actors": "4", "attempts": 20,
+}  # fmt: skip
+
+
+class Cluster:
+    """The hosts: `head` and `workers` run Ray, `user` submits jobs. They reach the store through `store`."""
+
+    def __init__(self, folder: Path, options: dict[str, Any]) -> None:
+        self.folder, self.options = folder, options
+        self.network = Network(folder, ["head", *WORKERS, "late", "user", "s3"])
+        hosts = self.network.hosts
+        self.head, self.user, self.late = hosts["head"], hosts["user"], hosts["late"]
+        self.workers = [hosts[name] for name in WORKERS]
+        self.store = Store(hosts["s3"], options["endpoint_url"], {h.address: h.name for h in hosts.values()})
+        for host in hosts.values():
+            self._equip(host)
+        self.head.run("ray", "get-auth-token", "--generate")
+        token = (self.head.disk / "home/.ray/auth_token").read_text()
+        for host in hosts.values():
+            (host.disk / "home/.ray").mkdir(parents=True, exist_ok=True)
+            (host.disk / "home/.ray/auth_token").write_text(token)
+        self.start_head()
+        for worker in self.workers:
+            self.start_worker(worker)
+        self.wait_for(1 + len(WORKERS))
+
+    def _equip(self, host: Host) -> None:
+        (host.disk / "home").mkdir(exist_ok=True)
+        (host.disk / "tmp").mkdir(exist_ok=True)
+        host.variables = {
+            "HOME": f"{PLACE}/home", "TMPDIR": f"{PLACE}/tmp", "RAY_TMPDIR": PLACE, "RAY_AUTH_MODE": "token",
+            "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin:/usr/sbin:/sbin", "RAY_USAGE_STATS_ENABLED": "0",
+            "HF_HUB_OFFLINE": "1", "AWS_ENDPOINT_URL": self.store.endpoint, "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_ACCESS_KEY_ID": self.options["key"], "AWS_SECRET_ACCESS_KEY": self.options["secret"],
+            "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "RAY_AUTH_TOKEN_PATH": "", "EXSPEC_CACHE": "",
+        }  # fmt: skip
+        host.variables = {name: value for name, value in host.variables.items() if value}
+
+    def start_head(self) -> None:
+        command = "ray start --head --port 6379 --dashboard-host 0.0.0.0"
+        self.head.run(*command.split(), "--num-cpus", CPUS, "--object-store-memory", MEMORY, timeout=STARTED)
+
+    def start_worker(self, host: Host, **variables: str) -> None:
+        command = "ray start --address head:6379"
+        host.run(*command.split(), "--num-cpus", CPUS, "--object-store-memory", MEMORY, timeout=STARTED, **variables)
+
+    def restart(self, host: Host, size: str = "", **variables: str) -> None:
+        """Start a worker anew. size: of its disk."""
+        self.network.reboot(host, size)
+        self.start_worker(host, **variables)
+
+    def alive(self) -> list[str]:
+        """The names of the hosts whose nodes Ray believes to be alive."""
+        program = (
+            "import ray; ray.init(address='auto', log_to_driver=False, logging_level='error');"
+            "print(*(n['NodeManagerHostname'] for n in ray.nodes() if n['Alive']))"
+        )
+        return self.head.run("python", "-c", program).splitlines()[-1].split()
+
+    def wait_for(self, nodes: int) -> None:
+        until(lambda: len(self.alive()) == nodes, STARTED, f"{nodes} nodes")
+
+    def heal(self) -> None:
+        """Bring all nodes back after a fault, as an operator does: hosts whose node is gone are started anew."""
+        alive = set(self.alive())
+        for worker in self.workers:
+            if worker.name not in alive or not worker.processes("raylet/raylet"):
+                self.restart(worker)
+        self.wait_for(1 + len(WORKERS))
+
+    def put(self, folder: Path, place: str) -> str:
+        """Copy a folder to the store, past the faults; returns its URL."""
+        fs = connected(self.options)
+        for path in filter(Path.is_file, sorted(folder.rglob("*"))):
+            fs.put_file(str(path), f"{BUCKET}/{place}/{path.relative_to(folder)}")
+        return f"s3://{BUCKET}/{place}"
+
+    def rows(self, output: str) -> list[dict[str, Any]]:
+        """The rows of an output, sorted, without what depends on time and neighbours. Fails if one occurs twice."""
+        fs, rows = connected(self.options), []
+        for name in fs.glob(f"{BUCKET}/{output}/part-*"):
+            with fs.open(name) as file:
+                rows += pq.read_table(file).to_pylist()
+        kept = [{n: v for n, v in row.items() if n != "rounds" and "seconds" not in n} for row in rows]
+        return sorted(kept, key=lambda row: (row["shard"], row["row"]))
+
+    def report(self, output: str) -> dict[str, Any]:
+        """The report of an output."""
+        return json.loads(connected(self.options).cat_file(f"{BUCKET}/{output}/_report.json"))  # type: ignore[no-any-return]
+
+    def names(self, folder: str) -> list[str]:
+        """The names of the files in a folder of the bucket."""
+        fs = connected(self.options)
+        try:
+            return sorted(path.rsplit("/", 1)[-1] for path in fs.ls(f"{BUCKET}/{folder}", refresh=True))
+        except FileNotFoundError:
+            return []
+
+    def job(self, output: str, **settings: Any) -> "Job":
+        return Job(self, output, settings)
+
+    def close(self) -> None:
+        self.store.close()
+        self.network.close()
+
+
+@dataclass
+class Ended:
+    """How a job ended. seconds: from the command's start."""
+
+    code: int
+    text: str
+    seconds: float
+
+
+class Job:
+    """A job over the bucket's rows. since: number of the store's requests before it began."""
+
+    def __init__(self, cluster: Cluster, output: str, settings: dict[str, Any]) -> None:
+        self.cluster, self.output, self.settings = cluster, output, settings
+        self.since = len(cluster.store.requests)
+        made = {"input": [f"s3://{BUCKET}/in"], "target": f"s3://{BUCKET}/target", "output": f"s3://{BUCKET}/{output}"}
+        self.file = cluster.user.disk / f"{output}.json"
+        self.file.write_text(json.dumps(made | SHAPE | settings))
+
+    def submit(self, *words: str) -> "Job":
+        """Submit it from the user's host, and follow it."""
+        command = ("exspec", "submit", "--address", "http://head:8265", *words, "run", "--job")
+        return self._begin(self.cluster.user, *command, self.inside)
+
+    def run(self, host: Host, *words: str) -> "Job":
+        """Run it on a host of the cluster: the driver is there."""
+        copy = host.disk / self.file.name
+        copy.write_text(self.file.read_text())
+        return self._begin(host, "exspec", "run", "--job", self.inside, "--ray-address", "head:6379", *words)
+
+    @property
+    def inside(self) -> str:
+        return f"{PLACE}/{self.file.name}"
+
+    def _begin(self, host: Host, *words: str) -> "Job":
+        self.began, self.log = time.monotonic(), self.cluster.folder / f"{self.output}-{host.name}.log"
+        with self.log.open("wb") as log:
+            self.process = host.start(log, *words)
+        return self
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def wait(self, request: str, count: int = 1) -> None:
+        """Wait until so many of this job's requests have reached the store. OUT: its output."""
+        pattern, end = request.replace("OUT", f"/{BUCKET}/{self.output}"), time.monotonic() + ENDED
+        while not self.cluster.store.wait(pattern, self.since, count, 1):
+            assert self.process.poll() is None, f"the job ended before {request}: {self.text[-3000:]}"
+            assert time.monotonic() < end, f"{request}: {self.text[-3000:]}"
+
+    def decoding(self) -> None:
+        """Wait until some chunks are committed."""
+        self.wait("PUT OUT/part-", 4)
+
+    def end(self, seconds: float = ENDED) -> Ended:
+        code = self.process.wait(seconds)
+        return Ended(code, self.text, time.monotonic() - self.began)
+
+
+@contextmanager
+def cluster(folder: Path, options: dict[str, Any] | None = None, rows: int = 1200) -> Iterator[Cluster]:
+    """A cluster with rows and the tiny pair in its bucket. options: of an S3 server; default: moto's, which is started."""
+    server = None
+    if options is None:
+        server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)
+        server.start()
+        endpoint = "http://{}:{}".format(*server.get_host_and_port())
+        options = {"endpoint_url": endpoint, "key": "testkey", "secret": "testsecret"}
+    try:
+        connected(options).mkdir(BUCKET)
+        made = Cluster(folder / "hosts", options)
+        try:
+            jobs.save_pair(folder / "pair")
+            jobs.write_shards(folder / "in", rows)
+            made.put(folder / "pair/target", "target")
+            made.put(folder / "in", "in")
+            yield made
+        finally:
+            made.close()
+    finally:
+        if server is not None:
+            server.stop()
+
+
+Fault = Callable[[Cluster, Job], Any]
