@@ -2,7 +2,6 @@
 
 import json
 import logging
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -196,7 +195,7 @@ class Job:
 
 @contextmanager
 def cluster(folder: Path, options: dict[str, Any] | None = None, rows: int = 1200) -> Iterator[Cluster]:
-    """A cluster with rows and the tiny pair in its bucket. options: of an S3 server; default: moto's, which is started."""
+    """A cluster with rows and the tiny pair in its bucket. options: of an S3 server; default: moto's is started."""
     server = None
     if options is None:
         server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)

@@ -154,7 +154,8 @@ def _(c: Cluster, job: Job) -> str:
     known = c.names(f"{job.output}/_log")
     c.network.join(c.head, c.network.hosts["s3"])
     first, last = job.end(), second.end()
-    assert first.code == 1 and "took it over" in first.text, f"{first.code}: {first.text[-3000:]}"
+    assert first.code == 1, first.text[-3000:]
+    assert "took it over" in first.text, first.text[-3000:]
     assert last.code == 0, last.text[-3000:]
     new = [entry for entry in c.names(f"{job.output}/_log") if entry not in known]
     lost = [r for r in c.store.requests[job.since :] if r.text.startswith("head PUT") and "/_log/0" in r.text]
@@ -235,7 +236,7 @@ def _(c: Cluster, job: Job) -> str:
 
 
 @fault("object store of a worker full, decoding")
-def _(c: Cluster, job: Job) -> str:
+def _(_c: Cluster, job: Job) -> str:
     job.submit()
     host = at(job, "decoding")
     host.run("sh", "-c", "cat /dev/zero >/dev/shm/full 2>/dev/null || true")
@@ -243,7 +244,7 @@ def _(c: Cluster, job: Job) -> str:
 
 
 @fault("worker stopped for 120 s (SIGSTOP)")
-def _(c: Cluster, job: Job) -> str:
+def _(_c: Cluster, job: Job) -> str:
     job.submit()
     host = at(job, "decoding")
     host.signal(signal.SIGSTOP)
@@ -253,7 +254,7 @@ def _(c: Cluster, job: Job) -> str:
 
 
 @fault("worker loses power")
-def _(c: Cluster, job: Job) -> str:
+def _(_c: Cluster, job: Job) -> str:
     job.submit()
     at(job, "decoding").end()
     return finished(job)
@@ -272,15 +273,16 @@ def _(c: Cluster, job: Job) -> str:
 
 @fault("worker with another version of torch", actors="7")
 def _(c: Cluster, job: Job) -> str:
-    """There are so many actors that every host needs one."""
+    """There are so many actors that every host needs one. The job goes on without this host, and names it."""
     with other_torch(c.workers[0], "2.11.0"):
-        ended = job.submit().end()
-    assert ended.code == 2, ended.text[-3000:]
-    return resumed(c, job, ended)
+        said = finished(job.submit())
+    assert f"{c.workers[0].name}: has torch 2.11.0" in job.text, job.text[-3000:]
+    assert not any(actor.startswith(c.workers[0].name) for actor in c.report(job.output)["rows_by_actor"])
+    return said
 
 
 @fault("worker drained (spot notice of 120 s)")
-def _(c: Cluster, job: Job) -> str:
+def _(_c: Cluster, job: Job) -> str:
     job.submit()
     host = at(job, "decoding")
     reason = ("--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot")
@@ -356,7 +358,7 @@ def _pair(c: Cluster, host: Host, other: Host) -> Iterator[None]:
 
 
 @contextmanager
-def _stopped(c: Cluster, host: Host) -> Iterator[None]:
+def _stopped(host: Host) -> Iterator[None]:
     host.signal(signal.SIGSTOP)
     yield
     host.signal(signal.SIGCONT)
@@ -370,7 +372,7 @@ def _store(c: Cluster, **faults: float) -> Iterator[None]:
 
 
 @contextmanager
-def _killed(c: Cluster, host: Host) -> Iterator[None]:
+def _killed(host: Host) -> Iterator[None]:
     host.signal(signal.SIGKILL, GENERATOR)
     yield
 
@@ -382,29 +384,38 @@ def _power(c: Cluster, host: Host) -> Iterator[None]:
     c.restart(host)
 
 
+def drawn(c: Cluster, rng: random.Random) -> tuple[str, AbstractContextManager[None]]:
+    """A fault that lasts as long as its block, and its name."""
+    (one, other), store = rng.sample(c.workers, 2), c.network.hosts["s3"]
+    faults: dict[str, Callable[[], AbstractContextManager[None]]] = {
+        f"link of {one.name}": lambda: _link(c, one),
+        f"{one.name} from head": lambda: _pair(c, one, c.head),
+        f"{one.name} from {other.name}": lambda: _pair(c, one, other),
+        f"{one.name} from store": lambda: _pair(c, one, store),
+        "head from store": lambda: _pair(c, c.head, store),
+        f"{one.name} stopped": lambda: _stopped(one),
+        f"actors of {one.name} killed": lambda: _killed(one),
+        f"power of {one.name}": lambda: _power(c, one),
+        "store slow": lambda: _store(c, slow=0.5),
+        "store late": lambda: _store(c, late=20.0),
+        "store refuses": lambda: _store(c, refused=503),
+        "store at 2 Mbit/s": lambda: c.network.throttled(store, "2mbit"),
+    }
+    name = rng.choice(list(faults))
+    return name, faults[name]()
+
+
 def schedule(c: Cluster, job: Job, seed: int) -> str:
-    """Faults at random moments of a job, one or two at a time; then everything is healed, and the job is run again
-    until it succeeds."""
-    rng = random.Random(seed)
-    store = c.network.hosts["s3"]
+    """Faults at random moments of a job, one after the other. If it breaks off, it is run again, on healed hosts."""
+    rng, said = random.Random(seed), []
     job.submit()
-    said = []
     while job.process.poll() is None and len(said) < FAULTS_AT_MOST:
-        one, other = rng.sample(c.workers, 2)
-        faults: dict[str, Callable[[], AbstractContextManager[None]]] = {
-            "link": lambda: _link(c, one), "head": lambda: _pair(c, one, c.head), "peer": lambda: _pair(c, one, other),
-            "worker's store": lambda: _pair(c, one, store), "head's store": lambda: _pair(c, c.head, store),
-            "stopped": lambda: _stopped(c, one), "killed": lambda: _killed(c, one), "power": lambda: _power(c, one),
-            "slow": lambda: _store(c, slow=0.5), "late": lambda: _store(c, late=20.0),
-            "refused": lambda: _store(c, refused=503), "loss": lambda: c.network.lossy(store, 0.05),
-            "rate": lambda: c.network.throttled(store, "2mbit"),
-        }  # fmt: skip
-        name, before, seconds = rng.choice(list(faults)), rng.uniform(0, 20), rng.choice([1, 5, 20, 80])
         with suppress(subprocess.TimeoutExpired):
-            job.process.wait(before)
+            job.process.wait(rng.uniform(0, 20))
             break
+        (name, disturbed), seconds = drawn(c, rng), rng.choice([1, 5, 20, 80])
         said.append(f"{name} {seconds} s")
-        with faults[name](), suppress(subprocess.TimeoutExpired):
+        with disturbed, suppress(subprocess.TimeoutExpired):
             job.process.wait(seconds)
     ended, runs = job.end(), 1
     while ended.code and runs < RUNS_AT_MOST:

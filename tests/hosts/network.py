@@ -56,7 +56,8 @@ class Host:
         command += ["--kill-child", "--mount-proc"]
         words = ["sh", "-c", INIT, "init", str(self.disk), PLACE, self.name, size]
         self._outer = subprocess.Popen([*command, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        assert self._outer.stdout is not None and self._outer.stderr is not None
+        assert self._outer.stdout is not None
+        assert self._outer.stderr is not None
         if self._outer.stdout.readline() != b"ready\n":
             raise OSError(f"host {self.name} does not start: {self._outer.stderr.read().decode()}")
         (self.init,) = psutil.Process(self._outer.pid).children()
@@ -86,10 +87,10 @@ class Host:
 
     def processes(self, words: str = "") -> list[psutil.Process]:
         """The host's processes whose command lines contain the words, without its init."""
-        namespace, found = os.readlink(f"/proc/{self.init.pid}/ns/pid"), []
+        namespace, found = Path(f"/proc/{self.init.pid}/ns/pid").readlink(), []
         for process in psutil.process_iter(["pid", "cmdline"]):
             try:
-                if os.readlink(f"/proc/{process.pid}/ns/pid") == namespace and process.pid != self.init.pid:
+                if Path(f"/proc/{process.pid}/ns/pid").readlink() == namespace and process.pid != self.init.pid:
                     found += [process] if words in " ".join(process.info["cmdline"] or ()) else []
             except OSError:  # it has ended
                 continue

@@ -36,8 +36,8 @@ class Request:
 
 
 class Store:
-    """The store of the cluster. names: of the hosts, by address. slow: seconds before each request is forwarded. late: seconds before its answer is
-    sent. refused: the status of the answer to every request; 0: none."""
+    """The store of the cluster. names: of the hosts, by address. slow: seconds before each request is forwarded.
+    late: seconds before its answer is sent. refused: the status of the answer to every request; 0: none."""
 
     def __init__(self, host: Host, upstream: str, names: dict[str, str]) -> None:
         self.host, self.upstream, self.names = host, upstream, names
