@@ -11,6 +11,7 @@ import pickle
 import threading
 import time
 import uuid
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -42,6 +43,7 @@ class Origin:
     seconds since 1970."""
 
     actor: str
+    host: str
     hardware: dict[str, str]
     started: float
     ended: float
@@ -65,7 +67,7 @@ class Loader(Protocol):
 
 
 class Meter(Protocol):
-    def report(self, actor: str, result: dict[str, Any], engine: EngineStatistics) -> None: ...
+    def report(self, actor: str, host: str, result: dict[str, Any], engine: EngineStatistics) -> None: ...
 
 
 class Generator:
@@ -97,20 +99,18 @@ class Generator:
         self.engine = EngineThread(engine)
         self.sampling, self.sink, self.ledger, self.meter, self.attempts = sampling, sink, ledger, meter, attempts
         self.draws, self.texts = draws, Texts(self.tokenizer)
-        self.name = f"{os.uname().nodename}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+        self.host = os.uname().nodename
+        self.name = f"{self.host}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         ran: dict[str, str] = {"attention": self.shape.attention, "kernels": self.shape.kernels}
         ran |= experts.used(getattr(getattr(engine, "target", None), "model", None))
         self.hardware = hardware(getattr(engine, "device", torch.device("cpu"))) | ran
         self.turns = Turns()
         self.epoch = time.time() - time.monotonic()  # times come from the monotonic clock: the other one may jump
         self.closed = threading.Event()
-        threading.Thread(target=self._send_heartbeats, daemon=True).start()
-
-    def _send_heartbeats(self) -> None:
-        while True:
-            self.ledger.sign(self.name, self.engine.statistics.tokens)
-            if self.closed.wait(HEARTBEAT):
-                return
+        beating = (ledger, self.name, self.host, self.engine, self.closed)
+        threading.Thread(target=_send_heartbeats, args=beating, daemon=True).start()
+        # Ray Data deletes the generator when it ends an idle actor.
+        weakref.finalize(self, ledger.leave, self.name).atexit = False
 
     def close(self) -> None:
         """End the threads. An actor never calls this: its threads end with the process."""
@@ -126,7 +126,7 @@ class Generator:
         else:
             result = self._set_aside(task, block["unreadable"][0].as_py(), "input")
         statistics = self.engine.statistics
-        self.meter.report(self.name, result, statistics)
+        self.meter.report(self.name, self.host, result, statistics)
         return pa.table({"result": [pickle.dumps(result | {"engine": statistics, "actor": self.name})]})
 
     def _work(self, task: Any, block: pa.Table) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class Generator:
                 return self._set_aside(task, died, "decoding")
             results = self._survive(task, block, attempt)
         try:
-            origin = Origin(self.name, self.hardware, started, self._now(), attempt.number)
+            origin = Origin(self.name, self.host, self.hardware, started, self._now(), attempt.number)
             file = self.sink.stage(task, block, results, origin)
         except Exception as error:  # the storage has given up retrying, so decoding again would not help
             return self._set_aside(task, f"cannot be written: {type(error).__name__}: {error}", "output")
@@ -226,6 +226,14 @@ class Generator:
         if error and not self.engine.failed:  # of the row's stop check or constraint
             return RowResult(None, None, f"{type(error).__name__}: {error}")
         return read(self.answers, self.texts, request, [future.result() for future in futures])
+
+
+def _send_heartbeats(ledger: Ledger, name: str, host: str, engine: EngineThread, closed: threading.Event) -> None:
+    """The thread has no reference to the generator, which could not be deleted otherwise."""
+    while True:
+        ledger.sign(name, host, engine.statistics.tokens)
+        if closed.wait(HEARTBEAT):
+            return
 
 
 def _tokens(row: dict[str, Any]) -> int | None:

@@ -22,12 +22,30 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Signs:
-    """The actors' heartbeats: how many are alive, the tokens that all have decoded, seconds since the first chunk."""
+class HostSigns:
+    """A host's heartbeats: how many actors are alive, the tokens that all have decoded, seconds since the last one, or
+    0 if all its actors have left."""
 
     actors: int
     tokens: int
+    silent: float
+
+
+@dataclass(frozen=True)
+class Signs:
+    """The actors' heartbeats by host, seconds since the first chunk was begun, and how many actors have left."""
+
+    hosts: dict[str, HostSigns]
     seconds: float
+    left: int = 0
+
+    @property
+    def actors(self) -> int:
+        return sum(host.actors for host in self.hosts.values())
+
+    @property
+    def tokens(self) -> int:
+        return sum(host.tokens for host in self.hosts.values())
 
 
 @dataclass
@@ -52,7 +70,8 @@ class Ledger:
     def __init__(self, slots: int | None = None) -> None:
         self.chunks: defaultdict[str, ChunkRecord] = defaultdict(ChunkRecord)
         self.slots = slots
-        self.signed: dict[str, tuple[float, int]] = {}  # by actor: time and number of tokens
+        self.signed: defaultdict[str, dict[str, tuple[float, int]]] = defaultdict(dict)  # by host and actor: see `sign`
+        self.left: set[str] = set()  # actors
         self.first: float | None = None  # when the first chunk was begun
 
     def begun(self, part: str) -> bool:
@@ -84,16 +103,22 @@ class Ledger:
         """Record the error that ends this attempt."""
         self.chunks[part].error = error
 
-    def sign(self, actor: str, tokens: int) -> None:
-        """Record an actor's heartbeat, with the number of tokens that it has decoded."""
-        self.signed[actor] = time.monotonic(), tokens
+    def sign(self, actor: str, host: str, tokens: int) -> None:
+        """Record the time of an actor's heartbeat, and the number of tokens that it has decoded."""
+        self.signed[host][actor] = time.monotonic(), tokens
+
+    def leave(self, actor: str) -> None:
+        """Record that an actor has ended because it was idle."""
+        self.left.add(actor)
 
     def signs(self) -> Signs:
-        """The sum of the heartbeats."""
-        now = time.monotonic()
-        alive = sum(now - at < SILENCE for at, _ in self.signed.values())
-        seconds = 0.0 if self.first is None else now - self.first
-        return Signs(alive, sum(tokens for _, tokens in self.signed.values()), seconds)
+        """The sums of the heartbeats."""
+        now, hosts = time.monotonic(), {}
+        for host, actors in self.signed.items():
+            silent = [now - at for actor, (at, _) in actors.items() if actor not in self.left]
+            tokens = sum(tokens for _, tokens in actors.values())
+            hosts[host] = HostSigns(sum(seconds < SILENCE for seconds in silent), tokens, min(silent, default=0.0))
+        return Signs(hosts, 0.0 if self.first is None else now - self.first, len(self.left))
 
     def window(self) -> int | None:
         """The most slots that a new actor may have; None if no actor has run out of memory."""

@@ -1,4 +1,4 @@
-"""What the user sees while a job runs: the stage, then rows and speed, and what the job waits for."""
+"""What the user sees while a job runs: the stage, then rows and speed, the hosts, and what the job waits for."""
 
 import sys
 import threading
@@ -12,12 +12,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 
 from exspec.actors.ledger import Signs
+from exspec.pipeline.errors import counted
 
 if TYPE_CHECKING:
     from exspec.pipeline.output.report import Report
 
 EVERY = 10.0  # seconds between lines without a terminal
-PATIENCE = 60.0  # seconds of waiting after which the reason is printed
+MINUTE = 60.0  # seconds between lines about the hosts
+SHOWN = 8  # hosts in such a line
 
 
 class Progress:
@@ -69,7 +71,7 @@ class Progress:
     def decoding(
         self, report: "Report", finished: int, actors: int, signs: Callable[[], Signs], lacking: Callable[[bool], str]
     ) -> Iterator[None]:
-        """Show the progress of the report until the block ends.
+        """Show the progress of the report until the block ends, and every minute the hosts.
 
         finished: rows that were done before. actors: expected number of actors. signs: the present state of the actors.
         lacking: says what missing actors wait for; nothing while the wait is short (False) and no process was killed.
@@ -83,23 +85,35 @@ class Progress:
         over = threading.Event()
 
         def show() -> None:
-            began, said = time.monotonic(), False
+            before, due, said = Signs({}, 0.0), time.monotonic() + MINUTE, False
+            needed, left = actors, 0
             while not over.wait(1.0 if self.live else EVERY):
                 now = signs()
-                waiting = now.actors < actors
+                if now.left > left:  # Ray ends idle actors when no more chunks are queued
+                    needed, left = min(needed, now.actors), now.left
+                missing = max(0, needed - now.actors)
                 line = report.line(now) if now.tokens else "loading models"
-                line += f", {now.actors} of {actors} actors ready" if waiting else ""
+                line += f", {now.actors} of {needed} actors ready" if missing else ""
                 done = finished + report.rows_now
-                said &= waiting
+                said &= missing > 0
                 if self.live:
                     self.bar.update(self.bar.task_ids[-1], completed=done, description=line)
                 else:
                     if (rows := report.phase["rows"]) and now.seconds:
                         line += f", {duration((report.planned - done) * now.seconds / rows)} left"
                     print(f"{done}/{report.planned} rows, {line}", file=sys.stderr, flush=True)
-                if waiting and not said and (why := lacking(time.monotonic() - began > PATIENCE)):
-                    said = True
-                    self.say(f"waiting for {actors - now.actors} of {actors} actors: {why}")
+                late = time.monotonic() > due
+                why = lacking(late) if missing and (late or not said) else ""
+                if late or why:
+                    waiting = "" if now.seconds else "waiting for the first chunk to be read"
+                    if why:
+                        waiting = f"waiting for {missing} of {needed} actors: {why}"
+                    text = hosts_line(now, before, waiting)
+                    if text and self.live:
+                        self.say(text)  # above the live line
+                    elif text:
+                        print(text, file=sys.stderr, flush=True)
+                    before, due, said = now, time.monotonic() + MINUTE, bool(why)
 
         watch = threading.Thread(target=show, daemon=True)
         if self.live:
@@ -110,8 +124,37 @@ class Progress:
             yield
         finally:
             over.set()
-            watch.join(timeout=PATIENCE)  # it may be waiting for a Ray that has died
+            watch.join(timeout=MINUTE)  # it may be waiting for a Ray that has died
             self.stop()
+
+
+def hosts_line(now: Signs, before: Signs, waiting: str) -> str:
+    """Which hosts decode, which are gone, and what the job waits for. Empty if it has one host and waits for nothing.
+
+    before: the signs at the line before, from which on the speed is counted.
+    """
+    from exspec.pipeline.output.page import duration
+
+    if len(now.hosts) < 2 and not waiting:
+        return ""
+    seconds = now.seconds - before.seconds
+    alive = sorted(name for name, host in now.hosts.items() if host.actors)
+    gone = sorted((host.silent, name) for name, host in now.hosts.items() if host.silent and not host.actors)
+    lost = [f"{name} for {duration(silent)}" for silent, name in gone[: SHOWN - 1]]
+
+    def decoding(what: str, names: list[str]) -> str:
+        parts = [counted(sum(now.hosts[name].actors for name in names), "actor")]
+        if now.tokens and seconds:
+            tokens = sum(now.hosts[n].tokens - (before.hosts[n].tokens if n in before.hosts else 0) for n in names)
+            parts.append(f"{tokens / seconds:,.0f} tokens/s")
+        return f"{what} ({', '.join(parts)})"
+
+    room = SHOWN - len(lost)
+    shown = [decoding(name, [name]) for name in alive[:room]]
+    shown += [decoding(f"{len(alive) - room} more", alive[room:])] if alive[room:] else []
+    lost += [f"{len(gone) - len(lost)} more"] if gone[len(lost) :] else []
+    parts = [f"{title}: {', '.join(items)}" for title, items in (("hosts", shown), ("gone", lost)) if items]
+    return "; ".join(filter(None, [*parts, waiting]))
 
 
 class Silent(Progress):

@@ -38,7 +38,7 @@ class RayLedger(Ledger):
 
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         ledger: Any = ray.remote(num_cpus=0, max_restarts=0)(Ledger)
-        self._signs = Signs(0, 0, 0.0)
+        self._signs = Signs({}, 0.0)
         self._actor: Any = ledger.options(scheduling_strategy=here).remote(slots)
 
     begun = remote(Ledger.begun)
@@ -48,8 +48,11 @@ class RayLedger(Ledger):
     window = remote(Ledger.window)
     shrink = remote(Ledger.shrink)
 
-    def sign(self, actor: str, tokens: int) -> None:
-        self._actor.sign.remote(actor, tokens)  # do not wait: the driver may be gone
+    def sign(self, actor: str, host: str, tokens: int) -> None:
+        self._actor.sign.remote(actor, host, tokens)  # do not wait: the driver may be gone
+
+    def leave(self, actor: str) -> None:
+        self._actor.leave.remote(actor)
 
     def signs(self) -> Signs:
         """The present signs, or the last known ones if the actor does not answer: they are only for display."""

@@ -159,6 +159,7 @@ class Report:
             "completion_length": totals.length_figures(),
             "rows_by_actor": dict(totals.actors),
             "rows_by_hardware": {", ".join(kind): rows for kind, rows in totals.hardware.items()},
+            "hosts": self._hosts(),
             "repeated_chunks": sums["repeated"],
             "drafters": self.description.get("drafters", []),
             "learning": self._learning(),
@@ -169,6 +170,19 @@ class Report:
             "answers": self.answers,
             "set_aside": [redacted(text) for text in self.set_aside],
             "missing": self.missing,
+        }
+
+    def _hosts(self) -> dict[str, dict[str, Any]]:
+        """What each host decoded, by name. Older versions did not write the name."""
+        return {
+            name or "unknown": {
+                "hardware": "; ".join(", ".join(kind) for kind in sorted(host.hardware)),
+                "actors": len(host.actors),
+                "rows": host.sums["rows"],
+                "tokens": host.sums[self.counted],
+                "seconds": round(sum(end - start for start, end in host.spans), 3),
+            }
+            for name, host in sorted(self.totals.hosts.items())
         }
 
     def _learning(self) -> dict[str, float] | None:

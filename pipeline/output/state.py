@@ -69,6 +69,7 @@ class Summary:
     produced: list[Amount] = field(default_factory=list)  # tokens in equal pieces of the time from start to end
     prefill_tokens: Count = 0
     found_tokens: Count = 0
+    host: str = ""  # empty: an older version did not write it
 
     @classmethod
     def from_json(cls, loaded: dict[str, Any]) -> "Summary":

@@ -2,9 +2,10 @@
 
 import bisect
 import heapq
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from itertools import zip_longest
+from dataclasses import dataclass, field
+from itertools import pairwise, zip_longest
 from math import floor
 
 from exspec.pipeline.output.reasons import Reasons
@@ -13,6 +14,17 @@ from exspec.pipeline.output.state import Summary
 SUMMED = ("rows", "errors", "prompt_tokens", "prefill_tokens", "found_tokens", "completion_tokens", "rounds", "forced")
 MOST_BINS = 400  # of the plot of tokens by time
 SLOWEST = 5  # chunks
+MOST_SPANS = 1000
+
+
+@dataclass
+class HostTotals:
+    """What one host decoded. sums: its rows and tokens. spans: as in Totals, of its own chunks."""
+
+    actors: set[str] = field(default_factory=set)
+    hardware: set[tuple[str, ...]] = field(default_factory=set)
+    sums: Counter[str] = field(default_factory=Counter)
+    spans: list[tuple[float, float]] = field(default_factory=list)
 
 
 class Totals:
@@ -27,6 +39,7 @@ class Totals:
         self.lengths: Counter[int] = Counter()
         self.actors: Counter[str] = Counter()
         self.hardware: Counter[tuple[str, ...]] = Counter()
+        self.hosts: defaultdict[str, HostTotals] = defaultdict(HostTotals)
         self.drafted: list[int] = []
         self.accepted: list[int] = []
         self.slowest: list[tuple[float, str, int]] = []
@@ -43,13 +56,19 @@ class Totals:
         self.reasons.merge(s.reasons)
         self.lengths.update({int(n): count for n, count in s.lengths.items()})
         self.actors[s.actor] += s.rows
-        self.hardware[tuple(sorted(s.hardware.values()))] += s.rows
+        kind = tuple(sorted(s.hardware.values()))
+        self.hardware[kind] += s.rows
         self.drafted = _added(self.drafted, s.drafted_by_position)
         self.accepted = _added(self.accepted, s.accepted_by_position)
         chunk = f"{shard}, rows {s.first} to {s.first + s.rows - 1}"
         end = max(s.started, s.ended)  # an older version took the time from a clock that may step back
         self.slowest = heapq.nlargest(SLOWEST, [*self.slowest, (end - s.started, chunk, s.completion_tokens)])
         _cover(self.spans, s.started, end)
+        host = self.hosts[s.host]
+        host.actors.add(s.actor)
+        host.hardware.add(kind)
+        host.sums.update(rows=s.rows, prompt_tokens=s.prompt_tokens, completion_tokens=s.completion_tokens)
+        _cover(host.spans, s.started, end)
         self._widen()
         pieces = s.produced or [s.completion_tokens]
         each = s.rounds / max(s.completion_tokens, 1)
@@ -98,9 +117,20 @@ def _added(one: list[int], other: list[int]) -> list[int]:
 
 
 def _cover(spans: list[tuple[float, float]], start: float, end: float) -> None:
-    """Add a span to a sorted list of disjoint spans. Pauses between runs do not count as decoding time."""
+    """Add a span to a sorted list of disjoint spans. Pauses between runs do not count as decoding time.
+
+    Beyond MOST_SPANS, the shorter half of the pauses is closed: an actor with one chunk at a time pauses after each.
+    """
     low = bisect.bisect_left(spans, start, key=lambda span: span[1])
     high = bisect.bisect_right(spans, end, key=lambda span: span[0])
     if low < high:
         start, end = min(start, spans[low][0]), max(end, spans[high - 1][1])
     spans[low:high] = [(start, end)]
+    if len(spans) > MOST_SPANS:
+        median = sorted(after[0] - before[1] for before, after in pairwise(spans))[MOST_SPANS // 2]
+        rest, spans[1:] = spans[1:], []
+        for start, end in rest:
+            if start - spans[-1][1] > median:
+                spans.append((start, end))
+            else:
+                spans[-1] = spans[-1][0], end

@@ -1,6 +1,8 @@
 """The actor without Ray: its attempts in the ledger, row errors, and chunks that run alone."""
 
+import gc
 import json
+import os
 import threading
 import time
 from types import SimpleNamespace
@@ -47,6 +49,21 @@ def test_an_actor_that_runs_out_of_memory_tries_half_its_window_next() -> None:
     for slots in (24, 12, 6, 3, 1, 1):
         with pytest.raises(torch.OutOfMemoryError, match=f"^{slots} slots$"):
             Generator(Full(window=24), {}, unused, ledger, unused, 3, lambda *_: FreeText(), Draws())  # type: ignore[arg-type]
+
+
+def test_an_actor_signs_with_its_host_and_leaves_when_it_is_deleted() -> None:
+    """Ray Data deletes the generator of an idle actor. Its threads must not keep it alive."""
+    ledger, unused = Ledger(), SimpleNamespace()
+    generator = Generator(jobs.ArithmeticLoader(), {}, unused, ledger, unused, 3, lambda *_: FreeText(), Draws())  # type: ignore[arg-type]
+    name, threads = generator.name, (generator.engine, generator.closed)
+    while not ledger.signs().actors:
+        time.sleep(0.01)
+    assert (ledger.left, list(ledger.signs().hosts)) == (set(), [os.uname().nodename])
+    del generator
+    gc.collect()
+    assert ledger.left == {name}
+    threads[1].set()
+    threads[0].close()
 
 
 def test_a_row_with_impossible_settings_fails_alone() -> None:

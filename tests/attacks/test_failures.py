@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from exspec.actors.ledger import Signs
+from exspec.actors.ledger import HostSigns, Signs
 from exspec.jobs import cli
 from exspec.pipeline import progress, run
 from exspec.pipeline.cluster import failures
@@ -199,9 +199,9 @@ def test_the_memory_monitor_kills_the_actors(pair: jobs.Pair, tmp_path: Path) ->
     """It kills them for ever; the job says so, and waits."""
     # Ray's memory monitor kills a process as soon as it is there.
     environment = {"RAY_memory_usage_threshold": "0.01", "RAY_memory_monitor_refresh_ms": "100"}
-    with driver(pair, tmp_path, parts=0, env=environment, stdout=(tmp_path / "out.txt").open("wb")) as process:
+    with driver(pair, tmp_path, parts=0, env=environment) as process:
         deadline = time.monotonic() + 90
-        while "waiting for" not in (said := (tmp_path / "out.txt").read_text()):
+        while "waiting for" not in (said := (tmp_path / "err").read_text()):
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.5)
@@ -331,7 +331,7 @@ def test_lines_of_progress_have_the_time_left(monkeypatch: pytest.MonkeyPatch, c
     report = Report({}, planned=100)
     report.now.update(rows=25)
     shown = progress.Progress(quiet=False)
-    with shown.decoding(report, 0, 1, lambda: Signs(1, 50, 100.0), lambda _: ""):
+    with shown.decoding(report, 0, 1, lambda: Signs({"host": HostSigns(1, 50, 0.0)}, 100.0), lambda _: ""):
         time.sleep(0.2)
     assert "25/100 rows, " in (printed := capsys.readouterr().err)
     assert ", 5 min left" in printed
@@ -340,9 +340,10 @@ def test_lines_of_progress_have_the_time_left(monkeypatch: pytest.MonkeyPatch, c
 def test_a_short_memory_is_named_at_once(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(progress, "EVERY", 0.01)
     shown = progress.Progress(quiet=False)
-    with shown.decoding(Report({}, 4), 0, 2, lambda: Signs(0, 0, 0.0), lambda long: "" if long else "no memory"):
+    with shown.decoding(Report({}, 4), 0, 2, lambda: Signs({}, 0.0), lambda long: "" if long else "no memory"):
         time.sleep(0.2)
-    assert capsys.readouterr().out == "waiting for 2 of 2 actors: no memory\n"
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if " rows, " not in line] == ["waiting for 2 of 2 actors: no memory"]
 
 
 def test_an_unexpected_exception_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -121,7 +121,7 @@ def outcome(pair: jobs.Pair, place: Path, **given: Any) -> list[dict[str, Any]] 
     errors = rows["_error"].to_pylist()
     results: list[RowResult | None] = [RowResult(None, None, error or "decoded", 1) for error in errors]
     sink = PartSink(Folder(str(place / "out")), "job", "chunk", carried, job.answer_columns())
-    staged = sink.stage(tasks[0], rows, results, Origin("actor", {}, 0.0, 1.0, 1))
+    staged = sink.stage(tasks[0], rows, results, Origin("actor", "host", {}, 0.0, 1.0, 1))
     table = pq.read_table(place / "out" / staged["staged"])
     for column in table.columns:
         column.validate(full=True)

@@ -39,8 +39,8 @@ class Reporter:
         meter = RayMeter()
         chunk: dict[str, Any] = dict.fromkeys(COUNTED, 3)
         chunk |= {"drafted_by_position": [3, 2], "accepted_by_position": [2, 1]}
-        meter.report("dashboard", {"set_aside": "", "file": {"chunks": [chunk]}}, EngineStatistics())
-        meter.report("dashboard", {"set_aside": "why"}, EngineStatistics())
+        meter.report("dashboard", "host", {"set_aside": "", "file": {"chunks": [chunk]}}, EngineStatistics())
+        meter.report("dashboard", "host", {"set_aside": "why"}, EngineStatistics())
 
 
 def test_the_dashboard_shows_every_metric(ray_session: str) -> None:

@@ -1,9 +1,11 @@
 """The row to blame for dead processes is the one that was alone twice, not rows on preempted nodes."""
 
+import time
+
 import pytest
 
 from exspec.actors.generator import _parts
-from exspec.actors.ledger import Attempt, Ledger
+from exspec.actors.ledger import SILENCE, Attempt, HostSigns, Ledger
 
 MOST = 6  # default attempts of a job
 
@@ -79,3 +81,33 @@ def test_several_rows_that_kill(poison: set[int]) -> None:
 def test_the_search_is_bounded_where_every_row_kills(rows: int) -> None:
     _, deaths = run(Ledger(), rows, set(range(rows)))
     assert deaths <= 3 * MOST + 3
+
+
+def test_heartbeats_are_summed_by_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host is gone while all its actors are silent. Tokens of an actor that died still count."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    ledger = Ledger()
+    for actor, host, tokens in (("a", "one", 5), ("b", "one", 7), ("c", "two", 9), ("b", "one", 8)):
+        ledger.sign(actor, host, tokens)
+    assert ledger.signs().seconds == 0, "no chunk has begun"
+    ledger.begin("p")
+    now[0] += SILENCE
+    ledger.sign("a", "one", 6)
+    signs = ledger.signs()
+    assert signs.hosts == {"one": HostSigns(1, 14, 0.0), "two": HostSigns(0, 9, SILENCE)}
+    assert (signs.actors, signs.tokens, signs.seconds) == (1, 23, SILENCE)
+    ledger.sign("d", "two", 1)
+    assert ledger.signs().hosts["two"] == HostSigns(1, 10, 0.0), "another actor has taken its place"
+
+
+def test_an_actor_that_has_left_is_neither_alive_nor_silent() -> None:
+    """Even if a heartbeat comes late. Its tokens count."""
+    ledger = Ledger()
+    ledger.sign("a", "one", 5)
+    ledger.sign("b", "one", 7)
+    ledger.leave("a")
+    ledger.sign("a", "one", 6)
+    assert (ledger.signs().actors, ledger.signs().tokens, ledger.signs().left) == (1, 13, 1)
+    ledger.leave("b")
+    assert ledger.signs().hosts == {"one": HostSigns(0, 13, 0.0)}

@@ -1,5 +1,6 @@
 """What Prometheus reads from Ray's exporter."""
 
+import os
 import re
 import time
 import urllib.request
@@ -11,17 +12,18 @@ from exspec.pipeline.prepare import prepare
 from exspec.pipeline.run import execute
 from tests.pipeline import jobs
 
-SAMPLE = re.compile(r'^ray_exspec_(\w+)\{.*?actor="([^"]+)".*\} (\S+)$', re.MULTILINE)
+SAMPLE = re.compile(r"^ray_exspec_(\w+)\{(.*)\} (\S+)$", re.MULTILINE)
 PATIENCE = 120  # seconds until the exporter has all values
 
 
-def scrape(url: str, actors: set[str]) -> dict[str, float]:
-    """The metrics of these actors, summed."""
+def scrape(url: str, actors: set[str], host: str) -> dict[str, float]:
+    """The metrics of these actors on this host, summed."""
     with urllib.request.urlopen(url) as answer:
         samples = SAMPLE.findall(answer.read().decode())
     sums: dict[str, float] = {}
-    for name, actor, value in samples:
-        if actor in actors:
+    for name, labels, value in samples:
+        tags = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+        if tags["actor"] in actors and tags["host"] == host:
             sums[name] = sums.get(name, 0) + float(value)
     return sums
 
@@ -32,13 +34,15 @@ def test_counters_and_gauges_reach_the_exporter(
     job = jobs.job(pair, source, tmp_path / "out", id_column=None, max_new_tokens_column=None, max_new_tokens=9)
     assert execute(prepare(job)) == 0
     rows = [row for path in (tmp_path / "out").glob("part-*") for row in pq.read_table(path).to_pylist()]
-    actors = set(jobs.report(tmp_path / "out")["rows_by_actor"])
+    report = jobs.report(tmp_path / "out")
+    actors, (host,) = set(report["rows_by_actor"]), report["hosts"]
+    assert host == os.uname().nodename
     expected = {
         f"{name}_total": sum(row[name] for row in rows) for name in ("completion_tokens", "drafted", "accepted")
     }
     expected["rows_total"] = 60
     until = time.monotonic() + PATIENCE
-    while (found := scrape(ray_session, actors)).get("rows_total") != 60 and time.monotonic() < until:
+    while (found := scrape(ray_session, actors, host)).get("rows_total") != 60 and time.monotonic() < until:
         time.sleep(0.5)
     assert {name: found.get(name) for name in expected} == expected
     assert 0 < found["occupancy"] <= len(actors)

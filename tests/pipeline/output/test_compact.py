@@ -106,7 +106,7 @@ def write_output(out: Path, chunks: int, text: int) -> None:
                 for n in range(chunk.first, chunk.first + chunk.rows)
             ]
             table = pa.Table.from_pylist(rows, schema=GENERATED)
-            told = [summarize(chunk, table, Origin("a", {}, 0, 0, 1), Reasons())]
+            told = [summarize(chunk, table, Origin("a", "h", {}, 0, 0, 1), Reasons())]
             content = encode(table, str(writer.state.job), told)
             parts.append(described(content, folder.stage(content, writer.prefix), told))
         writer.commit(parts)
@@ -300,7 +300,7 @@ def test_killed_while_an_error_is_mended(finished: Path, tmp_path: Path) -> None
             table = pa.concat_tables(read_range(folder, name, found[2], found[0].rows))
             good = pa.array([None] * len(table), pa.string())
             table = table.set_column(table.schema.get_field_index("error"), table.schema.field("error"), good)
-            told = [summarize(found[0], table, Origin("a", {}, 0, 0, 1), Reasons())]
+            told = [summarize(found[0], table, Origin("a", "h", {}, 0, 0, 1), Reasons())]
             content = encode(table, str(writer.state.job), told)
             mend(writer, name, [described(content, folder.stage(content, writer.prefix), told)])
 

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from tests.pipeline.in_process import in_process
 
 ROWS, REFUSED = 60, 5
 NEW = ["prompt_tokens_cut", "forced", "seconds_decode"]  # columns that the older version did not write
-FIGURES = ("produced", "prefill_tokens", "found_tokens", "forced", "reasons")  # of a summary, likewise
+FIGURES = ("produced", "prefill_tokens", "found_tokens", "forced", "reasons", "host")  # of a summary, likewise
 
 
 def run(pair: jobs.Pair, place: Path, **options: Any) -> int:
@@ -74,6 +75,7 @@ def test_an_older_output_is_resumed_compacted_and_read(pair: jobs.Pair, place: P
     assert set(jobs.read_output(out)) == {str(n) for n in range(ROWS)}
     _, figures = rewrite(read_output(Folder(str(out))))
     assert figures["rows"] == ROWS
+    assert {name: host["rows"] for name, host in figures["hosts"].items()} == {"unknown": 30, os.uname().nodename: 30}
     assert figures["errors"] == 1
     assert figures["completion_tokens"] == sum(row["completion_tokens"] or 0 for row in jobs.read_output(out).values())
 
