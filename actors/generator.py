@@ -24,6 +24,7 @@ import torch
 
 from exspec.actors.answers.answers import Answers, asked
 from exspec.actors.engine import Completion, Engine, EngineStatistics, EngineThread, Request, RequestError, Sampling
+from exspec.actors.engine.faults import first_line
 from exspec.actors.engine.layers import experts
 from exspec.actors.hardware import hardware
 from exspec.actors.ledger import Attempt, Ledger
@@ -89,17 +90,20 @@ class Generator:
         answers: Callable[[Any, frozenset[int]], Answers],
         draws: Draws,
     ) -> None:
+        self.host = os.uname().nodename
         self.window = ledger.window() or load.window
         try:
             engine, self.tokenizer = load(self.window)
         except torch.OutOfMemoryError:
             ledger.shrink(max(self.window // 2, 1))
             raise
+        except Exception as error:
+            ledger.refuse(self.host, first_line(error))  # Ray tries again elsewhere, and does not say why
+            raise
         self.shape, self.answers = engine.config, answers(self.tokenizer, getattr(engine, "end_ids", frozenset()))
         self.engine = EngineThread(engine)
         self.sampling, self.sink, self.ledger, self.meter, self.attempts = sampling, sink, ledger, meter, attempts
         self.draws, self.texts = draws, Texts(self.tokenizer)
-        self.host = os.uname().nodename
         self.name = f"{self.host}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         ran: dict[str, str] = {"attention": self.shape.attention, "kernels": self.shape.kernels}
         ran |= experts.used(getattr(getattr(engine, "target", None), "model", None))

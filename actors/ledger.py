@@ -6,7 +6,7 @@ Imports neither torch nor transformers: the process that keeps the ledger has no
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 SILENCE = 15.0  # seconds without a heartbeat after which an actor does not count
 
@@ -33,11 +33,13 @@ class HostSigns:
 
 @dataclass(frozen=True)
 class Signs:
-    """The actors' heartbeats by host, seconds since the first chunk was begun, and how many actors have left."""
+    """The actors' heartbeats by host, seconds since the first chunk was begun, how many actors have left, and why hosts
+    cannot decode."""
 
     hosts: dict[str, HostSigns]
     seconds: float
     left: int = 0
+    unable: dict[str, str] = field(default_factory=dict)
 
     @property
     def actors(self) -> int:
@@ -72,6 +74,7 @@ class Ledger:
         self.slots = slots
         self.signed: defaultdict[str, dict[str, tuple[float, int]]] = defaultdict(dict)  # by host and actor: see `sign`
         self.left: set[str] = set()  # actors
+        self.unable: dict[str, str] = {}  # by host: why an actor could not start there
         self.first: float | None = None  # when the first chunk was begun
 
     def begun(self, part: str) -> bool:
@@ -106,6 +109,11 @@ class Ledger:
     def sign(self, actor: str, host: str, tokens: int) -> None:
         """Record the time of an actor's heartbeat, and the number of tokens that it has decoded."""
         self.signed[host][actor] = time.monotonic(), tokens
+        self.unable.pop(host, None)
+
+    def refuse(self, host: str, why: str) -> None:
+        """Record that no actor can start on a host."""
+        self.unable[host] = why
 
     def leave(self, actor: str) -> None:
         """Record that an actor has ended because it was idle."""
@@ -118,7 +126,8 @@ class Ledger:
             silent = [now - at for actor, (at, _) in actors.items() if actor not in self.left]
             tokens = sum(tokens for _, tokens in actors.values())
             hosts[host] = HostSigns(sum(seconds < SILENCE for seconds in silent), tokens, min(silent, default=0.0))
-        return Signs(hosts, 0.0 if self.first is None else now - self.first, len(self.left))
+        seconds = 0.0 if self.first is None else now - self.first
+        return Signs(hosts, seconds, len(self.left), self.unable.copy())
 
     def window(self) -> int | None:
         """The most slots that a new actor may have; None if no actor has run out of memory."""

@@ -104,7 +104,7 @@ class Progress:
                     print(f"{done}/{report.planned} rows, {line}", file=sys.stderr, flush=True)
                 late = time.monotonic() > due
                 why = lacking(late) if missing and (late or not said) else ""
-                if late or why:
+                if late or why or now.unable.keys() - before.unable.keys():
                     waiting = "" if now.seconds else "waiting for the first chunk to be read"
                     if why:
                         waiting = f"waiting for {missing} of {needed} actors: {why}"
@@ -129,13 +129,14 @@ class Progress:
 
 
 def hosts_line(now: Signs, before: Signs, waiting: str) -> str:
-    """Which hosts decode, which are gone, and what the job waits for. Empty if it has one host and waits for nothing.
+    """Which hosts decode, are gone, or cannot decode, and what the job waits for. Empty if it has one host and waits for
+    nothing.
 
     before: the signs at the line before, from which on the speed is counted.
     """
     from exspec.pipeline.output.page import duration
 
-    if len(now.hosts) < 2 and not waiting:
+    if len(now.hosts) < 2 and not waiting and not now.unable:
         return ""
     seconds = now.seconds - before.seconds
     alive = sorted(name for name, host in now.hosts.items() if host.actors)
@@ -153,7 +154,9 @@ def hosts_line(now: Signs, before: Signs, waiting: str) -> str:
     shown = [decoding(name, [name]) for name in alive[:room]]
     shown += [decoding(f"{len(alive) - room} more", alive[room:])] if alive[room:] else []
     lost += [f"{len(gone) - len(lost)} more"] if gone[len(lost) :] else []
-    parts = [f"{title}: {', '.join(items)}" for title, items in (("hosts", shown), ("gone", lost)) if items]
+    unable = [f"{name} ({why})" for name, why in sorted(now.unable.items())[:SHOWN]]
+    titled = ("hosts", shown), ("gone", lost), ("cannot decode", unable)
+    parts = [f"{title}: {', '.join(items)}" for title, items in titled if items]
     return "; ".join(filter(None, [*parts, waiting]))
 
 

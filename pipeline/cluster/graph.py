@@ -141,9 +141,9 @@ class PairLoader:
 
         if other := {name: here for name, here in versions().items() if here != self.versions[name]}:
             raise JobError(
-                f"host {os.uname().nodename}: has {_listed(other)}, but the job began with "
+                f"{os.uname().nodename} has {_listed(other)}, the driver has "
                 f"{_listed({name: self.versions[name] for name in other})}, and tokens may differ; install the same "
-                "there, or remove the node from the cluster"
+                "there, or remove the node"
             )
         disable_progress_bar()
         torch.set_num_threads(self.job.threads)

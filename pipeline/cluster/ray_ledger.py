@@ -47,6 +47,7 @@ class RayLedger(Ledger):
     note = remote(Ledger.note)
     window = remote(Ledger.window)
     shrink = remote(Ledger.shrink)
+    refuse = remote(Ledger.refuse)
 
     def sign(self, actor: str, host: str, tokens: int) -> None:
         self._actor.sign.remote(actor, host, tokens)  # do not wait: the driver may be gone

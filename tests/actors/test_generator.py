@@ -51,6 +51,19 @@ def test_an_actor_that_runs_out_of_memory_tries_half_its_window_next() -> None:
             Generator(Full(window=24), {}, unused, ledger, unused, 3, lambda *_: FreeText(), Draws())  # type: ignore[arg-type]
 
 
+def test_a_host_where_no_actor_can_start_is_named_until_one_can() -> None:
+    class Failing(jobs.ArithmeticLoader):
+        def __call__(self, window: int) -> Any:  # noqa: ARG002
+            raise OSError("[Errno 28] No space left on device")
+
+    ledger, unused, host = Ledger(), SimpleNamespace(), os.uname().nodename
+    with pytest.raises(OSError, match="No space left"):
+        Generator(Failing(), {}, unused, ledger, unused, 3, lambda *_: FreeText(), Draws())  # type: ignore[arg-type]
+    assert ledger.signs().unable == {host: "[Errno 28] No space left on device"}
+    ledger.sign("a", host, 0)
+    assert ledger.signs().unable == {}
+
+
 def test_an_actor_signs_with_its_host_and_leaves_when_it_is_deleted() -> None:
     """Ray Data deletes the generator of an idle actor. Its threads must not keep it alive."""
     ledger, unused = Ledger(), SimpleNamespace()
