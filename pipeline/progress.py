@@ -129,8 +129,7 @@ class Progress:
 
 
 def hosts_line(now: Signs, before: Signs, waiting: str) -> str:
-    """Which hosts decode, are gone, or cannot decode, and what the job waits for. Empty if it has one host and waits for
-    nothing.
+    """Which hosts decode, are gone or cannot decode, and what the job waits for. Empty for one host without troubles.
 
     before: the signs at the line before, from which on the speed is counted.
     """

@@ -308,7 +308,7 @@ class _Run:
         chunk = self.plan.rows_per_chunk
         room = self.prepared.room(config)
         watched = self.progress.decoding(report, finished, job.actor_range[0], ledger.signs, partial(lacking, job))
-        with watched, closing(results(job, config.slots, chunk, room, tasks, schema, sink, make, ledger)) as found:
+        with watched, closing(results(job, config, chunk, room, tasks, schema, sink, make, ledger)) as found:
             try:
                 collect(job, self._watched(found, report), report, Collector(writer, again))
             except RayError as error:

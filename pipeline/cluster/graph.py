@@ -7,6 +7,7 @@ from collections.abc import Generator as Yields
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
+from math import ceil
 from typing import Any
 
 import pyarrow as pa
@@ -18,6 +19,7 @@ from exspec.pipeline.cluster.connect import ACTOR, gpus
 from exspec.pipeline.cluster.metrics import RayMeter
 from exspec.pipeline.cluster.ray_ledger import RayLedger
 from exspec.pipeline.errors import JobError
+from exspec.pipeline.input.passes import Sizes, passes, smallest_chunk
 from exspec.pipeline.input.plan import Task
 from exspec.pipeline.input.reader import Reader
 from exspec.pipeline.job.settings import Job
@@ -27,7 +29,6 @@ from exspec.pipeline.shape import pair_of
 from exspec.pipeline.storage import Folder
 
 ROWS_PER_SLOT = 3  # rows in flight per slot of an actor, so that no slot is empty at the end of a chunk
-MOST_ROWS, ENOUGH_ROWS = 1 << 20, 1 << 14  # maximum for one reader task: rows of one shard, and of several shards
 LEARNT = 1 << 16  # tokens of earlier completions that a drafter learns when an actor starts: less than a second
 LATEST = 100  # number of files that they are read from
 READER = 0.005  # CPUs of a reader: two fit into what each actor leaves
@@ -36,7 +37,7 @@ FOREVER = 7 * 24 * 3600  # seconds; a chunk of long completions may take an hour
 
 def results(
     job: Job,
-    slots: int,
+    config: EngineConfig,
     rows_per_chunk: int,
     room: Room,
     tasks: Iterator[Task],
@@ -60,18 +61,18 @@ def results(
     to_file.handlers = [h for h in to_file.handlers if not isinstance(h, logging.StreamHandler)]
 
     low, high = job.actor_range
-    passes, count = [], 0
-    for group in read_together(tasks):
-        passes.append({"tasks": pickle.dumps(group)})
-        count += len(group)
-    calls = max(job.chunks_in_flight, -(-ROWS_PER_SLOT * slots // (rows_per_chunk * job.draws.count)))
-    calls = min(calls, -(-count // high))  # the first actor that is ready must not take all chunks
+    smallest = smallest_chunk(rows_per_chunk, high)
+    calls = chunks_at_once(job, config, rows_per_chunk, smallest)
     # A fixed pool balances best with one waiting task per actor; an elastic pool grows only if more wait.
+    held = calls + 1 if low == high else 2 * calls
+    todo, count = passes(tasks, high + 1, Sizes(rows_per_chunk, smallest, high * held))
+    calls = min(calls, -(-count // high))  # the first actor that is ready must not take all chunks
     waiting = calls + 1 if low == high else 2 * calls
     pool = {"size": high} if low == high else {"min_size": low, "max_size": high}
-    chunks: ray.data.Dataset = ray.data.from_items(passes, override_num_blocks=len(passes))
+    items = [{"tasks": tasks} for tasks in todo]
+    chunks: ray.data.Dataset = ray.data.from_items(items, override_num_blocks=len(items))
     # Few readers: each process has to import the tokenizer first, and one can feed several engines.
-    readers = TaskPoolStrategy(size=min(high + 1, len(passes)))
+    readers = TaskPoolStrategy(size=min(high + 1, len(items)))
     read = Reader(job, schema, room)
     chunks = chunks.map_batches(read, batch_size=None, batch_format="pyarrow", num_cpus=READER, compute=readers)
     done = chunks.map_batches(
@@ -94,6 +95,13 @@ def results(
             yield from (pickle.loads(result) for result in batch["result"].to_pylist())
 
 
+def chunks_at_once(job: Job, config: EngineConfig, most: int, least: int) -> int:
+    """Chunks that an actor works on at a time, so that even chunks of `least` rows keep its batch full. most: rows of
+    the other chunks."""
+    rows = ROWS_PER_SLOT * config.slots / most, ROWS_PER_SLOT * config.batch_size / least
+    return max(job.chunks_in_flight, ceil(max(rows) / job.draws.count))
+
+
 def versions() -> dict[str, str]:
     """The versions here of the packages that compute tokens."""
     import torch
@@ -104,24 +112,6 @@ def versions() -> dict[str, str]:
 
 def _listed(found: dict[str, str]) -> str:
     return " and ".join(f"{name} {version}" for name, version in found.items())
-
-
-def read_together(tasks: Iterator[Task]) -> Iterator[list[Task]]:
-    """The tasks of each reader task: a shard, so that its row groups are decoded once, or several small shards.
-
-    A reader task that is lost starts again at its first row.
-    """
-    group: list[Task] = []
-    rows = 0
-    for task in tasks:
-        other = group and task.chunk.number != group[-1].chunk.number
-        if group and (rows >= MOST_ROWS or (other and rows >= ENOUGH_ROWS)):
-            yield group
-            group, rows = [], 0
-        group.append(task)
-        rows += task.chunk.rows
-    if group:
-        yield group
 
 
 class PairLoader:

@@ -111,7 +111,7 @@ def duration(seconds: float) -> str:
 def _numbers(figures: dict[str, Any]) -> list[tuple[str, Any]]:
     shown = ("planned_rows", "rows", "errors", "prompt_tokens", "prompt_tokens_computed", "prompt_tokens_found",
              "completion_tokens", "seconds", "tokens_per_second", "acceptance_rate", "mean_accepted_length",
-             "forced_share", "occupancy", "repeated_chunks")  # fmt: skip
+             "forced_share", "occupancy", "tail_occupancy", "repeated_chunks")  # fmt: skip
     return [(name.replace("_", " "), figures[name]) for name in shown if figures[name] is not None]
 
 

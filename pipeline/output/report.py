@@ -156,6 +156,7 @@ class Report:
             ],
             "forced_share": round(sums["forced"] / tokens, 4) if tokens else None,
             "occupancy": round(self.engine.occupancy, 4) if self.engine.rounds else self.occupancy,
+            "tail_occupancy": None if (tail := totals.tail_occupancy()) is None else round(tail, 4),
             "completion_length": totals.length_figures(),
             "rows_by_actor": dict(totals.actors),
             "rows_by_hardware": {", ".join(kind): rows for kind, rows in totals.hardware.items()},

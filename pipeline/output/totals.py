@@ -5,7 +5,7 @@ import heapq
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise, zip_longest
+from itertools import accumulate, zip_longest
 from math import floor
 
 from exspec.pipeline.output.reasons import Reasons
@@ -14,12 +14,12 @@ from exspec.pipeline.output.state import Summary
 SUMMED = ("rows", "errors", "prompt_tokens", "prefill_tokens", "found_tokens", "completion_tokens", "rounds", "forced")
 MOST_BINS = 400  # of the plot of tokens by time
 SLOWEST = 5  # chunks
-MOST_SPANS = 1000
+TAIL = 0.1  # of the decoding time
 
 
 @dataclass
 class HostTotals:
-    """What one host decoded. sums: its rows and tokens. spans: as in Totals, of its own chunks."""
+    """What one host decoded. sums: its rows and tokens. spans: as `work` in Totals, of all its actors."""
 
     actors: set[str] = field(default_factory=set)
     hardware: set[tuple[str, ...]] = field(default_factory=set)
@@ -31,7 +31,7 @@ class Totals:
     """Sums that take little memory, whatever the number of chunks.
 
     spans: times during which any chunk was decoded, as (start, end) in seconds. bins, rounds: tokens, and the rounds of
-    sequences, by time, of `width` seconds.
+    sequences, by time, of `width` seconds. work: like spans, by actor, without gaps below `width`.
     """
 
     def __init__(self) -> None:
@@ -44,6 +44,7 @@ class Totals:
         self.accepted: list[int] = []
         self.slowest: list[tuple[float, str, int]] = []
         self.spans: list[tuple[float, float]] = []
+        self.work: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
         self.bins: Counter[int] = Counter()
         self.rounds: Counter[int] = Counter()
         self.width = 1 / 16
@@ -68,7 +69,8 @@ class Totals:
         host.actors.add(s.actor)
         host.hardware.add(kind)
         host.sums.update(rows=s.rows, prompt_tokens=s.prompt_tokens, completion_tokens=s.completion_tokens)
-        _cover(host.spans, s.started, end)
+        _cover(host.spans, s.started, end, self.width)
+        _cover(self.work[s.actor], s.started, end, self.width)
         self._widen()
         pieces = s.produced or [s.completion_tokens]
         each = s.rounds / max(s.completion_tokens, 1)
@@ -92,7 +94,22 @@ class Totals:
 
     def decoding(self, start: float, end: float) -> float:
         """Seconds between two times during which any chunk was decoded."""
-        return sum(max(0.0, min(end, b) - max(start, a)) for a, b in self.spans)
+        return _within(self.spans, start, end)
+
+    def tail_occupancy(self) -> float | None:
+        """The mean share of actors at work in the last tenth of the decoding time. All actors: as many as were ever at
+        work at once."""
+        left = seconds = TAIL * sum(b - a for a, b in self.spans)
+        if not seconds:
+            return None
+        for start, end in reversed(self.spans):
+            if left <= end - start:
+                break
+            left -= end - start
+        steps = sorted((at, step) for spans in self.work.values() for a, b in spans for at, step in ((a, 1), (b, -1)))
+        actors = max(accumulate(step for _, step in steps))
+        worked = sum(_within(spans, end - left, self.spans[-1][1]) for spans in self.work.values())
+        return min(1.0, worked / (seconds * actors))
 
 
 def _spread(bins: Counter[int], pieces: Sequence[float], start: float, end: float, width: float) -> None:
@@ -116,21 +133,16 @@ def _added(one: list[int], other: list[int]) -> list[int]:
     return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
 
 
-def _cover(spans: list[tuple[float, float]], start: float, end: float) -> None:
-    """Add a span to a sorted list of disjoint spans. Pauses between runs do not count as decoding time.
+def _within(spans: Sequence[tuple[float, float]], start: float, end: float) -> float:
+    """Seconds of the spans between two times."""
+    return sum(max(0.0, min(end, b) - max(start, a)) for a, b in spans)
 
-    Beyond MOST_SPANS, the shorter half of the pauses is closed: an actor with one chunk at a time pauses after each.
-    """
-    low = bisect.bisect_left(spans, start, key=lambda span: span[1])
-    high = bisect.bisect_right(spans, end, key=lambda span: span[0])
+
+def _cover(spans: list[tuple[float, float]], start: float, end: float, gap: float = 0.0) -> None:
+    """Add a span to a sorted list of disjoint spans. Pauses between runs do not count as decoding time. gap: spans that
+    are no farther apart become one."""
+    low = bisect.bisect_left(spans, start - gap, key=lambda span: span[1])
+    high = bisect.bisect_right(spans, end + gap, key=lambda span: span[0])
     if low < high:
         start, end = min(start, spans[low][0]), max(end, spans[high - 1][1])
     spans[low:high] = [(start, end)]
-    if len(spans) > MOST_SPANS:
-        median = sorted(after[0] - before[1] for before, after in pairwise(spans))[MOST_SPANS // 2]
-        rest, spans[1:] = spans[1:], []
-        for start, end in rest:
-            if start - spans[-1][1] > median:
-                spans.append((start, end))
-            else:
-                spans[-1] = spans[-1][0], end

@@ -15,10 +15,11 @@ import pyarrow as pa
 import pytest
 from ray import cloudpickle
 
+from exspec.actors.engine import EngineConfig
 from exspec.actors.generator import Generator, Loader
 from exspec.actors.ledger import Ledger
 from exspec.pipeline import run
-from exspec.pipeline.cluster.graph import read_together
+from exspec.pipeline.input.passes import read_together
 from exspec.pipeline.input.plan import Task
 from exspec.pipeline.input.reader import Reader
 from exspec.pipeline.job.settings import Job
@@ -44,7 +45,7 @@ def in_process() -> Iterator[None]:
 
 def results(
     job: Job,
-    slots: int,  # noqa: ARG001
+    config: EngineConfig,  # noqa: ARG001
     rows_per_chunk: int,  # noqa: ARG001
     room: Any,
     tasks: Iterator[Task],

@@ -23,7 +23,7 @@ ONE = signs(60.0, one=(2, 6000, 1.0))
 TWO = signs(60.0, two=(1, 36_600, 0.0), one=(2, 74_400, 1.0))
 GONE = signs(120.0, two=(0, 40_000, 59.6), one=(2, 150_000, 1.0))
 BACK = signs(180.0, two=(1, 58_000, 0.0), one=(2, 210_000, 1.0))
-UNABLE = Signs(ONE.hosts, 60.0, unable={"two": "its disk is full"})
+UNABLE = Signs(ONE.hosts, 60.0, unable={"two": "disk is full"})
 LINES = {
     "one host": (ONE, NONE, "", ""),
     "one host that waits": (ONE, NONE, "waiting for x", "hosts: one (2 actors, 100 tokens/s); waiting for x"),
@@ -33,7 +33,7 @@ LINES = {
     "gone and back": (BACK, GONE, "", "hosts: one (2 actors, 1,000 tokens/s), two (1 actor, 300 tokens/s)"),
     "all gone": (signs(9.0, one=(0, 8, 150.0)), NONE, "waiting for x", "gone: one for 2 min; waiting for x"),
     "one has left": (signs(60.0, one=(2, 6000, 1.0), two=(0, 9, 0.0)), NONE, "", "hosts: one (2 actors, 100 tokens/s)"),
-    "one cannot decode": (UNABLE, NONE, "", "hosts: one (2 actors, 100 tokens/s); cannot decode: two (its disk is full)"),
+    "one cannot decode": (UNABLE, NONE, "", "hosts: one (2 actors, 100 tokens/s); cannot decode: two (disk is full)"),
     "no answer since": (TWO, TWO, "", "hosts: one (2 actors), two (1 actor)"),
     "no tokens, only vectors": (signs(9.0, a=(1, 0, 0.0), b=(1, 0, 0.0)), NONE, "", "hosts: a (1 actor), b (1 actor)"),
 }  # fmt: skip

@@ -19,7 +19,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from exspec.pipeline.cluster.graph import read_together
+from exspec.pipeline.input.passes import read_together
 from exspec.pipeline.input.plan import Chunk, Plan, Shard, Task
 from exspec.pipeline.input.shards import find_shards
 from exspec.pipeline.output.owner import Output, take
