@@ -34,6 +34,7 @@ from exspec.actors.work import WORK
 
 KILLER = "the row ended the process that decoded it"  # the error of such a row
 HEARTBEAT = 2.0  # seconds between heartbeats
+RETRY = 10.0  # seconds between attempts to load the models on a host that cannot
 MOST_WAITING = 1024  # samples of a chunk that the engine has at once, unless a row has more
 GROUPS = 8  # into how many groups of rows a repeated chunk is cut, to find the row that kills the process
 
@@ -92,14 +93,7 @@ class Generator:
     ) -> None:
         self.host = os.uname().nodename
         self.window = ledger.window() or load.window
-        try:
-            engine, self.tokenizer = load(self.window)
-        except torch.OutOfMemoryError:
-            ledger.shrink(max(self.window // 2, 1))
-            raise
-        except Exception as error:
-            ledger.refuse(self.host, first_line(error))  # Ray tries again elsewhere, and does not say why
-            raise
+        engine, self.tokenizer = self._load(load, ledger)
         self.shape, self.answers = engine.config, answers(self.tokenizer, getattr(engine, "end_ids", frozenset()))
         self.engine = EngineThread(engine)
         self.sampling, self.sink, self.ledger, self.meter, self.attempts = sampling, sink, ledger, meter, attempts
@@ -115,6 +109,23 @@ class Generator:
         threading.Thread(target=_send_heartbeats, args=beating, daemon=True).start()
         # Ray Data deletes the generator when it ends an idle actor.
         weakref.finalize(self, ledger.leave, self.name).atexit = False
+
+    def _load(self, load: Loader, ledger: Ledger) -> tuple[Engine, Any]:
+        """Engine and tokenizer. If they cannot be loaded here, tries again while other hosts decode: Ray ends a job
+        after a few failures to start an actor."""
+        while True:
+            try:
+                loaded = load(self.window)
+            except torch.OutOfMemoryError:
+                ledger.shrink(max(self.window // 2, 1))
+                raise
+            except Exception as error:
+                if not ledger.refuse(self.host, first_line(error)):
+                    raise
+                time.sleep(RETRY)
+            else:
+                ledger.accept(self.host)
+                return loaded
 
     def close(self) -> None:
         """End the threads. An actor never calls this: its threads end with the process."""

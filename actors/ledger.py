@@ -109,11 +109,15 @@ class Ledger:
     def sign(self, actor: str, host: str, tokens: int) -> None:
         """Record the time of an actor's heartbeat, and the number of tokens that it has decoded."""
         self.signed[host][actor] = time.monotonic(), tokens
-        self.unable.pop(host, None)
 
-    def refuse(self, host: str, why: str) -> None:
-        """Record that no actor can start on a host."""
+    def refuse(self, host: str, why: str) -> bool:
+        """Record why an actor cannot start on a host. Returns whether other hosts decode."""
         self.unable[host] = why
+        return any(signs.actors for name, signs in self.signs().hosts.items() if name != host)
+
+    def accept(self, host: str) -> None:
+        """Record that an actor has started on a host."""
+        self.unable.pop(host, None)
 
     def leave(self, actor: str) -> None:
         """Record that an actor has ended because it was idle."""

@@ -103,7 +103,7 @@ class Progress:
                         line += f", {duration((report.planned - done) * now.seconds / rows)} left"
                     print(f"{done}/{report.planned} rows, {line}", file=sys.stderr, flush=True)
                 late = time.monotonic() > due
-                why = lacking(late) if missing and (late or not said) else ""
+                why = lacking(late) if missing and (late or not said) and not now.unable else ""
                 if late or why or now.unable.keys() - before.unable.keys():
                     waiting = "" if now.seconds else "waiting for the first chunk to be read"
                     if why:
@@ -129,7 +129,7 @@ class Progress:
 
 
 def hosts_line(now: Signs, before: Signs, waiting: str) -> str:
-    """Which hosts decode, are gone or cannot decode, and what the job waits for. Empty for one host without troubles.
+    """Which hosts decode, are gone or cannot decode, and what the job waits for. Empty for one host without trouble.
 
     before: the signs at the line before, from which on the speed is counted.
     """
@@ -140,7 +140,7 @@ def hosts_line(now: Signs, before: Signs, waiting: str) -> str:
     seconds = now.seconds - before.seconds
     alive = sorted(name for name, host in now.hosts.items() if host.actors)
     gone = sorted((host.silent, name) for name, host in now.hosts.items() if host.silent and not host.actors)
-    lost = [f"{name} for {duration(silent)}" for silent, name in gone[: SHOWN - 1]]
+    lost = [f"{name} for {duration(silent)}" for silent, name in gone[: SHOWN // 2]]
 
     def decoding(what: str, names: list[str]) -> str:
         parts = [counted(sum(now.hosts[name].actors for name in names), "actor")]
@@ -154,6 +154,7 @@ def hosts_line(now: Signs, before: Signs, waiting: str) -> str:
     shown += [decoding(f"{len(alive) - room} more", alive[room:])] if alive[room:] else []
     lost += [f"{len(gone) - len(lost)} more"] if gone[len(lost) :] else []
     unable = [f"{name} ({why})" for name, why in sorted(now.unable.items())[:SHOWN]]
+    unable += [f"{len(now.unable) - SHOWN} more"] if len(now.unable) > SHOWN else []
     titled = ("hosts", shown), ("gone", lost), ("cannot decode", unable)
     parts = [f"{title}: {', '.join(items)}" for title, items in titled if items]
     return "; ".join(filter(None, [*parts, waiting]))

@@ -129,7 +129,7 @@ def _facts(prepared: Prepared) -> list[tuple[str, str]]:
         ("prompt", f"{prompt}, {'in the chat template' if prepared.prompts.chat else 'without a chat template'}"),
         ("ids", f"column {job.id_column}" if job.id_column else "shard and row number"),
         ("output", f"{anonymous(job.output)}: {', '.join(columns)}"),
-        ("chunks", f"at least {chunks}, of at most {counted(planned.rows_per_chunk, 'row')}"),
+        ("chunks", f"{chunks} or more, each of at most {counted(planned.rows_per_chunk, 'row')}"),
         ("actors", f"{job.actors}, each with at least {counted(job.chunks_in_flight, 'chunk')} at once"),
         ("shape", f"{Settled(config, [])}, at most {config.capacity} tokens per row"),
         ("memory", f"per actor: {by_device(prepared.memory(config))}"),

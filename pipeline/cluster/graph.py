@@ -1,7 +1,6 @@
 """The Ray Data graph: readers on CPUs read chunks and render prompts; actors decode them and stage the results."""
 
 import logging
-import os
 import pickle
 from collections.abc import Generator as Yields
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,7 @@ from exspec.pipeline.cluster.connect import ACTOR, gpus
 from exspec.pipeline.cluster.metrics import RayMeter
 from exspec.pipeline.cluster.ray_ledger import RayLedger
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.input.passes import Sizes, passes, smallest_chunk
+from exspec.pipeline.input.passes import ROWS_PER_SLOT, Sizes, passes, smallest_chunk
 from exspec.pipeline.input.plan import Task
 from exspec.pipeline.input.reader import Reader
 from exspec.pipeline.job.settings import Job
@@ -28,7 +27,6 @@ from exspec.pipeline.output.parts import PartSink
 from exspec.pipeline.shape import pair_of
 from exspec.pipeline.storage import Folder
 
-ROWS_PER_SLOT = 3  # rows in flight per slot of an actor, so that no slot is empty at the end of a chunk
 LEARNT = 1 << 16  # tokens of earlier completions that a drafter learns when an actor starts: less than a second
 LATEST = 100  # number of files that they are read from
 READER = 0.005  # CPUs of a reader: two fit into what each actor leaves
@@ -61,7 +59,7 @@ def results(
     to_file.handlers = [h for h in to_file.handlers if not isinstance(h, logging.StreamHandler)]
 
     low, high = job.actor_range
-    smallest = smallest_chunk(rows_per_chunk, high)
+    smallest = smallest_chunk(rows_per_chunk, high, config.batch_size)
     calls = chunks_at_once(job, config, rows_per_chunk, smallest)
     # A fixed pool balances best with one waiting task per actor; an elastic pool grows only if more wait.
     held = calls + 1 if low == high else 2 * calls
@@ -103,11 +101,11 @@ def chunks_at_once(job: Job, config: EngineConfig, most: int, least: int) -> int
 
 
 def versions() -> dict[str, str]:
-    """The versions here of the packages that compute tokens."""
+    """The versions here of the packages that compute tokens. A build for another device is no other version."""
     import torch
     import transformers
 
-    return {"torch": torch.__version__, "transformers": transformers.__version__}
+    return {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__}
 
 
 def _listed(found: dict[str, str]) -> str:
@@ -130,10 +128,10 @@ class PairLoader:
         from transformers.utils.logging import disable_progress_bar
 
         if other := {name: here for name, here in versions().items() if here != self.versions[name]}:
+            ours = _listed({name: self.versions[name] for name in other})
             raise JobError(
-                f"{os.uname().nodename} has {_listed(other)}, the driver has "
-                f"{_listed({name: self.versions[name] for name in other})}, and tokens may differ; install the same "
-                "there, or remove the node"
+                f"it has {_listed(other)}, the driver has {ours}, and tokens may differ; install the same there, or "
+                "remove the node"
             )
         disable_progress_bar()
         torch.set_num_threads(self.job.threads)

@@ -48,6 +48,7 @@ class RayLedger(Ledger):
     window = remote(Ledger.window)
     shrink = remote(Ledger.shrink)
     refuse = remote(Ledger.refuse)
+    accept = remote(Ledger.accept)
 
     def sign(self, actor: str, host: str, tokens: int) -> None:
         self._actor.sign.remote(actor, host, tokens)  # do not wait: the driver may be gone

@@ -13,7 +13,9 @@ from itertools import accumulate, pairwise, repeat
 from exspec.pipeline.input.plan import Task
 
 MOST_ROWS, ENOUGH_ROWS = 1 << 20, 1 << 14  # maximum for one reader task: rows of one shard, and of several shards
+ROWS_PER_SLOT = 3  # rows in flight per slot of an actor, so that no slot is empty at the end of a chunk
 SMALLEST = 8  # the smallest chunks have this part of the rows of the largest; smaller ones cost the driver more time
+MOST_CHUNKS = 8  # of the smallest size, that an actor needs for its rows in flight: all are repeated if it dies
 
 
 @dataclass(frozen=True)
@@ -32,9 +34,10 @@ class Sizes:
         return min(self.most, max(self.least, left // self.held))
 
 
-def smallest_chunk(most: int, actors: int) -> int:
+def smallest_chunk(most: int, actors: int, batch_size: int) -> int:
     """Rows of the last chunks, if the first have `most`. A single actor waits for no other."""
-    return most if actors == 1 else -(-most // SMALLEST)
+    least = max(-(-most // SMALLEST), -(-ROWS_PER_SLOT * batch_size // MOST_CHUNKS))
+    return most if actors == 1 else min(most, least)
 
 
 def passes(tasks: Iterator[Task], readers: int, sizes: Sizes) -> tuple[list[bytes], int]:

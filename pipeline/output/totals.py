@@ -97,8 +97,7 @@ class Totals:
         return _within(self.spans, start, end)
 
     def tail_occupancy(self) -> float | None:
-        """The mean share of actors at work in the last tenth of the decoding time. All actors: as many as were ever at
-        work at once."""
+        """Mean share of actors at work in the last tenth of the decoding time; 1: as many as ever worked at once."""
         left = seconds = TAIL * sum(b - a for a, b in self.spans)
         if not seconds:
             return None

@@ -5,6 +5,7 @@ import json
 import os
 import threading
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pyarrow as pa
 import pytest
 import torch
 
+from exspec.actors import generator
 from exspec.actors.answers.answers import FreeText
 from exspec.actors.generator import Generator, Turns
 from exspec.actors.ledger import Ledger
@@ -51,28 +53,37 @@ def test_an_actor_that_runs_out_of_memory_tries_half_its_window_next() -> None:
             Generator(Full(window=24), {}, unused, ledger, unused, 3, lambda *_: FreeText(), Draws())  # type: ignore[arg-type]
 
 
-def test_a_host_where_no_actor_can_start_is_named_until_one_can() -> None:
-    class Failing(jobs.ArithmeticLoader):
-        def __call__(self, window: int) -> Any:  # noqa: ARG002
-            raise OSError("[Errno 28] No space left on device")
+@pytest.mark.parametrize("others", [True, False])
+def test_a_host_that_cannot_load_the_models_is_named_and_tries_again_while_others_decode(
+    monkeypatch: pytest.MonkeyPatch, others: bool
+) -> None:
+    class Full(jobs.ArithmeticLoader):
+        left = 3
 
+        def __call__(self, window: int) -> Any:
+            self.left -= 1
+            if self.left:
+                raise OSError("[Errno 28] No space left on device")
+            assert ledger.signs().unable == {host: "[Errno 28] No space left on device"}
+            return super().__call__(window)
+
+    monkeypatch.setattr(generator, "RETRY", 0.0)
     ledger, unused, host = Ledger(), SimpleNamespace(), os.uname().nodename
-    with pytest.raises(OSError, match="No space left"):
-        Generator(Failing(), {}, unused, ledger, unused, 3, lambda *_: FreeText(), Draws())  # type: ignore[arg-type]
-    assert ledger.signs().unable == {host: "[Errno 28] No space left on device"}
-    ledger.sign("a", host, 0)
-    assert ledger.signs().unable == {}
+    ledger.sign("a", "another host" if others else host, 0)
+    with nullcontext() if others else pytest.raises(OSError, match="No space left"):
+        Generator(Full(), {}, unused, ledger, unused, 3, lambda *_: FreeText(), Draws())  # type: ignore[arg-type]
+    assert (host in ledger.signs().unable) == (not others)
 
 
 def test_an_actor_signs_with_its_host_and_leaves_when_it_is_deleted() -> None:
     """Ray Data deletes the generator of an idle actor. Its threads must not keep it alive."""
     ledger, unused = Ledger(), SimpleNamespace()
-    generator = Generator(jobs.ArithmeticLoader(), {}, unused, ledger, unused, 3, lambda *_: FreeText(), Draws())  # type: ignore[arg-type]
-    name, threads = generator.name, (generator.engine, generator.closed)
+    made = Generator(jobs.ArithmeticLoader(), {}, unused, ledger, unused, 3, lambda *_: FreeText(), Draws())  # type: ignore[arg-type]
+    name, threads = made.name, (made.engine, made.closed)
     while not ledger.signs().actors:
         time.sleep(0.01)
     assert (ledger.left, list(ledger.signs().hosts)) == (set(), [os.uname().nodename])
-    del generator
+    del made
     gc.collect()
     assert ledger.left == {name}
     threads[1].set()
@@ -89,11 +100,11 @@ def test_a_row_with_impossible_settings_fails_alone() -> None:
 
     keep: Any = SimpleNamespace(stage=stage)
     quiet: Any = SimpleNamespace(report=lambda *_: None)
-    generator = Generator(jobs.ArithmeticLoader(), {}, keep, Ledger(), quiet, 3, lambda *_: FreeText(), Draws())
+    made = Generator(jobs.ArithmeticLoader(), {}, keep, Ledger(), quiet, 3, lambda *_: FreeText(), Draws())
     work = {"_prompt": [1], "_cut": 0, "_skip": False, "_max_new_tokens": 4, "_stop": [], "_samples": 1}
     rows = [work | {"_sampling": json.dumps({"temperature": t, "seed": 0})} for t in (0.0, 1e-39, float("inf"), 0.0)]
     task = Task(Chunk(Shard("s", "file:///s", 4, 1, ""), 0, 0, 4))
-    generator(block(task, pa.Table.from_pylist(rows, schema=WORK_SCHEMA), None))
+    made(block(task, pa.Table.from_pylist(rows, schema=WORK_SCHEMA), None))
     first, cold, hot, last = kept
     assert [r.error for r in (first, last)] == [None, None]
     assert first.completion.tokens == last.completion.tokens

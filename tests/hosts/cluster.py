@@ -4,7 +4,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +16,9 @@ from moto.server import ThreadedMotoServer
 from tests.hosts.network import PLACE, Host, Network, until
 from tests.hosts.store import Store
 from tests.pipeline import jobs
-from tests.pipeline.s3 import connected
+from tests.pipeline.s3 import connected, new_bucket
 
 WORKERS = ("w1", "w2", "w3")
-BUCKET = "hosts"
 CPUS = "2"  # of a host; the machine may have more
 MEMORY = str(100 * 2**20)  # of a host's object store
 STARTED = 120  # seconds until all nodes are there
@@ -34,8 +33,8 @@ SHAPE: dict[str, Any] = {
 class Cluster:
     """The hosts: `head` and `workers` run Ray, `user` submits jobs. They reach the store through `store`."""
 
-    def __init__(self, folder: Path, options: dict[str, Any]) -> None:
-        self.folder, self.options = folder, options
+    def __init__(self, folder: Path, options: dict[str, Any], bucket: str) -> None:
+        self.folder, self.options, self.bucket = folder, options, bucket
         self.network = Network(folder, ["head", *WORKERS, "late", "user", "s3"])
         hosts = self.network.hosts
         self.head, self.user, self.late = hosts["head"], hosts["user"], hosts["late"]
@@ -61,9 +60,8 @@ class Cluster:
             "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin:/usr/sbin:/sbin", "RAY_USAGE_STATS_ENABLED": "0",
             "HF_HUB_OFFLINE": "1", "AWS_ENDPOINT_URL": self.store.endpoint, "AWS_DEFAULT_REGION": "us-east-1",
             "AWS_ACCESS_KEY_ID": self.options["key"], "AWS_SECRET_ACCESS_KEY": self.options["secret"],
-            "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "RAY_AUTH_TOKEN_PATH": "", "EXSPEC_CACHE": "",
+            "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
         }  # fmt: skip
-        host.variables = {name: value for name, value in host.variables.items() if value}
 
     def start_head(self) -> None:
         command = "ray start --head --port 6379 --dashboard-host 0.0.0.0"
@@ -101,13 +99,13 @@ class Cluster:
         """Copy a folder to the store, past the faults; returns its URL."""
         fs = connected(self.options)
         for path in filter(Path.is_file, sorted(folder.rglob("*"))):
-            fs.put_file(str(path), f"{BUCKET}/{place}/{path.relative_to(folder)}")
-        return f"s3://{BUCKET}/{place}"
+            fs.put_file(str(path), f"{self.bucket}/{place}/{path.relative_to(folder)}")
+        return f"s3://{self.bucket}/{place}"
 
     def rows(self, output: str) -> list[dict[str, Any]]:
-        """The rows of an output, sorted, without what depends on time and neighbours. Fails if one occurs twice."""
+        """The rows of an output, sorted, without what depends on time and neighbours."""
         fs, rows = connected(self.options), []
-        for name in fs.glob(f"{BUCKET}/{output}/part-*"):
+        for name in fs.glob(f"{self.bucket}/{output}/part-*"):
             with fs.open(name) as file:
                 rows += pq.read_table(file).to_pylist()
         kept = [{n: v for n, v in row.items() if n != "rounds" and "seconds" not in n} for row in rows]
@@ -115,13 +113,13 @@ class Cluster:
 
     def report(self, output: str) -> dict[str, Any]:
         """The report of an output."""
-        return json.loads(connected(self.options).cat_file(f"{BUCKET}/{output}/_report.json"))  # type: ignore[no-any-return]
+        return json.loads(connected(self.options).cat_file(f"{self.bucket}/{output}/_report.json"))  # type: ignore[no-any-return]
 
     def names(self, folder: str) -> list[str]:
         """The names of the files in a folder of the bucket."""
         fs = connected(self.options)
         try:
-            return sorted(path.rsplit("/", 1)[-1] for path in fs.ls(f"{BUCKET}/{folder}", refresh=True))
+            return sorted(path.rsplit("/", 1)[-1] for path in fs.ls(f"{self.bucket}/{folder}", refresh=True))
         except FileNotFoundError:
             return []
 
@@ -148,7 +146,8 @@ class Job:
     def __init__(self, cluster: Cluster, output: str, settings: dict[str, Any]) -> None:
         self.cluster, self.output, self.settings = cluster, output, settings
         self.since = len(cluster.store.requests)
-        made = {"input": [f"s3://{BUCKET}/in"], "target": f"s3://{BUCKET}/target", "output": f"s3://{BUCKET}/{output}"}
+        place = f"s3://{cluster.bucket}"
+        made = {"input": [f"{place}/in"], "target": f"{place}/target", "output": f"{place}/{output}"}
         self.file = cluster.user.disk / f"{output}.json"
         self.file.write_text(json.dumps(made | SHAPE | settings))
 
@@ -179,7 +178,7 @@ class Job:
 
     def wait(self, request: str, count: int = 1) -> None:
         """Wait until so many of this job's requests have reached the store. OUT: its output."""
-        pattern, end = request.replace("OUT", f"/{BUCKET}/{self.output}"), time.monotonic() + ENDED
+        pattern, end = request.replace("OUT", f"/{self.cluster.bucket}/{self.output}"), time.monotonic() + ENDED
         while not self.cluster.store.wait(pattern, self.since, count, 1):
             assert self.process.poll() is None, f"the job ended before {request}: {self.text[-3000:]}"
             assert time.monotonic() < end, f"{request}: {self.text[-3000:]}"
@@ -204,8 +203,7 @@ def cluster(folder: Path, options: dict[str, Any] | None = None, rows: int = 120
         endpoint = "http://{}:{}".format(*server.get_host_and_port())
         options = {"endpoint_url": endpoint, "key": "testkey", "secret": "testsecret"}
     try:
-        connected(options).mkdir(BUCKET)
-        made = Cluster(folder / "hosts", options)
+        made = Cluster(folder / "hosts", options, new_bucket(options, folder))
         try:
             jobs.save_pair(folder / "pair")
             jobs.write_shards(folder / "in", rows)
@@ -217,6 +215,3 @@ def cluster(folder: Path, options: dict[str, Any] | None = None, rows: int = 120
     finally:
         if server is not None:
             server.stop()
-
-
-Fault = Callable[[Cluster, Job], Any]

@@ -21,6 +21,8 @@ PLACE = "/run/exspec-host"  # where a host sees its own disk
 SUBNET = "10.77.0"
 NOWHERE = "02:00:00:00:00:ff"  # no host has this MAC address
 STARTED = 20  # seconds until a host is up
+# Of the tests' environment: a host has its own settings.
+FORGOTTEN = [f"--unset={name}" for name in ("PYTHONPATH", "EXSPEC_CACHE", "RAY_ADDRESS", "RAY_AUTH_TOKEN_PATH")]
 INIT = """
 set -e
 if [ -n "$4" ]; then
@@ -46,7 +48,6 @@ class Host:
     def __init__(self, name: str, number: int, disk: Path) -> None:
         self.name, self.number, self.disk = name, number, disk
         self.address = f"{SUBNET}.{number}"
-        self.place = Path(PLACE)
         self.variables: dict[str, str] = {}
         self.boot()
 
@@ -66,7 +67,7 @@ class Host:
         """The command that runs the words on this host."""
         settings = [f"{name}={value}" for name, value in (self.variables | variables).items()]
         entered = ["nsenter", "--target", str(self.init.pid), "--net", "--mount", "--pid", "--uts", "--ipc", "--"]
-        return [*entered, "env", "-C", str(ROOT), *settings, *map(str, words)]
+        return [*entered, "env", *FORGOTTEN, "-C", str(ROOT), *settings, *map(str, words)]
 
     def run(self, *words: str | Path, timeout: float = 120, **variables: str) -> str:
         """Run a command to its end; returns what it prints. Raises OSError with that if it fails."""

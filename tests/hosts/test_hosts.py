@@ -9,10 +9,16 @@ import pytest
 
 from tests.hosts.cluster import Cluster, cluster
 from tests.hosts.faults import FAULTS, play, undisturbed
-from tests.hosts.network import Network, unavailable
+from tests.hosts.network import Network, unavailable, until
 from tests.pipeline.s3 import VARIABLE, external
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(unavailable()), reason=unavailable())]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _possible() -> None:
+    if reason := unavailable():
+        pytest.skip(reason)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +64,7 @@ def test_links_of_the_network_fail_and_heal(tmp_path: Path) -> None:
         for host in (a, b, c):
             with (tmp_path / "log").open("wb") as log:
                 host.start(log, "python3", "-c", serve)
-        assert all(reached(one, other) for one in (a, b, c) for other in (a, b, c))
+        until(lambda: all(reached(one, other) for one in (a, b, c) for other in (a, b, c)), 30, "servers")
         network.part(a, b)
         assert (reached(a, b), reached(b, a), reached(a, c), reached(c, b)) == (False, False, True, True)
         network.join(a, b)

@@ -51,7 +51,8 @@ def test_a_line_about_many_hosts_is_short_and_counts_them_all(alive: int, gone: 
         f"off-{n:02}": (0, 7, 20.0 + n) for n in range(gone)
     }
     line = hosts_line(signs(10.0, **hosts), NONE, "")
-    lost, shown = min(gone, SHOWN - 1), min(alive, SHOWN - min(gone, SHOWN - 1))
+    lost = min(gone, SHOWN // 2)
+    shown = min(alive, SHOWN - lost)
     assert [f"off-{n:02} for {20 + n} s" in line for n in range(gone)] == [True] * lost + [False] * (gone - lost)
     assert [f"up-{n:02} (2 actors, 100 tokens/s)" in line for n in range(alive)] == [n < shown for n in range(alive)]
     rest = alive - shown
@@ -73,7 +74,7 @@ def lines(monkeypatch: pytest.MonkeyPatch, capsys: Any, actors: int, now: Signs,
 def test_the_line_is_printed_every_minute(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     first, *later = lines(monkeypatch, capsys, 3, TWO, lambda _: "")
     assert first == LINES["two hosts"][-1]
-    assert 1 <= len(later) <= 4
+    assert later
     assert set(later) == {LINES["no answer since"][-1]}
 
 

@@ -17,7 +17,7 @@ from tests.pipeline import jobs
 def test_four_actors(pair: jobs.Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smaller: bool) -> None:
     """Prints how idle they were after all had begun."""
     if not smaller:
-        monkeypatch.setattr(graph, "smallest_chunk", lambda most, _: most)
+        monkeypatch.setattr(graph, "smallest_chunk", lambda most, *_: most)
     load = jobs.ArithmeticLoader(0.05)
     assert jobs.run(pair, tmp_path, 1600, load, actors="4", rows_per_chunk="auto") == 0
     jobs.assert_complete(tmp_path / "out", 1600)

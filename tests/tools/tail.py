@@ -112,7 +112,7 @@ def decode(lengths: Sequence[int], smaller: bool, actors: int = 8, shards: int =
     edges = [len(lengths) * i // shards for i in range(shards + 1)]
     most = job.chunk_rows(len(lengths))
     plan = Plan([Shard(str(i), "", edges[i + 1] - edges[i], 0, "") for i in range(shards)], most)
-    least = smallest_chunk(most, actors) if smaller else most
+    least = smallest_chunk(most, actors, shape.batch_size) if smaller else most
     calls = chunks_at_once(job, shape, most, least)
     todo, count = passes(map(Task, plan.chunks()), actors + 1, Sizes(most, least, actors * (calls + 1)))
     first = [(edges[task.chunk.number] + task.chunk.first, task.chunk.rows) for task in in_time(todo, actors + 1)]

@@ -38,7 +38,9 @@ def test_every_missing_row_is_in_one_chunk(
         edges = sorted(data.draw(st.sets(st.integers(0, end), max_size=8)))
         held += [(number, a, b - a) for a, b in list(pairwise(edges))[::2] if (number, b - 1) in every]
     enough = data.draw(st.integers(1, 400))
-    sizes = Sizes(most, smallest_chunk(most, actors), actors * data.draw(st.integers(2, 6)))
+    sizes = Sizes(
+        most, smallest_chunk(most, actors, data.draw(st.integers(1, 64))), actors * data.draw(st.integers(2, 6))
+    )
     with patch.object(module, "ENOUGH_ROWS", enough):
         groups = cut(plan, held, actors + 1, sizes)
     chunks = [task.chunk for group in groups for task in group]
@@ -52,14 +54,14 @@ def test_every_missing_row_is_in_one_chunk(
 @given(st.integers(1, 5000), st.integers(1, 64), st.integers(1, 9), st.integers(2, 6))
 def test_sizes_never_grow(rows: int, most: int, actors: int, calls: int) -> None:
     """Equal pieces of a chunk may differ by a row, and the last chunk of the shard is what is left."""
-    sizes = Sizes(most, smallest_chunk(most, actors), actors * calls)
+    sizes = Sizes(most, smallest_chunk(most, actors, 8), actors * calls)
     chunks = [task.chunk for group in cut(planned([rows], most), [], actors + 1, sizes) for task in group]
     assert sum(chunk.rows for chunk in chunks) == rows
     assert all(other.rows <= one.rows + 1 for one, other in pairwise(chunks))
     assert all(chunk.rows <= sizes.of(rows - chunk.first // most * most) for chunk in chunks)
     if actors == 1:
         assert all(chunk.rows == most for chunk in chunks[:-1])
-    elif rows > most > 1:
+    elif rows > most > sizes.least:
         assert chunks[-1].rows < most
 
 
