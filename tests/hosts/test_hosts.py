@@ -33,10 +33,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 # A few that differ in what fails. `python -m tests.hosts.faults` plays all, which takes an hour.
 PLAYED = (
     "worker cut off for 90 s, staging",
-    "head cut off from all workers for 90 s",
     "driver cut off from the store, and another run takes over",
-    "store: answers 20 s late, for a minute",
-    "worker drained (spot notice of 120 s)",
     "worker with another version of torch",
 )
 
