@@ -1,8 +1,10 @@
 """Faults of hosts, links and stores, each during a job whose rows are compared with those of an undisturbed job.
 
-python -m tests.hosts.faults                 every fault, one after the other, as a table
-python -m tests.hosts.faults NAME...         these
-python -m tests.hosts.faults --random 200    random schedules, with their seeds
+    python -m tests.hosts.faults                 every fault, one after the other, as a table
+    python -m tests.hosts.faults NAME...         these
+    python -m tests.hosts.faults --random 200    random schedules, with their seeds
+
+It needs root, and iptables for lost packets.
 """
 
 import argparse
@@ -28,11 +30,8 @@ from tests.hosts.network import PLACE, Host, unavailable
 EVERYWHERE = "7"  # actors: so many that every host has one
 GENERATOR = "Generator"  # in the title of an actor's process
 FAULTS_AT_MOST, RUNS_AT_MOST = 4, 4  # of a random schedule
-MOMENTS = {
-    "decoding": "PUT OUT/part-",
-    "staging": "{host} PUT OUT/_staged",
-    "commit": "head PUT OUT/_log/",
-}  # what the store sees then
+# What the store sees then.
+MOMENTS = {"decoding": "PUT OUT/part-", "staging": "{host} PUT OUT/_staged", "commit": "head PUT OUT/_log/"}
 BEGUN = 4  # parts that are visible when a fault comes
 
 
