@@ -61,11 +61,14 @@ def results(
     low, high = job.actor_range
     smallest = smallest_chunk(rows_per_chunk, high, config.batch_size)
     calls = chunks_at_once(job, config, rows_per_chunk, smallest)
-    # A fixed pool balances best with one waiting task per actor; an elastic pool grows only if more wait.
-    held = calls + 1 if low == high else 2 * calls
-    todo, count = passes(tasks, high + 1, Sizes(rows_per_chunk, smallest, high * held))
+
+    def held() -> int:
+        """Chunks that an actor has. A fixed pool balances best with one that waits; an elastic one grows only if more
+        wait."""
+        return calls + 1 if low == high else 2 * calls
+
+    todo, count = passes(tasks, high + 1, Sizes(rows_per_chunk, smallest, high * held()))
     calls = min(calls, -(-count // high))  # the first actor that is ready must not take all chunks
-    waiting = calls + 1 if low == high else 2 * calls
     pool = {"size": high} if low == high else {"min_size": low, "max_size": high}
     items = [{"tasks": tasks} for tasks in todo]
     chunks: ray.data.Dataset = ray.data.from_items(items, override_num_blocks=len(items))
@@ -80,7 +83,7 @@ def results(
         fn_constructor_args=(load, job.sampling, sink, ledger, RayMeter(), job.attempts, job.answers, job.draws),
         compute=ActorPoolStrategy(
             **pool,
-            max_tasks_in_flight_per_actor=waiting,
+            max_tasks_in_flight_per_actor=held(),
             max_concurrent_calls_per_actor=calls,
             enable_true_multi_threading=True,
         ),

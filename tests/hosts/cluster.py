@@ -183,10 +183,6 @@ class Job:
             assert self.process.poll() is None, f"the job ended before {request}: {self.text[-3000:]}"
             assert time.monotonic() < end, f"{request}: {self.text[-3000:]}"
 
-    def decoding(self) -> None:
-        """Wait until some chunks are committed."""
-        self.wait("PUT OUT/part-", 4)
-
     def end(self, seconds: float = ENDED) -> Ended:
         code = self.process.wait(seconds)
         return Ended(code, self.text, time.monotonic() - self.began)
