@@ -1,21 +1,24 @@
-# `make demo` and `make test` set up .venv if it is missing. PYTHON is the interpreter. `make slow` runs the tests that
-# `make test` leaves out, and .ci/run runs everything.
+# `make demo` and `make test` set up .venv if it is missing. PYTHON is the interpreter. .ci/run runs the tests of
+# `make test` and `make slow`; `make rare` runs further combinations of what these cover.
 PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -u -m pytest -n auto --maxprocesses 4 --dist loadgroup
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test slow setup
+.PHONY: demo test slow rare setup
 
 demo: setup
 	$(BIN)/exspec messages out/messages --rows 256 --shards 4
 	$(BIN)/exspec run --input out/messages --output out/completions
 
 test: setup
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not rare"
 
 slow: setup
-	$(PYTEST) -m slow --ignore tests/hosts --durations 20
+	$(PYTEST) -m "slow and not rare" --ignore tests/hosts --durations 20
+
+rare: setup
+	$(PYTEST) -m rare
 
 setup: .venv/installed
 

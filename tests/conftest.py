@@ -14,10 +14,12 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that spin as they wait woul
 os.environ["EXSPEC_CACHE"] = os.environ.get("EXSPEC_TEST_CACHE") or str(Path(__file__).parents[1] / ".test_cache")
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["RAY_BACKEND_LOG_LEVEL"] = "fatal"
+# Ray gives its workers little of a CPU that other tests use too.
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
 # What workers import must be what the tests import.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
@@ -30,7 +32,7 @@ logging.disable_progress_bar()
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Tests that share the one Ray run in one process.
 
-    Of a test with many cases only some are fast: those that the mark `fast` names, or as many as `cover` needs.
+    Of a test with many cases some are fast, some slow, and the rest is rare: see the marks `fast` and `cover`.
     """
     grids: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
@@ -38,25 +40,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
             continue
         if "ray_session" in item.fixturenames:
             item.add_marker(pytest.mark.xdist_group("ray"))
-        if (fast := item.get_closest_marker("fast")) and item.callspec.id not in fast.args:
-            item.add_marker(pytest.mark.slow)
-        if item.get_closest_marker("cover"):
+        if item.get_closest_marker("fast") or item.get_closest_marker("cover"):
             grids[item.nodeid.partition("[")[0]].append(item)
     for grid in grids.values():
-        size = grid[0].get_closest_marker("cover").args[0]
-        kept = cover([{name: repr(value) for name, value in item.callspec.params.items()} for item in grid], size)
-        for item in (item for i, item in enumerate(grid) if i not in kept):
-            item.add_marker(pytest.mark.slow)
+        rows = [{name: repr(value) for name, value in item.callspec.params.items()} for item in grid]
+        if mark := grid[0].get_closest_marker("fast"):
+            fast = {i for i, item in enumerate(grid) if item.callspec.id in mark.args}
+            slow = cover(rows, mark.kwargs.get("slow", 1), fast)
+        else:
+            fast = cover(rows, grid[0].get_closest_marker("cover").args[0])
+            slow = cover(rows, 2, fast)
+        for i in set(range(len(grid))) - fast:
+            grid[i].add_marker(pytest.mark.slow if i in slow else pytest.mark.rare)
     yield
 
 
-def cover(rows: list[dict[str, str]], size: int) -> set[int]:
-    """Numbers of a few rows that together hold every value (size 1), or every pair of values (size 2), of all rows.
+def cover(rows: list[dict[str, str]], size: int, given: Iterable[int] = ()) -> set[int]:
+    """Numbers of a few rows that together, and with the given ones, hold every value (size 1), or every pair of values
+    (size 2), of all rows.
 
     Greedy: the row with the most that is still missing comes next.
     """
     parts = [set(combinations(sorted(row.items()), size)) for row in rows]
-    left, kept = set().union(*parts), set[int]()
+    left = set().union(*parts).difference(*(parts[i] for i in given))
+    kept = set[int]()
     while left:
         best = max(range(len(rows)), key=lambda i: len(parts[i] & left))
         left -= parts[best]

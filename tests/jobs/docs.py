@@ -10,6 +10,7 @@ import inspect
 import re
 from collections.abc import Iterable
 from enum import EnumType
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -30,6 +31,7 @@ STAY = "- Must stay the same: every other setting. Two of them [help a retry](ou
 LATER = {"any": "May change", "any if exact": "May change if the job is exact"}
 
 
+@cache
 def commands() -> dict[str, Any]:
     """The commands that a person may see, by name."""
     group: Any = typer.main.get_command(app)
@@ -47,6 +49,7 @@ def settings(command: Any) -> dict[str, Any]:
     return dict(model.model_fields) if model else {}
 
 
+@cache
 def reference(name: str, command: Any) -> str:
     """The generated part of a command's page: everything but the settings of its job, and the help's first sentence,
     which the index has."""

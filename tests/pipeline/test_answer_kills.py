@@ -40,7 +40,6 @@ CASES: dict[str, tuple[type[Job], dict[str, Any]]] = {
         },
     ),
     "label": (LabelJob, {"labels": ["w10", "w11 w12"], "n": 8, "temperature": 2.0, "logprobs": 0, **THINKING}),
-    "devices": (Job, {"logprobs": 1, "max_new_tokens": 30, "temperature": 0.9}),
 }
 
 
@@ -52,10 +51,14 @@ def answers(output: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
-@pytest.mark.parametrize("command", CASES)
+@pytest.mark.parametrize(
+    ("command", "devices"),
+    [("run", 2), ("embed", 1), *(pytest.param(name, 1, marks=pytest.mark.rare) for name in ("score", "label"))],
+)
 def test_every_row_is_that_of_a_job_that_was_left_alone(
-    command: str, pair: jobs.Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, devices: int, pair: jobs.Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One device has made the whole job."""
     jobs.write_shards(tmp_path / "in", ROWS)
     kind, settings = CASES[command]
     target = jobs.with_end_token(pair[0], tmp_path / "target")
@@ -64,9 +67,7 @@ def test_every_row_is_that_of_a_job_that_was_left_alone(
     whole, killed = (kind(**made, output=str(tmp_path / name)) for name in ("whole", "out"))
     assert execute(prepare(whole)) == 0
     (tmp_path / "job.json").write_text(killed.model_dump_json(exclude_unset=True))
-    if command == "devices":  # one device has made the whole job
-        monkeypatch.setenv(CPU_DEVICES, "2")
-        command = "run"
+    monkeypatch.setenv(CPU_DEVICES, str(devices))
     words = [sys.executable, "-c", MAIN, command, "--job", str(tmp_path / "job.json"), "--quiet"]
     first = subprocess.Popen(words)
     jobs.wait_for_parts(tmp_path / "out", 3, first)

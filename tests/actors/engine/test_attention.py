@@ -127,6 +127,7 @@ def test_every_head_and_page_size(name: str, size: int, width: int, page: int, d
             assert torch.allclose(example.attend(tested, window).double(), expected, atol=WORST[dtype], rtol=0), tested
 
 
+@pytest.mark.cover(2)
 @dtypes
 @pytest.mark.parametrize("window", [0, 33])
 @pytest.mark.parametrize("size", [40, 64, 80, 128])

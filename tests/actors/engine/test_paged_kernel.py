@@ -211,7 +211,7 @@ def compiled(launch: Launch, capability: int, folder: Path, capsys: pytest.Captu
     return {"registers": registers, "spilled": stored + loaded, "shared": -(-made.metadata.shared // 1024)}
 
 
-@pytest.mark.fast("90-bf16-Qwen3-8B")
+@pytest.mark.fast("90-bf16-Qwen3-8B-", slow=2)
 @pytest.mark.parametrize("weighs", [False, True], ids=["", "weighs"])
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=TYPES.get)

@@ -486,7 +486,7 @@ def explored(*cases: Case) -> int:
     return found
 
 
-@pytest.mark.fast("half-objects")
+@pytest.mark.fast("half-objects", slow=2)
 @pytest.mark.parametrize("place", [DISK, OBJECTS], ids=["disk", "objects"])
 @pytest.mark.parametrize("start", STARTS)
 def test_two_at_once_with_two_switches(start: str, place: Place) -> None:

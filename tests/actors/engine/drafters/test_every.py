@@ -214,7 +214,7 @@ def test_recorded_shapes_give_the_same_tokens_and_are_few(name: str, monkeypatch
 
 
 @pytest.mark.fast("model")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in WINDOWED[1:]])
 def test_every_drafter_is_planned_for_and_calibrated(name: str) -> None:
     """Through the registry: no other code names a drafter."""
     target = model()
