@@ -85,7 +85,13 @@ DEATHS = [
     ),
     pytest.param(partial(send, signal.SIGKILL), -9, (*KEPT, "its process was killed"), id="the driver is killed"),
     pytest.param(partial(send, signal.SIGTERM), 130, ("exspec: stopped; ", "run the job again"), id="it gets SIGTERM"),
-    pytest.param(partial(send, signal.SIGHUP), 130, ("exspec: stopped; ", "run the job again"), id="it gets SIGHUP"),
+    pytest.param(
+        partial(send, signal.SIGHUP),
+        130,
+        ("exspec: stopped; ", "run the job again"),
+        id="it gets SIGHUP",
+        marks=pytest.mark.rare,
+    ),
 ]
 
 

@@ -94,7 +94,11 @@ def test_labels_with_gold_review_report_and_audit(messages: Path, tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_session")
 @pytest.mark.parametrize(
-    "form", [["--json-schema", '{"enum": ["red", "green", "blue"]}'], FIELDS], ids=["schema", "fields"]
+    "form",
+    [
+        pytest.param(["--json-schema", '{"enum": ["red", "green", "blue"]}'], id="schema", marks=pytest.mark.rare),
+        pytest.param(FIELDS, id="fields"),
+    ],
 )
 def test_the_shape_of_a_labeling_job_is_measured(form: list[str], messages: Path, tmp_path: Path) -> None:
     """In another process, on requests with their constraints."""

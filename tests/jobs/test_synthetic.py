@@ -103,7 +103,7 @@ def test_acceptance_is_what_was_asked_for_and_every_token_is_plain() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.rare)])
 def test_every_stage_of_a_measurement_gives_its_figures(dtype: str) -> None:
     rivals = ("generate", "continuous batching") if dtype == "float32" else TINY.rivals
     found = stages(replace(TINY, dtype=dtype, rivals=rivals), *STAGES)

@@ -53,7 +53,7 @@ def answers(output: Path) -> list[dict[str, Any]]:
 @pytest.mark.xdist_group("ray")
 @pytest.mark.parametrize(
     ("command", "devices"),
-    [("run", 2), ("embed", 1), *(pytest.param(name, 1, marks=pytest.mark.rare) for name in ("score", "label"))],
+    [("run", 2), *(pytest.param(name, 1, marks=pytest.mark.rare) for name in ("score", "embed", "label"))],
 )
 def test_every_row_is_that_of_a_job_that_was_left_alone(
     command: str, devices: int, pair: jobs.Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -55,7 +55,7 @@ print(json.dumps({"found": found, "same": same, "written": written, "another": a
 @pytest.mark.parametrize(
     "given",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.rare),
         {"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "another cluster's"},
         {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "another cluster's"},
     ],

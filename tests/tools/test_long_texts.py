@@ -43,7 +43,7 @@ def test_texts_of_mixed_lengths() -> None:
         assert sum(DEFINITION <= token < SLOT for token in text) == SLOTS
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_drafters_are_measured_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All give the tokens of plain decoding."""
     monkeypatch.setattr(long_texts, "ROWS", 2)

@@ -119,7 +119,13 @@ def test_nothing_waits_or_leaves_the_device(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("greedy", "large_k", "wide_p", "all") else pytest.mark.rare)
+        for name in SAMPLINGS
+    ],
+)
 def test_sampling_stays_on_the_device(name: str, fake: tuple[Rehearsal, Uncompiled]) -> None:
     made = engine("model", fake[0], kernels="compiled", attention="in_place")
     rows = tiny.requests(tiny.prompts(2, longest=12), 4, SAMPLINGS[name])

@@ -249,7 +249,9 @@ def engine(drafter: str, family: dict[str, Any]) -> Engine:
 
 @pytest.mark.fast("model-window")
 @pytest.mark.parametrize("family", [{}, {"family": "mistral", "sliding_window": 9}], ids=["all", "window"])
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    "drafter", [pytest.param(n, marks=pytest.mark.rare) if n in ("eagle3", "dflash") else n for n in DRAFTERS]
+)
 def test_requests_decode_to_the_tokens_of_the_cpu(
     drafter: str, family: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
