@@ -50,7 +50,7 @@ class Signs:
         return sum(host.tokens for host in self.hosts.values())
 
 
-@dataclass
+@dataclass(slots=True)
 class ChunkRecord:
     """What the ledger knows of a chunk. The sets are row numbers."""
 
@@ -92,7 +92,7 @@ class Ledger:
             chunk.attempts -= 2  # the two attempts that found the row do not count
             chunk.bad |= found
             chunk.suspects -= found
-        else:
+        elif chunk.marked:
             chunk.suspects |= chunk.marked
             chunk.alone |= chunk.marked
         chunk.marked = frozenset()
