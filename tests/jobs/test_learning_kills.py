@@ -22,7 +22,7 @@ LEARNS, DECODES = "learning from the", "rows, "  # lines that it prints
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("store", "kills"),
-    [("disk", 2), ("external", 4), *(pytest.param(name, 10, marks=pytest.mark.rare) for name in ("disk", "external"))],
+    [("disk", 4), ("external", 4), *(pytest.param(name, 10, marks=pytest.mark.rare) for name in ("disk", "external"))],
 )
 def test_a_job_that_learns_killed_at_random_moments(store: str, kills: int, tmp_path: Path) -> None:
     """During the training, the trial and the swap, and while it decodes: every row once, as a plain job writes it."""
