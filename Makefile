@@ -1,5 +1,5 @@
 # `make demo` and `make test` set up .venv if it is missing. PYTHON is the interpreter. .ci/run runs the tests of
-# `make test` and `make slow`; `make rare` runs further combinations of what these cover.
+# `make test` and `make slow`; `make rare` runs cases that add little to these.
 PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -u -m pytest -n auto --maxprocesses 4 --dist loadgroup

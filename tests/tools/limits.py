@@ -1,11 +1,9 @@
-"""Measures a job with many actors, without decoding: `python -m tests.tools.limits driver|ledger|cluster`.
+"""Measures a job with many actors, without decoding: `python -m tests.tools.limits driver|ledger`.
 
 Each prints one JSON line. driver: 1,000 actors finish a chunk every 20 s, and the driver commits the chunks to an S3
-server. ledger: these actors call the ledger's own process. cluster: 64 real actors, whose steps take no time, finish
-chunks as fast as Ray Data hands them out.
+server. ledger: these actors call the ledger's own process.
 """
 
-import asyncio
 import json
 import os
 import pickle
@@ -46,7 +44,15 @@ SECONDS = 60
 ROWS = 64  # of a chunk
 PART = 64 * 1024  # bytes of a part
 CROWD = 8  # processes that play the actors
-REAL, CHUNKS = 64, 3000
+
+
+def paced(every: float) -> Iterator[float]:
+    """Yields every so many seconds, SECONDS long: how many seconds late it is."""
+    began = time.monotonic()
+    for turn in range(round(SECONDS / every)):
+        due = began + turn * every
+        time.sleep(max(0.0, due - time.monotonic()))
+        yield time.monotonic() - due
 
 
 def driver(place: Path) -> dict[str, Any]:
@@ -62,22 +68,16 @@ def driver(place: Path) -> dict[str, Any]:
             writer.begin(jobs.DESCRIBED, plan)
             with ThreadPoolExecutor(16) as pool:
                 results = list(pool.map(lambda chunk: finished(writer, chunk), list(plan.chunks())[:count]))
-            report, lags, began, cpu = (
-                Report(writer.state.description, plan.rows),
-                [0.0],
-                time.monotonic(),
-                time.process_time(),
-            )
+            report, lags = Report(writer.state.description, plan.rows), list[float]()
 
-            def paced() -> Iterator[dict[str, Any]]:
-                for i, result in enumerate(results):
-                    due = began + i * EACH / ACTORS
-                    time.sleep(max(0.0, due - time.monotonic()))
-                    lags.append(time.monotonic() - due)
+            def arriving() -> Iterator[dict[str, Any]]:
+                for result, late in zip(results, paced(EACH / ACTORS), strict=True):
+                    lags.append(late)
                     yield pickle.loads(result)
 
+            began, cpu = time.monotonic(), time.process_time()
             with counted_requests() as requests:
-                collect(SimpleNamespace(max_error_share=None), paced(), report, Collector(writer, Counter()))  # type: ignore[arg-type]
+                collect(SimpleNamespace(max_error_share=None), arriving(), report, Collector(writer, Counter()))  # type: ignore[arg-type]
             seconds, cpu = time.monotonic() - began, time.process_time() - cpu
             entries = writer.log.length
     return {
@@ -141,29 +141,23 @@ class Crowd:
     def __init__(self, ledger: RayLedger, number: int) -> None:
         self.ledger, self.actors = ledger, [f"{number}-{i}" for i in range(ACTORS // CROWD)]
 
-    async def run(self) -> list[float]:
+    def run(self) -> list[float]:
         """Seconds that the ledger took to answer."""
-        end, took = time.monotonic() + SECONDS, list[float]()
-        await asyncio.gather(*(asyncio.to_thread(self._beat, end), asyncio.to_thread(self._begin, end, took)))
-        return took
-
-    def _beat(self, end: float) -> None:
-        turn = 0
-        while (due := end - SECONDS + turn * HEARTBEAT) < end:
-            time.sleep(max(0.0, due - time.monotonic()))
-            for actor in self.actors:
-                self.ledger.sign(actor, f"host-{actor[-1]}", turn)
-            turn += 1
-
-    def _begin(self, end: float, took: list[float]) -> None:
-        every, turn = EACH / len(self.actors), 0
-        while (due := end - SECONDS + turn * every) < end:
-            time.sleep(max(0.0, due - time.monotonic()))
+        beating = threading.Thread(target=self._beat)
+        beating.start()
+        took = list[float]()
+        for turn, _ in enumerate(paced(EACH / len(self.actors))):
             start = time.monotonic()
             self.ledger.begun(f"{self.actors[0]}-{turn}")
             self.ledger.begin(f"{self.actors[0]}-{turn}")
             took.append(time.monotonic() - start)
-            turn += 1
+        beating.join()
+        return took
+
+    def _beat(self) -> None:
+        for turn, _ in enumerate(paced(HEARTBEAT)):
+            for actor in self.actors:
+                self.ledger.sign(actor, f"host-{actor[-1]}", turn)
 
 
 def ledger(_: Path) -> dict[str, Any]:
@@ -192,47 +186,6 @@ def ledger(_: Path) -> dict[str, Any]:
     }
 
 
-def cluster(place: Path) -> dict[str, Any]:
-    ray.init(address="local", num_cpus=REAL, include_dashboard=False, object_store_memory=2**29, log_to_driver=False)
-    pair = jobs.save_pair(place / "pair")
-    jobs.write_shards(place / "in", 8 * CHUNKS, 10)
-    me = psutil.Process()
-    shares: dict[str, list[float]] = {"driver": [], "gcs_server": [], "raylet": [], "ray::Ledger": []}
-    over = threading.Event()
-
-    def watch() -> None:
-        """CPU seconds of the processes that a job has only once, at the moments when 10 % and 90 % are done."""
-        for share in (0.1, 0.9):
-            while len(list((place / "out").glob("part-*"))) < share * CHUNKS and not over.wait(0.2):
-                continue
-            shares["driver"].append(sum(me.cpu_times()[:2]))
-            for child in me.children(recursive=True):
-                name = next((n for n in shares if n in " ".join(child.cmdline()[:1])), None)
-                if name:
-                    shares[name].append(sum(child.cpu_times()[:2]))
-            moments.append(time.monotonic())
-
-    moments = list[float]()
-    thread = threading.Thread(target=watch)
-    thread.start()
-    began = time.monotonic()
-    assert jobs.run(pair, place, load=jobs.ArithmeticLoader(), actors=str(REAL)) == 0
-    seconds = time.monotonic() - began
-    over.set()
-    thread.join()
-    ray.shutdown()
-    between, chunks = moments[1] - moments[0], 0.8 * CHUNKS
-    used = {
-        name: round(1000 * (values[-1] - values[0]) / chunks, 2) for name, values in shares.items() if len(values) == 2
-    }
-    return {
-        "actors": REAL,
-        "seconds": round(seconds, 1),
-        "chunks_per_second": round(chunks / between, 1),
-        "cpu_ms_per_chunk": used,
-    }
-
-
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps({"driver": driver, "ledger": ledger, "cluster": cluster}[sys.argv[1]](Path(folder))))
+        print(json.dumps({"driver": driver, "ledger": ledger}[sys.argv[1]](Path(folder))))
