@@ -85,11 +85,16 @@ def linked(folder: Folder, prefix: str, chunk: Chunk) -> File:
         (Path(folder.path) / "_staged").mkdir(exist_ok=True)
         one.write_bytes(b"rows")
     Path(f"{folder.path}/{name}").hardlink_to(one)
+    return File("", name, 4, "0" * 32, 4, [summary(chunk, 8)])
+
+
+def summary(chunk: Chunk, actors: int) -> Summary:
+    """Of a chunk that one of so many actors has decoded."""
     now = time.time()
     drafted, lengths = [chunk.rows] * 5, {str(n): 1 for n in range(40)}
-    summary = Summary(chunk.number, chunk.first, chunk.rows, 0, 64 * 20, 64 * 40, drafted, drafted, 64 * 8, 0, lengths,
-                   f"actor-{chunk.number % 8}", {"device": "null", "torch": "2"}, now, now + 1, 1)  # fmt: skip
-    return File("", name, 4, "0" * 32, 4, [summary])
+    actor = f"actor-{(chunk.number + chunk.first) % actors}"
+    return Summary(chunk.number, chunk.first, chunk.rows, 0, 64 * 20, 64 * 40, drafted, drafted, 64 * 8, 0, lengths,
+                   actor, {"device": "null", "torch": "2"}, now, now + 1, 1)  # fmt: skip
 
 
 def batched(items: Iterable[Chunk], size: int) -> Iterator[list[Chunk]]:
