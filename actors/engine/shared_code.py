@@ -53,7 +53,8 @@ def pack() -> bytes:
 def unpack(content: bytes) -> None:
     """Put the code of another process where this one looks for it. Raises OSError, and tarfile.TarError."""
     folder = cache_folder()
-    CODE.folder.mkdir(parents=True, exist_ok=True)
+    for needed in (folder, CODE.folder):  # which also tells torch its folder
+        needed.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as place, tarfile.open(fileobj=io.BytesIO(content)) as archive:
         archive.extractall(place, filter="data")
         graphs = Path(place) / GRAPHS
