@@ -40,9 +40,11 @@ def pieces() -> int:
 def pack() -> bytes:
     """The code that this process has compiled, or found compiled."""
     packed, folder = io.BytesIO(), cache_folder().resolve()
+    tried = {path.resolve() for path in CODE.folder.glob("*/*.so") if not path.name.endswith(".main.so")}
     with tarfile.open(fileobj=packed, mode="w:gz") as archive:
-        for path in loaded():
-            archive.add(path, str(path.relative_to(folder)))
+        for path in {*loaded(), *tried}:  # torch's compiler tries first what this CPU can do
+            if path.is_relative_to(folder):
+                archive.add(path, str(path.relative_to(folder)))
         if made := torch.compiler.save_cache_artifacts():
             entry = tarfile.TarInfo(GRAPHS)
             entry.size = len(made[0])

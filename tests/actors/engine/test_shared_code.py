@@ -45,7 +45,7 @@ def test_another_host_compiles_nothing(tmp_path: Path) -> None:
         subprocess.run([sys.executable, "-c", PROCESS, tmp_path / "code"], env=environment, check=True)
     one, other = (libraries(tmp_path / host) for host in ("one", "other"))
     assert other.keys() <= one.keys()
-    assert len(other) == 2
+    assert sum(name.endswith(".main.so") for name in other) == 1
     assert all(other[name] // 10**9 == one[name] // 10**9 for name in other), "unpacked, not compiled"
 
 
