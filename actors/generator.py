@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import pickle
+import tarfile
 import threading
 import time
 import uuid
@@ -23,8 +24,17 @@ import pyarrow as pa
 import torch
 
 from exspec.actors.answers.answers import Answers, asked
-from exspec.actors.engine import Completion, Engine, EngineStatistics, EngineThread, Request, RequestError, Sampling
-from exspec.actors.engine.faults import first_line
+from exspec.actors.engine import (
+    Completion,
+    Engine,
+    EngineStatistics,
+    EngineThread,
+    Request,
+    RequestError,
+    Sampling,
+    shared_code,
+)
+from exspec.actors.engine.faults import first_line, warn_once
 from exspec.actors.engine.layers import experts
 from exspec.actors.hardware import hardware
 from exspec.actors.ledger import Attempt, Ledger
@@ -93,6 +103,8 @@ class Generator:
     ) -> None:
         self.host = os.uname().nodename
         self.window = ledger.window() or load.window
+        self.machine = shared_code.machine()
+        self.pieces = _take_code(ledger, self.machine)
         engine, self.tokenizer = self._load(load, ledger)
         self.shape, self.answers = engine.config, answers(self.tokenizer, getattr(engine, "end_ids", frozenset()))
         self.engine = EngineThread(engine)
@@ -127,6 +139,16 @@ class Generator:
                 ledger.accept(self.host)
                 return loaded
 
+    def _share_code(self) -> None:
+        """Give what this process has compiled to actors that start later. The first chunk needs nearly all of it."""
+        if (pieces := shared_code.pieces()) > self.pieces:
+            before, self.pieces = self.pieces, pieces  # other threads need not do it too
+            try:
+                if self.ledger.lacks(self.machine, pieces):
+                    self.ledger.share(self.machine, pieces, shared_code.pack())
+            except (OSError, RuntimeError):  # another thread is compiling: again after the next chunk
+                self.pieces = before
+
     def close(self) -> None:
         """End the threads. An actor never calls this: its threads end with the process."""
         self.closed.set()
@@ -140,6 +162,7 @@ class Generator:
             result = self._work(task, pa.ipc.open_stream(rows.as_buffer()).read_all())
         else:
             result = self._set_aside(task, block["unreadable"][0].as_py(), "input")
+        self._share_code()
         statistics = self.engine.statistics
         self.meter.report(self.name, self.host, result, statistics)
         return pa.table({"result": [pickle.dumps(result | {"engine": statistics, "actor": self.name})]})
@@ -241,6 +264,17 @@ class Generator:
         if error and not self.engine.failed:  # of the row's stop check or constraint
             return RowResult(None, None, f"{type(error).__name__}: {error}")
         return read(self.answers, self.texts, request, [future.result() for future in futures])
+
+
+def _take_code(ledger: Ledger, machine: str) -> int:
+    """Take over what other actors have compiled on such machines. Returns the number of pieces."""
+    pieces, content = ledger.code(machine)
+    try:
+        if content:
+            shared_code.unpack(content)
+    except (OSError, tarfile.TarError) as error:  # compiling it again costs only time
+        warn_once(f"the job's compiled code cannot be used: {first_line(error)}")
+    return pieces
 
 
 def _send_heartbeats(ledger: Ledger, name: str, host: str, engine: EngineThread, closed: threading.Event) -> None:

@@ -76,6 +76,7 @@ class Ledger:
         self.left: set[str] = set()  # actors
         self.unable: dict[str, str] = {}  # by host: why an actor could not start there
         self.first: float | None = None  # when the first chunk was begun
+        self.codes: dict[str, tuple[int, bytes]] = {}  # by kind of machine: see `share`
 
     def begun(self, part: str) -> bool:
         """Whether a chunk has been attempted before."""
@@ -132,6 +133,19 @@ class Ledger:
             hosts[host] = HostSigns(sum(seconds < SILENCE for seconds in silent), tokens, min(silent, default=0.0))
         seconds = 0.0 if self.first is None else now - self.first
         return Signs(hosts, seconds, len(self.left), self.unable.copy())
+
+    def code(self, machine: str) -> tuple[int, bytes]:
+        """How many pieces of code actors on this kind of machine have compiled, and the code."""
+        return self.codes.get(machine, (0, b""))
+
+    def lacks(self, machine: str, pieces: int) -> bool:
+        """Whether fewer pieces are known."""
+        return self.code(machine)[0] < pieces
+
+    def share(self, machine: str, pieces: int, content: bytes) -> None:
+        """Keep what an actor has compiled for those that start later."""
+        if self.lacks(machine, pieces):
+            self.codes[machine] = pieces, content
 
     def window(self) -> int | None:
         """The most slots that a new actor may have; None if no actor has run out of memory."""

@@ -135,6 +135,7 @@ class _Run:
         self.prepared, self.load, self.progress, self.learning = prepared, load, progress, learning
         self.job, self.folder, self.plan = prepared.job, prepared.folder, prepared.plan
         self.connected = self.early = False
+        self.code: tuple[str, int, bytes] | None = None
 
     def run(self, writer: Writer, retry_errors: bool, repair: Repair | None) -> int:
         self.writer = writer
@@ -271,6 +272,7 @@ class _Run:
             advice = "" if "memory_gib" in reason else "; set memory_gib"
             raise JobError(f"calibration failed: {reason}{advice}") from error
         self.progress.say(f"shape: {settled}")
+        self.code = settled.code
         return settled
 
     def _decode(self, tasks: Iterator[Task], again: Counter[str], config: EngineConfig, report: Report) -> str | None:
@@ -282,6 +284,8 @@ class _Run:
         while True:
             report.begin_phase()
             ledger, self.early = RayLedger(window), False
+            if self.code:
+                ledger.share(*self.code)
             part = up_to(tasks, learning.rows(writer.state.rows, planned))
             stopped = self._phase(part, again, config, report, finished, ledger)
             if self.early:

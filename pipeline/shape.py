@@ -21,6 +21,7 @@ from exspec.actors.engine.shape.calibration import calibrate
 from exspec.actors.engine.shape.candidates import UNCOMPILED
 from exspec.actors.engine.shape.kept import Kept
 from exspec.actors.engine.shape.plan import SHARE, device_plans, fit, free_memory
+from exspec.actors.engine.shared_code import machine, pack, pieces
 from exspec.actors.hardware import hardware
 from exspec.actors.models import Devices, Pair, load_pair
 from exspec.actors.source import Source, load_part
@@ -228,7 +229,8 @@ def sample(job: Job, plan: Plan, prompts: Prompts) -> list[Request]:
 class Settled:
     """config: what the job decodes with. candidates: shapes with predicted and measured tokens/s, if calibrated.
     reason: why this shape, if it was measured. compiled: what calibration compiled, and where it is cached.
-    row_seconds: of a row on one device, as calibration expects it."""
+    row_seconds: of a row on one device, as calibration expects it. code: what calibration compiled: machine,
+    pieces and content."""
 
     config: EngineConfig
     candidates: list[dict[str, Any]]
@@ -236,6 +238,7 @@ class Settled:
     reason: str | None = None
     compiled: str | None = None
     row_seconds: float | None = None
+    code: tuple[str, int, bytes] | None = None
 
     def __str__(self) -> str:
         c = self.config
@@ -285,7 +288,8 @@ def settle(job: Job, shape: Shape, requests: list[Request], device: str, digests
             pair.target, pair.draft, requests, shape.config, shape.free, job.tune_seconds, budget, kept=kept
         )
         config = found.config if job.threshold is None else replace(found.config, threshold=job.threshold)
-        return Settled(config, found.table(), found.seconds, found.reason, found.compiled, found.row_seconds)
+        code = machine(), pieces(), pack()
+        return Settled(config, found.table(), found.seconds, found.reason, found.compiled, found.row_seconds, code)
     draft = pair.draft.config if pair.draft is not None else None
     shape = recalled(shape, kept, [pair.target.config, *filter(None, [draft])])
     fitted = fit(pair.target.config, draft, shape.config, pair.target.dtype, budget)

@@ -24,7 +24,7 @@ def load_kernels() -> None:
     """
     if torch.__version__ < "2.10":
         raise RuntimeError(f"torch {torch.__version__} lacks the interface for kernels; expected 2.10 or later")
-    path = cache_folder() / "kernels" / f"kernels-{_digest()}.so"
+    path = cache_folder() / "kernels" / f"kernels-{digest()}.so"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         # Several processes may do this at once; each renames a complete file into place.
@@ -44,7 +44,7 @@ def _command() -> list[str]:
     return [compiler, *FLAGS, f"-I{torch_folder / 'include'}", *map(str, SOURCES), *libraries]
 
 
-def _digest() -> str:
+def digest() -> str:
     """A hash of all that the compiled file depends on. CPUs of the same name may differ in their instructions."""
     cpu = Path("/proc/cpuinfo")
     described = cpu.read_text().splitlines() if cpu.exists() else [platform.processor()]

@@ -11,6 +11,7 @@ from exspec.pipeline.cluster.connect import logs
 from exspec.pipeline.errors import counted
 
 CAUSE = re.compile(r"^([\w.]*(?:Error|Exception|Interrupt|Exit)): (.*)", re.MULTILINE)
+NODE = re.compile(r"^\[Node ([\w.:]+)\]", re.MULTILINE)  # in Ray's message about a node without the package of a job
 MEMORY = "low on memory"  # in Ray's message about a process that its memory monitor killed
 WATCH = 0.2  # seconds between looks at Ray's processes
 # Prints the last line that it was sent, unless the process that sent it says that all is well.
@@ -22,9 +23,10 @@ def cause(error: Exception) -> str:
     text = str(error)
     if MEMORY in text:
         return short_of_memory() or _memory(text, 1)
+    node = f"node {found[1]} cannot start a process: " if (found := NODE.search(text)) else ""
     for name, message in CAUSE.findall(text):
         if not name.endswith("UserCodeException"):
-            return message if name.startswith("exspec.") else f"{name.rsplit('.')[-1]}: {message}"
+            return message if name.startswith("exspec.") else f"{node}{name.rsplit('.')[-1]}: {message}"
     return f"{type(error).__name__}: {' '.join(text.split())[:300]}"
 
 

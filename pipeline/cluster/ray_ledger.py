@@ -49,6 +49,9 @@ class RayLedger(Ledger):
     shrink = remote(Ledger.shrink)
     refuse = remote(Ledger.refuse)
     accept = remote(Ledger.accept)
+    code = remote(Ledger.code)
+    lacks = remote(Ledger.lacks)
+    share = remote(Ledger.share)
 
     def sign(self, actor: str, host: str, tokens: int) -> None:
         self._actor.sign.remote(actor, host, tokens)  # do not wait: the driver may be gone

@@ -8,6 +8,7 @@ import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pytest
@@ -15,6 +16,7 @@ import torch
 
 from exspec.actors import generator
 from exspec.actors.answers.answers import FreeText
+from exspec.actors.engine import faults, shared_code
 from exspec.actors.generator import Generator, Turns
 from exspec.actors.ledger import Ledger
 from exspec.actors.samples import Draws
@@ -73,6 +75,38 @@ def test_a_host_that_cannot_load_the_models_is_named_and_tries_again_while_other
     with nullcontext() if others else pytest.raises(OSError, match="No space left"):
         Generator(Full(), {}, unused, ledger, unused, 3, lambda *_: FreeText(), Draws())  # type: ignore[arg-type]
     assert (host in ledger.signs().unable) == (not others)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_an_actor_takes_what_others_have_compiled_and_shares_what_is_more(
+    damaged: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults.warn_once.cache_clear()
+    taken, count = [], [7]
+    monkeypatch.setattr(shared_code, "machine", lambda: "m")
+    monkeypatch.setattr(shared_code, "pieces", lambda: count[0])
+    monkeypatch.setattr(shared_code, "pack", lambda: b"%d pieces" % count[0])
+    if not damaged:
+        monkeypatch.setattr(shared_code, "unpack", taken.append)
+    ledger, unused = Ledger(), SimpleNamespace()
+    ledger.share("m", 7, b"code")
+    ledger.share("other", 9, b"other code")
+    made = Generator(jobs.ArithmeticLoader(), {}, unused, ledger, unused, 3, lambda *_: FreeText(), Draws())  # type: ignore[arg-type]
+    assert taken == ([] if damaged else [b"code"])
+    assert ("cannot be used" in caplog.text) == damaged, "and the actor starts"
+    for pieces, known in ((7, b"code"), (8, b"8 pieces")):
+        count[0] = pieces
+        made._share_code()
+        assert ledger.code("m")[1] == known
+    monkeypatch.setattr(shared_code, "pack", compiling := Mock(side_effect=RuntimeError))
+    count[0] = 9
+    made._share_code()
+    made._share_code()
+    assert compiling.call_count == 2, "after the next chunk, it tries again"
+    assert ledger.code("other") == (9, b"other code")
+    ledger.share("m", 3, b"less")
+    assert ledger.code("m") == (8, b"8 pieces")
+    made.close()
 
 
 def test_an_actor_signs_with_its_host_and_leaves_when_it_is_deleted() -> None:

@@ -55,6 +55,21 @@ def test_a_target_loads_in_the_given_dtype_without_a_draft(tmp_path: Path) -> No
     assert (pair.target.dtype, pair.draft) == (torch.bfloat16, None)
 
 
+def mapped_from(file: Path) -> list[range]:
+    """The addresses at which this process has mapped a file."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(file))]
+    return [range(*(int(address, 16) for address in line[0].split("-"))) for line in lines]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+@pytest.mark.parametrize(("dtype", "mapped"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_weights_in_the_dtype_of_their_file_are_mapped(tmp_path: Path, dtype: torch.dtype, mapped: bool) -> None:
+    """So the actors of a host read a file once, and share its pages on a CPU."""
+    model = load_model(Source(save(tmp_path / "target", tiny.model())), dtype)
+    ranges = mapped_from(tmp_path / "target" / "model.safetensors")
+    assert all(any(p.data_ptr() in there for there in ranges) == mapped for p in model.parameters())
+
+
 def test_different_vocabularies_are_refused_and_the_first_difference_is_named(tmp_path: Path) -> None:
     target = save(tmp_path / "target", tiny.model())
     other = [*WORDS[:40], "else", *WORDS[41:]]

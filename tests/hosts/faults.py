@@ -215,23 +215,33 @@ for _seconds in (600, -600):
     )
 
 
+@contextmanager
+def full_disk(c: Cluster, host: Host, size: str) -> Iterator[Callable[[], str]]:
+    """Gives the host a disk of this size, and a function that fills it. `heal` gives it a new one."""
+    c.restart(host, size=size)
+    c.wait_for(4)
+    yield lambda: host.run("sh", "-c", f"cat /dev/zero >{PLACE}/full 2>/dev/null || true")
+    host.signal(signal.SIGKILL, "raylet/raylet")
+
+
 @fault("disk of a worker full from the start", actors=EVERYWHERE)
 def _(c: Cluster, job: Job) -> str:
-    """No room for models, spilled objects and logs."""
-    c.restart(c.workers[0], size="200m")
-    c.wait_for(4)
-    c.workers[0].run("sh", "-c", f"cat /dev/zero >{PLACE}/full 2>/dev/null || true")
-    return finished(job.submit())
+    """Ray cannot unpack the package there, and ends the job, which names the host."""
+    with full_disk(c, c.workers[0], "200m") as fill:
+        fill()
+        ended = job.submit().end()
+    assert ended.code == 1, ended.text[-3000:]
+    assert f"node {c.workers[0].address} cannot start a process: OSError: [Errno 28]" in ended.text, ended.text[-3000:]
+    return resumed(c, job, ended)
 
 
 @fault("disk of a worker full, decoding", actors=EVERYWHERE)
 def _(c: Cluster, job: Job) -> str:
-    c.restart(c.workers[0], size="400m")
-    c.wait_for(4)
-    job.submit()
-    at(job, "decoding")
-    c.workers[0].run("sh", "-c", f"cat /dev/zero >{PLACE}/full 2>/dev/null || true")
-    return finished(job)
+    with full_disk(c, c.workers[0], "400m") as fill:
+        job.submit()
+        at(job, "decoding")
+        fill()
+        return finished(job)
 
 
 @fault("object store of a worker full, decoding")
@@ -239,7 +249,9 @@ def _(_c: Cluster, job: Job) -> str:
     job.submit()
     host = at(job, "decoding")
     host.run("sh", "-c", "cat /dev/zero >/dev/shm/full 2>/dev/null || true")
-    return finished(job)
+    said = finished(job)
+    host.run("rm", "/dev/shm/full")
+    return said
 
 
 @fault("worker stopped for 120 s (SIGSTOP)")

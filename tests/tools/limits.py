@@ -1,7 +1,7 @@
-"""Measures a job with many actors, without decoding: `python -m tests.tools.limits driver|ledger`.
+"""Measures a job with many actors, without decoding: `python -m tests.tools.limits driver|ledger|actors`.
 
 Each prints one JSON line. driver: 1,000 actors finish a chunk every 20 s, and the driver commits the chunks to an S3
-server. ledger: these actors call the ledger's own process.
+server. ledger: these actors call the ledger's own process. actors: 64 real actors finish as many chunks under Ray Data.
 """
 
 import json
@@ -23,12 +23,16 @@ from typing import Any
 from unittest.mock import patch
 
 import psutil
+import pyarrow as pa
 import ray
 from aiobotocore.client import AioBaseClient
 
-from exspec.actors.engine import EngineStatistics
+from exspec.actors.engine import EngineConfig, EngineStatistics
 from exspec.actors.generator import HEARTBEAT
+from exspec.pipeline.cluster import graph
+from exspec.pipeline.cluster.graph import chunks_at_once
 from exspec.pipeline.cluster.ray_ledger import RayLedger
+from exspec.pipeline.input.passes import smallest_chunk
 from exspec.pipeline.input.plan import Chunk, Plan, Shard, Task
 from exspec.pipeline.output.collect import Collector, collect
 from exspec.pipeline.output.owner import Output, Writer, take
@@ -44,6 +48,7 @@ SECONDS = 60
 ROWS = 64  # of a chunk
 PART = 64 * 1024  # bytes of a part
 CROWD = 8  # processes that play the actors
+REAL = 64  # actors with a process each
 
 
 def paced(every: float) -> Iterator[float]:
@@ -186,6 +191,72 @@ def ledger(_: Path) -> dict[str, Any]:
     }
 
 
+class Reading:
+    """Reads nothing."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __call__(self, descriptors: pa.Table) -> Iterator[pa.Table]:
+        for task in pickle.loads(descriptors["tasks"][0].as_py()):
+            yield pa.table({"task": [pickle.dumps(task)], "rows": [b"r" * PART], "unreadable": [None]})
+
+
+class Decoding:
+    """Works on some chunks at a time, `load` seconds on each, and counts its chunks."""
+
+    def __init__(self, load: float, *_: Any) -> None:
+        self.seconds, self.number, self.count = load, os.getpid(), 0
+
+    def __call__(self, _: pa.Table) -> pa.Table:
+        time.sleep(self.seconds)
+        self.count += 1
+        return pa.table({"result": [pickle.dumps((self.number, self.count))]})
+
+
+def actors(_: Path) -> dict[str, Any]:
+    """The graph of a job, whose readers and actors import no models: so many processes fit into one machine."""
+    ray.init(address="local", num_cpus=REAL + 1, include_dashboard=False, object_store_memory=2**30)
+    rate, config = ACTORS / EACH, EngineConfig()
+    count = round(2 * SECONDS * rate)
+    plan = Plan([Shard(str(n), "", ROWS * count // 4, 1, "") for n in range(4)], ROWS)
+    job: Any = SimpleNamespace(
+        actor_range=(REAL, REAL), chunks_in_flight=1, draws=SimpleNamespace(count=1), num_gpus=0, sampling={},
+        attempts=1, answers=None,
+    )  # fmt: skip
+    held = chunks_at_once(job, config, ROWS, smallest_chunk(ROWS, REAL, config.batch_size))
+    nothing: Any = None
+    with patch.multiple(graph, Reader=Reading, Generator=Decoding, RayMeter=lambda: None):
+        found = graph.results(
+            job, config, ROWS, nothing, map(Task, plan.chunks()), nothing, nothing, held * REAL / rate, nothing
+        )  # type: ignore[arg-type]
+        marks, made = [], Counter[int]()
+        for done, (actor, _) in enumerate(found):
+            made[actor] += 1
+            if done in (count // 4, 3 * count // 4):
+                marks.append((time.monotonic(), cpu_seconds()))
+    (begun, before), (ended, after) = marks
+    ray.shutdown()
+    return {
+        "actors": len(made),
+        "chunks": made.total(),
+        "fewest_of_an_actor": min(made.values()),
+        "most_of_an_actor": max(made.values()),
+        "wanted_per_second": rate,
+        "chunks_per_second": round(count / 2 / (ended - begun), 1),
+        "cpu_ms_per_chunk": {name: round(2000 * (after[name] - before[name]) / count, 2) for name in after},
+    }
+
+
+def cpu_seconds() -> dict[str, float]:
+    """Of the driver, the parts of Ray, and the actors together."""
+    found = {"driver": sum(psutil.Process().cpu_times()[:2]), "gcs_server": 0.0, "raylet": 0.0, "actors": 0.0}
+    for child in psutil.Process().children(recursive=True):
+        name = next((name for name in ("gcs_server", "raylet") if child.name() == name), "actors")
+        found[name] += sum(child.cpu_times()[:2])
+    return found
+
+
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps({"driver": driver, "ledger": ledger}[sys.argv[1]](Path(folder))))
+        print(json.dumps({"driver": driver, "ledger": ledger, "actors": actors}[sys.argv[1]](Path(folder))))
