@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import pickle
-import tarfile
 import threading
 import time
 import uuid
@@ -36,6 +35,7 @@ from exspec.actors.engine import (
 )
 from exspec.actors.engine.faults import first_line, warn_once
 from exspec.actors.engine.layers import experts
+from exspec.actors.engine.layers.programs import CODE
 from exspec.actors.hardware import hardware
 from exspec.actors.ledger import Attempt, Ledger
 from exspec.actors.samples import Draws, RowResult, Texts, read, sample_requests
@@ -104,7 +104,7 @@ class Generator:
         self.host = os.uname().nodename
         self.window = ledger.window() or load.window
         self.machine = shared_code.machine()
-        self.pieces = _take_code(ledger, self.machine)
+        self.code, self.graphs = _take_code(ledger, self.machine), -1
         engine, self.tokenizer = self._load(load, ledger)
         self.shape, self.answers = engine.config, answers(self.tokenizer, getattr(engine, "end_ids", frozenset()))
         self.engine = EngineThread(engine)
@@ -141,13 +141,16 @@ class Generator:
 
     def _share_code(self) -> None:
         """Give what this process has compiled to actors that start later. The first chunk needs nearly all of it."""
-        if (pieces := shared_code.pieces()) > self.pieces:
-            before, self.pieces = self.pieces, pieces  # other threads need not do it too
-            try:
-                if self.ledger.lacks(self.machine, pieces):
-                    self.ledger.share(self.machine, pieces, shared_code.pack())
-            except (OSError, RuntimeError):  # another thread is compiling: again after the next chunk
-                self.pieces = before
+        if (graphs := len(CODE.kept)) == self.graphs:
+            return
+        self.graphs = graphs
+        try:
+            new = shared_code.names() - self.code
+            self.code |= new
+            if lacking := self.ledger.lacks(self.machine, new):
+                self.ledger.share(self.machine, shared_code.read(lacking))
+        except Exception as error:  # later actors compile it again, which costs only time
+            warn_once(f"compiled code is not shared: {first_line(error)}")
 
     def close(self) -> None:
         """End the threads. An actor never calls this: its threads end with the process."""
@@ -266,15 +269,15 @@ class Generator:
         return read(self.answers, self.texts, request, [future.result() for future in futures])
 
 
-def _take_code(ledger: Ledger, machine: str) -> int:
-    """Take over what other actors have compiled on such machines. Returns the number of pieces."""
-    pieces, content = ledger.code(machine)
+def _take_code(ledger: Ledger, machine: str) -> set[str]:
+    """Take over what other actors have compiled on such machines. Returns the names of the files."""
+    files = dict[str, bytes]()
     try:
-        if content:
-            shared_code.unpack(content)
-    except (OSError, tarfile.TarError) as error:  # compiling it again costs only time
-        warn_once(f"the job's compiled code cannot be used: {first_line(error)}")
-    return pieces
+        files = ledger.code(machine)
+        shared_code.keep(files)
+    except Exception as error:  # compiling it again costs only time
+        warn_once(f"compiled code of other actors cannot be used: {first_line(error)}")
+    return set(files)
 
 
 def _send_heartbeats(ledger: Ledger, name: str, host: str, engine: EngineThread, closed: threading.Event) -> None:

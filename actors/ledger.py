@@ -1,11 +1,12 @@
-"""The ledger: it counts attempts at chunks, finds rows that kill their process, and collects the actors' heartbeats.
+"""The ledger: it counts attempts at chunks, finds rows that kill their process, collects the actors' heartbeats, and
+has the code that actors have compiled.
 
 Imports neither torch nor transformers: the process that keeps the ledger has no model.
 """
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 SILENCE = 15.0  # seconds without a heartbeat after which an actor does not count
@@ -76,7 +77,8 @@ class Ledger:
         self.left: set[str] = set()  # actors
         self.unable: dict[str, str] = {}  # by host: why an actor could not start there
         self.first: float | None = None  # when the first chunk was begun
-        self.codes: dict[str, tuple[int, bytes]] = {}  # by kind of machine: see `share`
+        self.shared: defaultdict[str, dict[str, bytes]] = defaultdict(dict)  # by kind of machine: files of code
+        self.asked: defaultdict[str, set[str]] = defaultdict(set)  # by kind of machine: files that an actor gives
 
     def begun(self, part: str) -> bool:
         """Whether a chunk has been attempted before."""
@@ -134,18 +136,20 @@ class Ledger:
         seconds = 0.0 if self.first is None else now - self.first
         return Signs(hosts, seconds, len(self.left), self.unable.copy())
 
-    def code(self, machine: str) -> tuple[int, bytes]:
-        """How many pieces of code actors on this kind of machine have compiled, and the code."""
-        return self.codes.get(machine, (0, b""))
+    def code(self, machine: str) -> dict[str, bytes]:
+        """The files of code that actors on this kind of machine have shared."""
+        return self.shared[machine]
 
-    def lacks(self, machine: str, pieces: int) -> bool:
-        """Whether fewer pieces are known."""
-        return self.code(machine)[0] < pieces
+    def lacks(self, machine: str, files: Set[str]) -> Set[str]:
+        """Which of these files the ledger has not and has asked no other actor for. The caller shares them."""
+        lacking = files - self.asked[machine]
+        self.asked[machine] |= lacking
+        return lacking
 
-    def share(self, machine: str, pieces: int, content: bytes) -> None:
-        """Keep what an actor has compiled for those that start later."""
-        if self.lacks(machine, pieces):
-            self.codes[machine] = pieces, content
+    def share(self, machine: str, files: Mapping[str, bytes]) -> None:
+        """Keep the files of code for actors that start later."""
+        self.asked[machine] |= files.keys()
+        self.shared[machine].update(files)
 
     def window(self) -> int | None:
         """The most slots that a new actor may have; None if no actor has run out of memory."""

@@ -135,7 +135,7 @@ class _Run:
         self.prepared, self.load, self.progress, self.learning = prepared, load, progress, learning
         self.job, self.folder, self.plan = prepared.job, prepared.folder, prepared.plan
         self.connected = self.early = False
-        self.code: tuple[str, int, bytes] | None = None
+        self.code: tuple[str, dict[str, bytes]] | None = None  # as `Ledger.share` takes it
 
     def run(self, writer: Writer, retry_errors: bool, repair: Repair | None) -> int:
         self.writer = writer

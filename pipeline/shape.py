@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import islice
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from exspec.actors.adapter import CONFIG
-from exspec.actors.engine import EngineConfig, Request
+from exspec.actors.engine import EngineConfig, Request, shared_code
 from exspec.actors.engine.config import DRAFTING, SETTINGS, Method
 from exspec.actors.engine.drafters.lookup import available, drafter_class, kind, label
 from exspec.actors.engine.drafters.registry import DRAFTERS, NONE
@@ -21,7 +21,6 @@ from exspec.actors.engine.shape.calibration import calibrate
 from exspec.actors.engine.shape.candidates import UNCOMPILED
 from exspec.actors.engine.shape.kept import Kept
 from exspec.actors.engine.shape.plan import SHARE, device_plans, fit, free_memory
-from exspec.actors.engine.shared_code import machine, pack, pieces
 from exspec.actors.hardware import hardware
 from exspec.actors.models import Devices, Pair, load_pair
 from exspec.actors.source import Source, load_part
@@ -229,8 +228,7 @@ def sample(job: Job, plan: Plan, prompts: Prompts) -> list[Request]:
 class Settled:
     """config: what the job decodes with. candidates: shapes with predicted and measured tokens/s, if calibrated.
     reason: why this shape, if it was measured. compiled: what calibration compiled, and where it is cached.
-    row_seconds: of a row on one device, as calibration expects it. code: what calibration compiled: machine,
-    pieces and content."""
+    row_seconds: of a row on one device, as calibration expects it. code: as `Ledger.share` takes it."""
 
     config: EngineConfig
     candidates: list[dict[str, Any]]
@@ -238,7 +236,7 @@ class Settled:
     reason: str | None = None
     compiled: str | None = None
     row_seconds: float | None = None
-    code: tuple[str, int, bytes] | None = None
+    code: tuple[str, dict[str, bytes]] | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
         c = self.config
@@ -288,7 +286,7 @@ def settle(job: Job, shape: Shape, requests: list[Request], device: str, digests
             pair.target, pair.draft, requests, shape.config, shape.free, job.tune_seconds, budget, kept=kept
         )
         config = found.config if job.threshold is None else replace(found.config, threshold=job.threshold)
-        code = machine(), pieces(), pack()
+        code = shared_code.machine(), shared_code.read(shared_code.names())
         return Settled(config, found.table(), found.seconds, found.reason, found.compiled, found.row_seconds, code)
     draft = pair.draft.config if pair.draft is not None else None
     shape = recalled(shape, kept, [pair.target.config, *filter(None, [draft])])

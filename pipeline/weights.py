@@ -151,7 +151,7 @@ def _content(path: Path) -> str:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     with suppress(OSError):  # a cache that cannot be written only costs time
-        write_whole(note, digest)
+        write_whole(note, digest.encode())
     return digest
 
 

@@ -10,9 +10,9 @@ def cache_folder() -> Path:
     return Path(os.environ.get("EXSPEC_CACHE") or Path(user) / "exspec")
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, content: bytes) -> None:
     """Write a file of the cache in one step: other processes read all of it or the file before it. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    incoming = path.with_name(f"{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
-    incoming.write_text(text, encoding="utf-8")
+    incoming = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
+    incoming.write_bytes(content)
     incoming.replace(path)

@@ -1,71 +1,91 @@
-"""Compiled code as bytes, so that other machines of the same kind need not compile it again.
+"""Files of compiled code, so that other machines of the same kind need not compile it again.
 
-The compiler finds code by a hash of all that it was compiled from. Nothing checks what the code does, so a process may
-take it only from processes that may run code in it anyway.
+Their names contain a hash of all that they were compiled from. Nothing checks what the code does, so a process may take
+it only from processes that may run code in it anyway.
 """
 
-import io
+import ctypes
+import gzip
+import os
 import platform
-import tarfile
-import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
-import torch
-
-from exspec.actors.engine.cache import cache_folder
+from exspec.actors.engine.cache import cache_folder, write_whole
 from exspec.actors.engine.layers.programs import CODE
 from exspec.actors.engine.native import digest
 
-GRAPHS = "graphs"  # name of what torch itself packs
+MAPS = Path("/proc/self/maps")  # what this process has mapped; only Linux has it
 
 
 def machine() -> str:
-    """Equal on machines that run each other's code for CPUs. Torch itself keeps the code of different GPUs apart."""
-    return f"{platform.python_version()}-{digest()}"
+    """Equal on machines that run each other's code. Torch itself keeps the code of different GPUs apart."""
+    return "-".join((platform.python_version(), *platform.libc_ver(), digest()))
 
 
-def loaded() -> list[Path]:
-    """The compiled libraries of the cache that this process has loaded; none where there is no /proc."""
-    maps, folder = Path("/proc/self/maps"), str(cache_folder().resolve())
-    lines = maps.read_text().splitlines() if maps.exists() else []
-    paths = {line.split(maxsplit=5)[-1] for line in lines}
-    return sorted(Path(path) for path in paths if path.startswith(folder) and path.endswith(".so"))
+def names() -> set[str]:
+    """The files of the code that this process has compiled or found in its cache, below its folders."""
+    return set(filter(None, map(_name, {*_mapped(), *_graphs()})))
 
 
-def pieces() -> int:
-    """How many graphs and libraries this process has compiled or found in its cache."""
-    return len(CODE.kept) + len(loaded())
+def read(wanted: Iterable[str]) -> dict[str, bytes]:
+    """The content of files, compressed. Files that are gone are left out."""
+    found = {}
+    for name in wanted:
+        with suppress(FileNotFoundError):
+            found[name] = gzip.compress(_place(name).read_bytes(), 1)
+    return found
 
 
-def pack() -> bytes:
-    """The code that this process has compiled or found in its cache. Raises OSError, and RuntimeError while another
-    thread compiles."""
-    packed, folder = io.BytesIO(), cache_folder().resolve()
-    # Before it looks for code, torch's compiler runs small libraries to see which instructions the CPU has.
-    trials = {path.resolve() for path in CODE.folder.glob("*/*.so") if not path.name.endswith(".main.so")}
-    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
-        for path in {*loaded(), *trials}:
-            if path.is_relative_to(folder):
-                archive.add(path, str(path.relative_to(folder)))
-        if made := torch.compiler.save_cache_artifacts():
-            entry = tarfile.TarInfo(GRAPHS)
-            entry.size = len(made[0])
-            archive.addfile(entry, io.BytesIO(made[0]))
-    return packed.getvalue()
+def keep(files: Mapping[str, bytes]) -> None:
+    """Put files of another process where this one looks for code. Raises OSError."""
+    for name, content in files.items():
+        if not (path := _place(name)).exists():
+            write_whole(path, gzip.decompress(content))
 
 
-def unpack(content: bytes) -> None:
-    """Put the code of another process where this one looks for it. Raises OSError, and tarfile.TarError."""
-    folder = cache_folder()
-    for needed in (folder, CODE.folder):  # which also tells torch its folder
-        needed.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as place, tarfile.open(fileobj=io.BytesIO(content)) as archive:
-        archive.extractall(place, filter="data")
-        graphs = Path(place) / GRAPHS
-        if graphs.exists():
-            torch.compiler.load_cache_artifacts(graphs.read_bytes())
-            graphs.unlink()
-        for made in Path(place).rglob("*.so"):  # another process may do the same
-            there = folder / made.relative_to(place)
-            there.parent.mkdir(parents=True, exist_ok=True)
-            made.replace(there)
+def _folders() -> dict[str, Path]:
+    """The folder of torch's compiler, and around it by default, that of the engine's own kernels. Reading CODE.folder
+    also sets it for torch."""
+    return {"compiled": CODE.folder.resolve(), "kernels": (cache_folder() / "kernels").resolve()}
+
+
+def _name(path: Path) -> str | None:
+    """None if the file is in none of the folders."""
+    found = ((kind, folder) for kind, folder in _folders().items() if path.is_relative_to(folder))
+    return next((f"{kind}/{path.relative_to(folder)}" for kind, folder in found), None)
+
+
+def _place(name: str) -> Path:
+    """Raises ValueError for a name that leaves the folders."""
+    kind, _, rest = name.partition("/")
+    path = (_folders()[kind] / rest).resolve()
+    if _name(path) != name:
+        raise ValueError(f"{name}: not a file of the cache")
+    return path
+
+
+def _mapped() -> Iterator[Path]:
+    """The libraries that this process has loaded."""
+    lines = os.fsdecode(MAPS.read_bytes()).splitlines() if MAPS.exists() else []
+    return (Path(line.split(maxsplit=5)[-1]) for line in lines if line.endswith(".so"))
+
+
+def _graphs() -> Iterator[Path]:
+    """What torch's compiler needs to find the libraries of this process's graphs."""
+    keys = [getattr(code, "_fx_graph_cache_key", None) for code in list(CODE.kept.values())]
+    for key in filter(None, keys):
+        yield from (CODE.folder.resolve() / "fxgraph" / key[1:3] / key).glob("[!.]*")
+    if keys:  # it first runs small libraries to see which instructions the CPU has
+        trials = (path for path in CODE.folder.resolve().glob("*/*.so") if not path.name.endswith(".main.so"))
+        yield from filter(_loads, trials)
+
+
+def _loads(library: Path) -> bool:
+    """Another process may not have finished it."""
+    try:
+        ctypes.CDLL(str(library))
+    except OSError:
+        return False
+    return True

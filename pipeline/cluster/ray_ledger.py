@@ -1,6 +1,6 @@
 """The ledger in its own Ray actor."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -51,10 +51,12 @@ class RayLedger(Ledger):
     accept = remote(Ledger.accept)
     code = remote(Ledger.code)
     lacks = remote(Ledger.lacks)
-    share = remote(Ledger.share)
 
     def sign(self, actor: str, host: str, tokens: int) -> None:
         self._actor.sign.remote(actor, host, tokens)  # do not wait: the driver may be gone
+
+    def share(self, machine: str, files: Mapping[str, bytes]) -> None:
+        self._actor.share.remote(machine, files)
 
     def leave(self, actor: str) -> None:
         self._actor.leave.remote(actor)

@@ -77,35 +77,45 @@ def test_a_host_that_cannot_load_the_models_is_named_and_tries_again_while_other
     assert (host in ledger.signs().unable) == (not others)
 
 
+TASK = Task(Chunk(Shard("s", "file:///s", 4, 1, ""), 0, 0, 4))
+
+
 @pytest.mark.parametrize("damaged", [False, True])
 def test_an_actor_takes_what_others_have_compiled_and_shares_what_is_more(
     damaged: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """A chunk never fails over it."""
     faults.warn_once.cache_clear()
-    taken, count = [], [7]
+    taken: list[Any] = []
+    compiled = {"known"}
     monkeypatch.setattr(shared_code, "machine", lambda: "m")
-    monkeypatch.setattr(shared_code, "pieces", lambda: count[0])
-    monkeypatch.setattr(shared_code, "pack", lambda: b"%d pieces" % count[0])
-    if not damaged:
-        monkeypatch.setattr(shared_code, "unpack", taken.append)
-    ledger, unused = Ledger(), SimpleNamespace()
-    ledger.share("m", 7, b"code")
-    ledger.share("other", 9, b"other code")
+    monkeypatch.setattr(shared_code, "names", compiled.copy)
+    monkeypatch.setattr(shared_code, "read", lambda names: {name: name.encode() for name in names})
+    monkeypatch.setattr(shared_code, "keep", Mock(side_effect=OSError("disk full")) if damaged else taken.append)
+    monkeypatch.setattr(generator, "CODE", code := SimpleNamespace(kept=[]))
+    ledger, unused = Ledger(), SimpleNamespace(report=lambda *_: None)
+    ledger.share("m", {"known": b"code"})
+    ledger.share("other", {"other": b"other code"})
     made = Generator(jobs.ArithmeticLoader(), {}, unused, ledger, unused, 3, lambda *_: FreeText(), Draws())  # type: ignore[arg-type]
-    assert taken == ([] if damaged else [b"code"])
-    assert ("cannot be used" in caplog.text) == damaged, "and the actor starts"
-    for pieces, known in ((7, b"code"), (8, b"8 pieces")):
-        count[0] = pieces
-        made._share_code()
-        assert ledger.code("m")[1] == known
-    monkeypatch.setattr(shared_code, "pack", compiling := Mock(side_effect=RuntimeError))
-    count[0] = 9
-    made._share_code()
-    made._share_code()
-    assert compiling.call_count == 2, "after the next chunk, it tries again"
-    assert ledger.code("other") == (9, b"other code")
-    ledger.share("m", 3, b"less")
-    assert ledger.code("m") == (8, b"8 pieces")
+    assert taken == ([] if damaged else [{"known": b"code"}])
+    assert ("other actors cannot be used: disk full" in caplog.text) == damaged, "and the actor starts"
+
+    def chunk(*new: str) -> dict[str, bytes]:
+        """The ledger's code after a chunk that has compiled these files."""
+        compiled.update(new)
+        code.kept.append(new)
+        made(block(TASK, None, "unreadable"))
+        return ledger.code("m")
+
+    assert chunk() == {"known": b"code"}
+    assert chunk("new") == {"known": b"code", "new": b"new"}
+    assert ledger.lacks("m", {"new", "later"}) == {"later"}
+    assert "later" not in chunk("later", "last"), "another actor was asked for it"
+    assert "last" in ledger.code("m")
+    monkeypatch.setattr(shared_code, "names", Mock(side_effect=RuntimeError("no home")))
+    chunk("lost")
+    assert "compiled code is not shared: no home" in caplog.text
+    assert ledger.code("other") == {"other": b"other code"}
     made.close()
 
 
@@ -137,8 +147,7 @@ def test_a_row_with_impossible_settings_fails_alone() -> None:
     made = Generator(jobs.ArithmeticLoader(), {}, keep, Ledger(), quiet, 3, lambda *_: FreeText(), Draws())
     work = {"_prompt": [1], "_cut": 0, "_skip": False, "_max_new_tokens": 4, "_stop": [], "_samples": 1}
     rows = [work | {"_sampling": json.dumps({"temperature": t, "seed": 0})} for t in (0.0, 1e-39, float("inf"), 0.0)]
-    task = Task(Chunk(Shard("s", "file:///s", 4, 1, ""), 0, 0, 4))
-    made(block(task, pa.Table.from_pylist(rows, schema=WORK_SCHEMA), None))
+    made(block(TASK, pa.Table.from_pylist(rows, schema=WORK_SCHEMA), None))
     first, cold, hot, last = kept
     assert [r.error for r in (first, last)] == [None, None]
     assert first.completion.tokens == last.completion.tokens

@@ -188,7 +188,7 @@ SAYINGS = [
     pytest.param(f"ray::A()\n  File x\nValueError: no\n\n{UDF}", "ValueError: no", id="a worker's error"),
     pytest.param(f"exspec.pipeline.errors.JobError: it died\n\n{UDF}", "it died", id="our own sentence"),
     pytest.param(
-        "Failed to set up runtime environment.\n[Node 192.0.2.2] Traceback (most recent call last):\nOSError: [Errno 28] No space",
+        "Failed to set up runtime environment.\n[Node 192.0.2.2] Traceback:\nOSError: [Errno 28] No space",
         "node 192.0.2.2 cannot start a process: OSError: [Errno 28] No space",
         id="a node without the job's package",
     ),

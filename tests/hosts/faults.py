@@ -58,15 +58,18 @@ def fault(name: str, **settings: Any) -> Callable[[Fault], Fault]:
     return register
 
 
-def busy(c: Cluster) -> Host:
-    """A worker whose actors decode."""
-    return next(host for host in c.workers if host.processes(GENERATOR))
+def busy(job: Job) -> Host:
+    """Wait for a worker that has staged a chunk, so that it decodes others."""
+    c = job.cluster
+    job.wait("^w[0-9] PUT OUT/_staged")
+    staged = [re.match(f"(w[0-9]) PUT /{c.bucket}/{job.output}/_staged", r.text) for r in c.store.requests[job.since :]]
+    return c.network.hosts[next(found[1] for found in staged if found)]
 
 
 def at(job: Job, moment: str) -> Host:
     """Wait for a moment of the job; returns a worker that takes part in it."""
     job.wait(MOMENTS["decoding"], BEGUN)
-    host = busy(job.cluster)
+    host = busy(job)
     if moment != "decoding":
         job.cluster.store.slow = 1.0  # so that the fault comes before the answer
         seen = len(job.cluster.store.requests)

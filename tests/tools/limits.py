@@ -216,7 +216,9 @@ class Decoding:
 
 def actors(_: Path) -> dict[str, Any]:
     """The graph of a job, whose readers and actors import no models: so many processes fit into one machine."""
-    ray.init(address="local", num_cpus=REAL + 1, include_dashboard=False, object_store_memory=2**30)
+    ray.init(
+        address="local", num_cpus=REAL + 1, include_dashboard=False, object_store_memory=2**30, log_to_driver=False
+    )
     rate, config = ACTORS / EACH, EngineConfig()
     count = round(2 * SECONDS * rate)
     plan = Plan([Shard(str(n), "", ROWS * count // 4, 1, "") for n in range(4)], ROWS)

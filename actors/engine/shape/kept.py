@@ -62,6 +62,6 @@ class Kept:
 
     def _write(self, found: dict[str, Any]) -> None:
         try:
-            write_whole(self.path, json.dumps(found, indent=1))
+            write_whole(self.path, json.dumps(found, indent=1).encode())
         except OSError as error:
             warn_once(f"measurements are not kept for later jobs: {error}")
