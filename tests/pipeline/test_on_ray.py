@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoModelForCausalLM
 
+from exspec.actors.engine import shared_code
 from exspec.actors.ledger import Signs
 from exspec.pipeline import progress, run
 from exspec.pipeline.cluster.ray_ledger import RayLedger
@@ -82,14 +83,20 @@ def test_a_real_pair_gives_what_generate_gives(pair: jobs.Pair, source: Path, tm
 
 
 @pytest.mark.slow
-def test_what_is_auto_is_measured_once_and_kept(pair: jobs.Pair, source: Path, tmp_path: Path, capsys: Any) -> None:
-    """The job stores its shape: a resumed run uses it, does not calibrate, and gives the same rows."""
+def test_what_is_auto_is_measured_once_and_kept(
+    pair: jobs.Pair, source: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job stores its shape: a resumed run uses it, does not calibrate, and gives the same rows. What calibration
+    compiles goes to the ledger."""
+    shared: list[Any] = []
+    monkeypatch.setattr(RayLedger, "share", lambda _, machine, files: shared.append((machine, *files)))
     auto = dict.fromkeys(("method", "drafter", "batch_size", "window", "draft_tokens", "draft_from", "bucket"), "auto")
     out = tmp_path / "out"
     job = jobs.job(pair, source, out, tune_from=60, tune_seconds=1.5, **auto)
     assert set(prepare(job).shape.free) == {*auto, "kernels", "prefill"}
     assert execute(prepare(job)) == 0
     assert "(measured in " in capsys.readouterr().out
+    assert shared == [(shared_code.machine(), *shared[0][1:])]
     stored = json.loads((out / "_job.json").read_text())
     assert {row["method"] for row in stored["calibration"]} == {"plain", "exspec"}
     first = jobs.read_output(out)
@@ -99,10 +106,19 @@ def test_what_is_auto_is_measured_once_and_kept(pair: jobs.Pair, source: Path, t
     assert resumed.shape.free == ()
     assert stored["shape"].items() <= vars(resumed.shape.config).items()
     assert execute(resumed) == 0
+    assert len(shared) == 1
     again = jobs.read_output(out)
     assert {n: row["completion"] for n, row in again.items()} == {n: row["completion"] for n, row in first.items()}
     for n in range(0, 60, 7):
         assert again[str(n)]["completion"] == jobs.generated(pair[0], n)
+
+
+def test_code_goes_through_the_ledger_to_machines_of_the_same_kind() -> None:
+    ledger = RayLedger()
+    ledger.share("one", {"a": b"code"})
+    assert ledger.lacks("one", {"a", "b"}) == {"b"}
+    assert ledger.lacks("one", {"b"}) == set(), "the first actor gives it"
+    assert (ledger.code("one"), ledger.code("other")) == ({"a": b"code"}, {})
 
 
 def test_a_device_that_the_cluster_lacks_is_refused(pair: jobs.Pair, tmp_path: Path) -> None:
