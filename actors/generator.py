@@ -103,8 +103,8 @@ class Generator:
     ) -> None:
         self.host = os.uname().nodename
         self.window = ledger.window() or load.window
-        self.machine = shared_code.machine()
-        self.code, self.graphs = _take_code(ledger, self.machine), -1
+        self.graphs = -1  # whose code has been shared
+        _take_code(ledger)
         engine, self.tokenizer = self._load(load, ledger)
         self.shape, self.answers = engine.config, answers(self.tokenizer, getattr(engine, "end_ids", frozenset()))
         self.engine = EngineThread(engine)
@@ -145,10 +145,9 @@ class Generator:
             return
         self.graphs = graphs
         try:
-            new = shared_code.names() - self.code
-            self.code |= new
-            if lacking := self.ledger.lacks(self.machine, new):
-                self.ledger.share(self.machine, shared_code.read(lacking))
+            machine = shared_code.machine()
+            if wanted := self.ledger.claim(machine, shared_code.names()):
+                self.ledger.share(machine, shared_code.read(wanted))
         except Exception as error:  # later actors compile it again, which costs only time
             warn_once(f"compiled code is not shared: {first_line(error)}")
 
@@ -269,15 +268,14 @@ class Generator:
         return read(self.answers, self.texts, request, [future.result() for future in futures])
 
 
-def _take_code(ledger: Ledger, machine: str) -> set[str]:
-    """Take over what other actors have compiled on such machines. Returns the names of the files."""
-    files = dict[str, bytes]()
+def _take_code(ledger: Ledger) -> None:
+    """Take over what other actors have compiled on such machines."""
     try:
-        files = ledger.code(machine)
-        shared_code.keep(files)
+        machine = shared_code.machine()
+        if missing := shared_code.missing(ledger.known(machine)):
+            shared_code.keep(ledger.code(machine, missing))
     except Exception as error:  # compiling it again costs only time
         warn_once(f"compiled code of other actors cannot be used: {first_line(error)}")
-    return set(files)
 
 
 def _send_heartbeats(ledger: Ledger, name: str, host: str, engine: EngineThread, closed: threading.Event) -> None:

@@ -136,15 +136,20 @@ class Ledger:
         seconds = 0.0 if self.first is None else now - self.first
         return Signs(hosts, seconds, len(self.left), self.unable.copy())
 
-    def code(self, machine: str) -> dict[str, bytes]:
+    def known(self, machine: str) -> Set[str]:
         """The files of code that actors on this kind of machine have shared."""
-        return self.shared[machine]
+        self.asked[machine] = set(self.shared[machine])  # an actor that was asked for others may have died
+        return self.asked[machine]
 
-    def lacks(self, machine: str, files: Set[str]) -> Set[str]:
-        """Which of these files the ledger has not and has asked no other actor for. The caller shares them."""
-        lacking = files - self.asked[machine]
-        self.asked[machine] |= lacking
-        return lacking
+    def code(self, machine: str, files: Set[str]) -> dict[str, bytes]:
+        """Known files and their content."""
+        return {name: self.shared[machine][name] for name in files}
+
+    def claim(self, machine: str, files: Set[str]) -> Set[str]:
+        """Which of these files the ledger wants from the caller: those that it has not asked another actor for."""
+        wanted = files - self.asked[machine]
+        self.asked[machine] |= wanted
+        return wanted
 
     def share(self, machine: str, files: Mapping[str, bytes]) -> None:
         """Keep the files of code for actors that start later."""

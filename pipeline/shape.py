@@ -286,7 +286,7 @@ def settle(job: Job, shape: Shape, requests: list[Request], device: str, digests
             pair.target, pair.draft, requests, shape.config, shape.free, job.tune_seconds, budget, kept=kept
         )
         config = found.config if job.threshold is None else replace(found.config, threshold=job.threshold)
-        code = shared_code.machine(), shared_code.read(shared_code.names())
+        code = shared_code.own()
         return Settled(config, found.table(), found.seconds, found.reason, found.compiled, found.row_seconds, code)
     draft = pair.draft.config if pair.draft is not None else None
     shape = recalled(shape, kept, [pair.target.config, *filter(None, [draft])])

@@ -14,5 +14,9 @@ def write_whole(path: Path, content: bytes) -> None:
     """Write a file of the cache in one step: other processes read all of it or the file before it. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     incoming = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
-    incoming.write_bytes(content)
-    incoming.replace(path)
+    try:
+        incoming.write_bytes(content)
+        incoming.replace(path)
+    except OSError:
+        incoming.unlink(missing_ok=True)
+        raise

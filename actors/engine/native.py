@@ -44,6 +44,14 @@ def _command() -> list[str]:
     return [compiler, *FLAGS, f"-I{torch_folder / 'include'}", *map(str, SOURCES), *libraries]
 
 
+def _version() -> str:
+    """What the compiler says of itself; nothing if there is none."""
+    try:
+        return subprocess.run([_command()[0], "--version"], capture_output=True, text=True).stdout
+    except OSError:
+        return ""
+
+
 def digest() -> str:
     """A hash of all that the compiled file depends on. CPUs of the same name may differ in their instructions."""
     cpu = Path("/proc/cpuinfo")
@@ -51,5 +59,5 @@ def digest() -> str:
     names = ("model name", "flags", "Features", "CPU part")
     parts = {line for line in described if line.startswith(names)} if cpu.exists() else set(described)
     sources = [source.read_text() for source in SOURCES]
-    text = "\n".join([*sources, torch.__version__, platform.machine(), *_command(), *sorted(parts)])
+    text = "\n".join([*sources, torch.__version__, platform.machine(), *_command(), _version(), *sorted(parts)])
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -4,7 +4,6 @@ Their names contain a hash of all that they were compiled from. Nothing checks w
 it only from processes that may run code in it anyway.
 """
 
-import ctypes
 import gzip
 import os
 import platform
@@ -13,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from exspec.actors.engine.cache import cache_folder, write_whole
+from exspec.actors.engine.faults import first_line, warn_once
 from exspec.actors.engine.layers.programs import CODE
 from exspec.actors.engine.native import digest
 
@@ -36,6 +36,20 @@ def read(wanted: Iterable[str]) -> dict[str, bytes]:
         with suppress(FileNotFoundError):
             found[name] = gzip.compress(_place(name).read_bytes(), 1)
     return found
+
+
+def own() -> tuple[str, dict[str, bytes]] | None:
+    """The kind of this machine and all code of this process; None, with a warning, if it cannot be read."""
+    try:
+        return machine(), read(names())
+    except Exception as error:  # others compile it again, which costs only time
+        warn_once(f"compiled code is not shared: {first_line(error)}")
+        return None
+
+
+def missing(wanted: Iterable[str]) -> set[str]:
+    """The files that are not in this machine's cache."""
+    return {name for name in wanted if not _place(name).exists()}
 
 
 def keep(files: Mapping[str, bytes]) -> None:
@@ -74,18 +88,9 @@ def _mapped() -> Iterator[Path]:
 
 def _graphs() -> Iterator[Path]:
     """What torch's compiler needs to find the libraries of this process's graphs."""
+    compiled = _folders()["compiled"]
     keys = [getattr(code, "_fx_graph_cache_key", None) for code in list(CODE.kept.values())]
     for key in filter(None, keys):
-        yield from (CODE.folder.resolve() / "fxgraph" / key[1:3] / key).glob("[!.]*")
+        yield from (compiled / "fxgraph" / key[1:3] / key).glob("[!.]*")
     if keys:  # it first runs small libraries to see which instructions the CPU has
-        trials = (path for path in CODE.folder.resolve().glob("*/*.so") if not path.name.endswith(".main.so"))
-        yield from filter(_loads, trials)
-
-
-def _loads(library: Path) -> bool:
-    """Another process may not have finished it."""
-    try:
-        ctypes.CDLL(str(library))
-    except OSError:
-        return False
-    return True
+        yield from (path for path in compiled.glob("*/*.so") if not path.name.endswith(".main.so"))

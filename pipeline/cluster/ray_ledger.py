@@ -50,7 +50,8 @@ class RayLedger(Ledger):
     refuse = remote(Ledger.refuse)
     accept = remote(Ledger.accept)
     code = remote(Ledger.code)
-    lacks = remote(Ledger.lacks)
+    known = remote(Ledger.known)
+    claim = remote(Ledger.claim)
 
     def sign(self, actor: str, host: str, tokens: int) -> None:
         self._actor.sign.remote(actor, host, tokens)  # do not wait: the driver may be gone

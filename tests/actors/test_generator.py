@@ -90,32 +90,39 @@ def test_an_actor_takes_what_others_have_compiled_and_shares_what_is_more(
     compiled = {"known"}
     monkeypatch.setattr(shared_code, "machine", lambda: "m")
     monkeypatch.setattr(shared_code, "names", compiled.copy)
+    monkeypatch.setattr(shared_code, "missing", lambda names: names - {"here"})
     monkeypatch.setattr(shared_code, "read", lambda names: {name: name.encode() for name in names})
     monkeypatch.setattr(shared_code, "keep", Mock(side_effect=OSError("disk full")) if damaged else taken.append)
     monkeypatch.setattr(generator, "CODE", code := SimpleNamespace(kept=[]))
     ledger, unused = Ledger(), SimpleNamespace(report=lambda *_: None)
-    ledger.share("m", {"known": b"code"})
+    ledger.share("m", {"known": b"code", "here": b"more"})
     ledger.share("other", {"other": b"other code"})
-    made = Generator(jobs.ArithmeticLoader(), {}, unused, ledger, unused, 3, lambda *_: FreeText(), Draws())  # type: ignore[arg-type]
+
+    def start() -> Generator:
+        return Generator(jobs.ArithmeticLoader(), {}, unused, ledger, unused, 3, lambda *_: FreeText(), Draws())  # type: ignore[arg-type]
+
+    made = start()
     assert taken == ([] if damaged else [{"known": b"code"}])
     assert ("other actors cannot be used: disk full" in caplog.text) == damaged, "and the actor starts"
 
-    def chunk(*new: str) -> dict[str, bytes]:
-        """The ledger's code after a chunk that has compiled these files."""
+    def chunk(*new: str) -> set[str]:
+        """What the ledger knows after a chunk that has compiled these files."""
         compiled.update(new)
         code.kept.append(new)
         made(block(TASK, None, "unreadable"))
-        return ledger.code("m")
+        return set(ledger.shared["m"])
 
-    assert chunk() == {"known": b"code"}
-    assert chunk("new") == {"known": b"code", "new": b"new"}
-    assert ledger.lacks("m", {"new", "later"}) == {"later"}
-    assert "later" not in chunk("later", "last"), "another actor was asked for it"
-    assert "last" in ledger.code("m")
+    assert chunk() == {"known", "here"}
+    assert chunk("new") == {"known", "here", "new"}
+    assert ledger.code("m", {"new"}) == {"new": b"new"}
+    assert ledger.claim("m", {"new", "later"}) == {"later"}
+    assert chunk("later", "last") == {"known", "here", "new", "last"}, "another actor was asked for it"
+    start().close()
+    assert "later" in chunk("more"), "and may have died"
     monkeypatch.setattr(shared_code, "names", Mock(side_effect=RuntimeError("no home")))
     chunk("lost")
     assert "compiled code is not shared: no home" in caplog.text
-    assert ledger.code("other") == {"other": b"other code"}
+    assert ledger.shared["other"] == {"other": b"other code"}
     made.close()
 
 

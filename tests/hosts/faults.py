@@ -62,8 +62,9 @@ def busy(job: Job) -> Host:
     """Wait for a worker that has staged a chunk, so that it decodes others."""
     c = job.cluster
     job.wait("^w[0-9] PUT OUT/_staged")
-    staged = [re.match(f"(w[0-9]) PUT /{c.bucket}/{job.output}/_staged", r.text) for r in c.store.requests[job.since :]]
-    return c.network.hosts[next(found[1] for found in staged if found)]
+    staged = f"(w[0-9]) PUT /{c.bucket}/{job.output}/_staged"
+    found = (re.match(staged, request.text) for request in reversed(c.store.requests[job.since :]))
+    return c.network.hosts[next(filter(None, found))[1]]
 
 
 def at(job: Job, moment: str) -> Host:
@@ -223,8 +224,10 @@ def full_disk(c: Cluster, host: Host, size: str) -> Iterator[Callable[[], str]]:
     """Gives the host a disk of this size, and a function that fills it. `heal` gives it a new one."""
     c.restart(host, size=size)
     c.wait_for(4)
-    yield lambda: host.run("sh", "-c", f"cat /dev/zero >{PLACE}/full 2>/dev/null || true")
-    host.signal(signal.SIGKILL, "raylet/raylet")
+    try:
+        yield lambda: host.run("sh", "-c", f"cat /dev/zero >{PLACE}/full 2>/dev/null || true")
+    finally:
+        host.signal(signal.SIGKILL, "raylet/raylet")
 
 
 @fault("disk of a worker full from the start", actors=EVERYWHERE)
@@ -252,9 +255,10 @@ def _(_c: Cluster, job: Job) -> str:
     job.submit()
     host = at(job, "decoding")
     host.run("sh", "-c", "cat /dev/zero >/dev/shm/full 2>/dev/null || true")
-    said = finished(job)
-    host.run("rm", "/dev/shm/full")
-    return said
+    try:
+        return finished(job)
+    finally:
+        host.run("rm", "-f", "/dev/shm/full")
 
 
 @fault("worker stopped for 120 s (SIGSTOP)")

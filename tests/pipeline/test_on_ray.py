@@ -89,14 +89,16 @@ def test_what_is_auto_is_measured_once_and_kept(
     """The job stores its shape: a resumed run uses it, does not calibrate, and gives the same rows. What calibration
     compiles goes to the ledger."""
     shared: list[Any] = []
-    monkeypatch.setattr(RayLedger, "share", lambda _, machine, files: shared.append((machine, *files)))
+    monkeypatch.setattr(RayLedger, "share", lambda _, machine, files: shared.append((machine, *sorted(files))))
     auto = dict.fromkeys(("method", "drafter", "batch_size", "window", "draft_tokens", "draft_from", "bucket"), "auto")
     out = tmp_path / "out"
     job = jobs.job(pair, source, out, tune_from=60, tune_seconds=1.5, **auto)
     assert set(prepare(job).shape.free) == {*auto, "kernels", "prefill"}
     assert execute(prepare(job)) == 0
     assert "(measured in " in capsys.readouterr().out
-    assert shared == [(shared_code.machine(), *shared[0][1:])]
+    [(machine, *files)] = shared
+    assert machine == shared_code.machine()
+    assert any(name.startswith("kernels/kernels-") for name in files) == tiny.in_place()
     stored = json.loads((out / "_job.json").read_text())
     assert {row["method"] for row in stored["calibration"]} == {"plain", "exspec"}
     first = jobs.read_output(out)
@@ -116,9 +118,10 @@ def test_what_is_auto_is_measured_once_and_kept(
 def test_code_goes_through_the_ledger_to_machines_of_the_same_kind() -> None:
     ledger = RayLedger()
     ledger.share("one", {"a": b"code"})
-    assert ledger.lacks("one", {"a", "b"}) == {"b"}
-    assert ledger.lacks("one", {"b"}) == set(), "the first actor gives it"
-    assert (ledger.code("one"), ledger.code("other")) == ({"a": b"code"}, {})
+    assert ledger.claim("one", {"a", "b"}) == {"b"}
+    assert ledger.claim("one", {"b"}) == set(), "the first actor gives it"
+    assert (ledger.known("one"), ledger.known("other")) == ({"a"}, set())
+    assert ledger.code("one", {"a"}) == {"a": b"code"}
 
 
 def test_a_device_that_the_cluster_lacks_is_refused(pair: jobs.Pair, tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import psutil
 
+from exspec.actors.engine.layers.programs import FOLDER
+
 
 def actor(kernels: str, code: Path) -> dict[str, float]:
     """Start as an actor does, up to the first token and to the end of the prompt. code: a file with what another actor
@@ -64,6 +66,7 @@ def main(kernels: str = "compiled") -> None:
             words = [sys.executable, "-m", "tests.tools.start", kernels, f"{place}/{code}"]
             (Path(place) / host).mkdir(exist_ok=True)  # torch precompiles headers into TMPDIR
             environment = os.environ | {"EXSPEC_CACHE": f"{place}/{host}", "TMPDIR": f"{place}/{host}"}
+            environment.pop(FOLDER, None)
             figures[start] = json.loads(subprocess.check_output(words, env=environment, stderr=subprocess.DEVNULL))
         print(json.dumps(figures))
 
