@@ -8,6 +8,7 @@ from collections.abc import Callable
 from copy import copy
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -306,7 +307,13 @@ def test_a_row_that_ends_past_its_pages_is_refused() -> None:
 
 
 def test_the_kernel_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subprocess, "run", None)
+    real = subprocess.run
+
+    def run(words: list[str], **options: Any) -> Any:
+        assert words[1:] == ["--version"]
+        return real(words, **options)
+
+    monkeypatch.setattr(subprocess, "run", run)
     attention.load_kernels.__wrapped__()
 
 
