@@ -103,7 +103,6 @@ class Generator:
     ) -> None:
         self.host = os.uname().nodename
         self.window = ledger.window() or load.window
-        self.graphs = -1  # whose code has been shared
         _take_code(ledger)
         engine, self.tokenizer = self._load(load, ledger)
         self.shape, self.answers = engine.config, answers(self.tokenizer, getattr(engine, "end_ids", frozenset()))
@@ -139,18 +138,6 @@ class Generator:
                 ledger.accept(self.host)
                 return loaded
 
-    def _share_code(self) -> None:
-        """Give what this process has compiled to actors that start later. The first chunk needs nearly all of it."""
-        if (graphs := len(CODE.kept)) == self.graphs:
-            return
-        self.graphs = graphs
-        try:
-            machine = shared_code.machine()
-            if wanted := self.ledger.claim(machine, shared_code.names()):
-                self.ledger.share(machine, shared_code.read(wanted))
-        except Exception as error:  # later actors compile it again, which costs only time
-            warn_once(f"compiled code is not shared: {first_line(error)}")
-
     def close(self) -> None:
         """End the threads. An actor never calls this: its threads end with the process."""
         self.closed.set()
@@ -164,7 +151,6 @@ class Generator:
             result = self._work(task, pa.ipc.open_stream(rows.as_buffer()).read_all())
         else:
             result = self._set_aside(task, block["unreadable"][0].as_py(), "input")
-        self._share_code()
         statistics = self.engine.statistics
         self.meter.report(self.name, self.host, result, statistics)
         return pa.table({"result": [pickle.dumps(result | {"engine": statistics, "actor": self.name})]})
@@ -278,10 +264,25 @@ def _take_code(ledger: Ledger) -> None:
         warn_once(f"compiled code of other actors cannot be used: {first_line(error)}")
 
 
+def _share_code(ledger: Ledger) -> None:
+    """Give what this process has compiled to actors that start later."""
+    try:
+        machine = shared_code.machine()
+        if wanted := ledger.claim(machine, shared_code.names()):
+            ledger.share(machine, shared_code.read(wanted))
+    except Exception as error:  # they compile it again, which costs only time
+        warn_once(f"compiled code is not shared: {first_line(error)}")
+
+
 def _send_heartbeats(ledger: Ledger, name: str, host: str, engine: EngineThread, closed: threading.Event) -> None:
-    """The thread has no reference to the generator, which could not be deleted otherwise."""
+    """Also shares code, if there is more. The thread has no reference to the generator, which could not be deleted
+    otherwise."""
+    shared = -1
     while True:
         ledger.sign(name, host, engine.statistics.tokens)
+        if (graphs := len(CODE.kept)) != shared:
+            _share_code(ledger)
+            shared = graphs
         if closed.wait(HEARTBEAT):
             return
 

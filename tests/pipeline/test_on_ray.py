@@ -1,7 +1,9 @@
 """The main job on a real Ray: pools of actors that grow and share, and models that actors load."""
 
 import json
+import os
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +57,21 @@ def test_an_idle_actor_leaves_at_the_end(pair: jobs.Pair, tmp_path: Path, monkey
             seen.append(super().signs())
             return seen[-1]
 
+    class Together(jobs.ArithmeticLoader):
+        """Both actors are ready at the same time."""
+
+        def __call__(self, window: int) -> Any:
+            (ready / str(os.getpid())).touch()
+            while len(list(ready.iterdir())) < 2:
+                time.sleep(0.05)
+            return super().__call__(window)
+
     monkeypatch.setattr(run, "RayLedger", Watched)
     monkeypatch.setattr(progress, "EVERY", 0.1)
+    (ready := tmp_path / "ready").mkdir()
     jobs.write_shards(tmp_path / "in", rows=8, shards=2)  # the first chunk takes 40 steps, the second 7
     job = jobs.job(pair, tmp_path / "in", tmp_path / "out", actors="2", rows_per_chunk=4)
-    assert execute(prepare(job), load=jobs.ArithmeticLoader(0.3), progress=Progress(quiet=False)) == 0
+    assert execute(prepare(job), load=Together(0.3), progress=Progress(quiet=False)) == 0
     assert (0, 2) in {(signs.left, signs.actors) for signs in seen}
     assert (1, 1) in {(signs.left, signs.actors) for signs in seen}
 
