@@ -280,8 +280,7 @@ def _(_c: Cluster, job: Job) -> str:
 
 @fault("worker joins late", actors="2:6")
 def _(c: Cluster, job: Job) -> str:
-    job.submit()
-    at(job, "decoding")
+    job.submit().wait(MOMENTS["decoding"])  # the first part: later ones leave it nothing to do
     c.start_worker(c.late)
     said = finished(job)
     c.network.reboot(c.late)
