@@ -255,7 +255,7 @@ class Generator:
 
 
 def _take_code(ledger: Ledger) -> None:
-    """Take over what other actors have compiled on such machines."""
+    """Take over what other actors have compiled on machines of this kind."""
     try:
         machine = shared_code.machine()
         if missing := shared_code.missing(ledger.known(machine)):

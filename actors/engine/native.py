@@ -44,10 +44,11 @@ def _command() -> list[str]:
     return [compiler, *FLAGS, f"-I{torch_folder / 'include'}", *map(str, SOURCES), *libraries]
 
 
-def _version() -> str:
-    """What the compiler says of itself; nothing if there is none."""
+@lru_cache
+def _version(compiler: str) -> str:
+    """What a compiler says of itself; nothing if there is none."""
     try:
-        return subprocess.run([_command()[0], "--version"], capture_output=True, text=True).stdout
+        return subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
     except OSError:
         return ""
 
@@ -59,5 +60,6 @@ def digest() -> str:
     names = ("model name", "flags", "Features", "CPU part")
     parts = {line for line in described if line.startswith(names)} if cpu.exists() else set(described)
     sources = [source.read_text() for source in SOURCES]
-    text = "\n".join([*sources, torch.__version__, platform.machine(), *_command(), _version(), *sorted(parts)])
+    command = _command()
+    text = "\n".join([*sources, torch.__version__, platform.machine(), *command, _version(command[0]), *sorted(parts)])
     return hashlib.sha256(text.encode()).hexdigest()[:16]

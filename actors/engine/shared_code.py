@@ -26,7 +26,8 @@ def machine() -> str:
 
 def names() -> set[str]:
     """The files of the code that this process has compiled or found in its cache, below its folders."""
-    return set(filter(None, map(_name, {*_mapped(), *_graphs()})))
+    folders = _folders()
+    return {name for path in {*_mapped(), *_graphs(folders["compiled"])} if (name := _name(path, folders))}
 
 
 def read(wanted: Iterable[str]) -> dict[str, bytes]:
@@ -65,17 +66,18 @@ def _folders() -> dict[str, Path]:
     return {"compiled": CODE.folder.resolve(), "kernels": (cache_folder() / "kernels").resolve()}
 
 
-def _name(path: Path) -> str | None:
+def _name(path: Path, folders: Mapping[str, Path]) -> str | None:
     """None if the file is in none of the folders."""
-    found = ((kind, folder) for kind, folder in _folders().items() if path.is_relative_to(folder))
+    found = ((kind, folder) for kind, folder in folders.items() if path.is_relative_to(folder))
     return next((f"{kind}/{path.relative_to(folder)}" for kind, folder in found), None)
 
 
 def _place(name: str) -> Path:
     """Raises ValueError for a name that leaves the folders."""
     kind, _, rest = name.partition("/")
-    path = (_folders()[kind] / rest).resolve()
-    if _name(path) != name:
+    folders = _folders()
+    path = (folders[kind] / rest).resolve()
+    if _name(path, folders) != name:
         raise ValueError(f"{name}: not a file of the cache")
     return path
 
@@ -86,9 +88,8 @@ def _mapped() -> Iterator[Path]:
     return (Path(line.split(maxsplit=5)[-1]) for line in lines if line.endswith(".so"))
 
 
-def _graphs() -> Iterator[Path]:
+def _graphs(compiled: Path) -> Iterator[Path]:
     """What torch's compiler needs to find the libraries of this process's graphs."""
-    compiled = _folders()["compiled"]
     keys = [getattr(code, "_fx_graph_cache_key", None) for code in list(CODE.kept.values())]
     for key in filter(None, keys):
         yield from (compiled / "fxgraph" / key[1:3] / key).glob("[!.]*")

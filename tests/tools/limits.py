@@ -30,7 +30,6 @@ from aiobotocore.client import AioBaseClient
 from exspec.actors.engine import EngineConfig, EngineStatistics
 from exspec.actors.generator import HEARTBEAT
 from exspec.pipeline.cluster import graph
-from exspec.pipeline.cluster.graph import chunks_at_once
 from exspec.pipeline.cluster.ray_ledger import RayLedger
 from exspec.pipeline.input.passes import smallest_chunk
 from exspec.pipeline.input.plan import Chunk, Plan, Shard, Task
@@ -225,12 +224,12 @@ def actors(_: Path) -> dict[str, Any]:
         actor_range=(REAL, REAL), chunks_in_flight=1, draws=SimpleNamespace(count=1), num_gpus=0, sampling={},
         attempts=1, answers=None,
     )  # fmt: skip
-    held = chunks_at_once(job, config, ROWS, smallest_chunk(ROWS, REAL, config.batch_size))
+    held = graph.chunks_at_once(job, config, ROWS, smallest_chunk(ROWS, REAL, config.batch_size))
     nothing: Any = None
     with patch.multiple(graph, Reader=Reading, Generator=Decoding, RayMeter=lambda: None):
         found = graph.results(
             job, config, ROWS, nothing, map(Task, plan.chunks()), nothing, nothing, held * REAL / rate, nothing
-        )  # type: ignore[arg-type]
+        )
         marks, made = [], Counter[int]()
         for done, actor in enumerate(found):
             made[actor] += 1

@@ -15,8 +15,6 @@ from pathlib import Path
 
 import psutil
 
-from exspec.actors.engine.layers.programs import FOLDER
-
 
 def actor(kernels: str, code: Path) -> dict[str, float]:
     """Start as an actor does, up to the first token and to the end of the prompt. code: a file with what another actor
@@ -60,6 +58,8 @@ def actor(kernels: str, code: Path) -> dict[str, float]:
 
 
 def main(kernels: str = "compiled") -> None:
+    from exspec.actors.engine.layers.programs import FOLDER  # not in the actors: it imports torch
+
     with tempfile.TemporaryDirectory() as place:
         figures = {}
         for start, host, code in (("cold", "one", "code"), ("warm", "one", "unused"), ("shared", "other", "code")):
