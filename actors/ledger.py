@@ -109,6 +109,10 @@ class Ledger:
         """Record the error that ends this attempt."""
         self.chunks[part].error = error
 
+    def end(self, part: str) -> None:
+        """Forget a chunk: its result has reached the driver."""
+        self.chunks.pop(part, None)
+
     def sign(self, actor: str, host: str, tokens: int) -> None:
         """Record the time of an actor's heartbeat, and the number of tokens that it has decoded."""
         self.signed[host][actor] = time.monotonic(), tokens

@@ -314,7 +314,7 @@ class _Run:
         watched = self.progress.decoding(report, finished, job.actor_range[0], ledger.signs, partial(lacking, job))
         with watched, closing(results(job, config, chunk, room, tasks, schema, sink, make, ledger)) as found:
             try:
-                collect(job, self._watched(found, report), report, Collector(writer, again))
+                collect(job, self._watched(found, report, ledger), report, Collector(writer, again))
             except RayError as error:
                 raise BrokenOffError(
                     f"the job broke off: {cause(error)}; committed rows are kept; run it again to resume; details: "
@@ -324,9 +324,12 @@ class _Run:
                 return str(error)
         return None
 
-    def _watched(self, results: Iterator[dict[str, Any]], report: Report) -> Iterator[dict[str, Any]]:
+    def _watched(
+        self, results: Iterator[dict[str, Any]], report: Report, ledger: RayLedger
+    ) -> Iterator[dict[str, Any]]:
         """The results, until the phase ends early."""
         for result in results:
+            ledger.end(result["task"].key)
             yield result
             if self.learning.ends(report.now):
                 self.early = True

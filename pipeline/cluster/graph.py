@@ -53,6 +53,7 @@ def results(
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     context.execution_options.verbose_progress = False
+    context.autoscaling_config.actor_pool_util_upscaling_threshold = 1.0  # an elastic pool grows while all are busy
     context.max_consecutive_actor_init_deaths = 3
     context.execution_no_progress_timeout_s = FOREVER
     to_file = logging.getLogger("ray.data")  # in Ray's logs; its errors reach the driver as exceptions
@@ -63,8 +64,8 @@ def results(
     calls = chunks_at_once(job, config, rows_per_chunk, smallest)
 
     def held() -> int:
-        """Chunks that an actor has. A fixed pool balances best with one that waits; an elastic one grows only if more
-        wait."""
+        """Chunks that an actor has. A fixed pool balances best with one that waits; an elastic one grows by as many
+        actors as could take those that wait: each time, it doubles."""
         return calls + 1 if low == high else 2 * calls
 
     todo, count = passes(tasks, high + 1, Sizes(rows_per_chunk, smallest, high * held()))

@@ -53,6 +53,9 @@ class RayLedger(Ledger):
     known = remote(Ledger.known)
     claim = remote(Ledger.claim)
 
+    def end(self, part: str) -> None:
+        self._actor.end.remote(part)
+
     def sign(self, actor: str, host: str, tokens: int) -> None:
         self._actor.sign.remote(actor, host, tokens)  # do not wait: the driver may be gone
 

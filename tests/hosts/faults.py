@@ -278,9 +278,14 @@ def _(_c: Cluster, job: Job) -> str:
     return finished(job)
 
 
-@fault("worker joins late", actors="2:6")
+@fault("worker joins late", actors="4:6")
 def _(c: Cluster, job: Job) -> str:
-    job.submit().wait(MOMENTS["decoding"])  # the first part: later ones leave it nothing to do
+    """Four actors fill two hosts; the pool grows as soon as there is a third one."""
+    for host in c.workers[1:]:
+        c.network.reboot(host)
+    c.wait_for(2)
+    job.submit().wait("PUT OUT/_staged")
+    c.store.slow = 1.0  # so that the job lasts longer than its actors take to load
     c.start_worker(c.late)
     said = finished(job)
     c.network.reboot(c.late)

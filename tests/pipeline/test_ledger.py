@@ -1,11 +1,13 @@
 """The row to blame for dead processes is the one that was alone twice, not rows on preempted nodes."""
 
 import time
+from pathlib import Path
 
 import pytest
 
 from exspec.actors.generator import _parts
 from exspec.actors.ledger import SILENCE, Attempt, HostSigns, Ledger
+from tests.pipeline import in_process, jobs
 
 MOST = 6  # default attempts of a job
 
@@ -111,3 +113,19 @@ def test_an_actor_that_has_left_is_neither_alive_nor_silent() -> None:
     assert (ledger.signs().actors, ledger.signs().tokens, ledger.signs().left) == (1, 13, 1)
     ledger.leave("b")
     assert ledger.signs().hosts == {"one": HostSigns(0, 13, 0.0)}
+
+
+def test_it_forgets_finished_chunks(pair: jobs.Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Ledger] = []
+
+    class Kept(Ledger):
+        def __init__(self, slots: int | None = None) -> None:
+            super().__init__(slots)
+            made.append(self)
+
+    monkeypatch.setattr(in_process, "Ledger", Kept)
+    with in_process.in_process():
+        assert jobs.run(pair, tmp_path, 60, jobs.ArithmeticLoader()) == 0
+    (ledger,) = made
+    assert ledger.first is not None
+    assert not ledger.chunks

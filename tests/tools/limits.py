@@ -155,6 +155,7 @@ class Crowd:
             self.ledger.begun(f"{self.actors[0]}-{turn}")
             self.ledger.begin(f"{self.actors[0]}-{turn}")
             took.append(time.monotonic() - start)
+            self.ledger.end(f"{self.actors[0]}-{turn}")
         beating.join()
         return took
 
