@@ -33,7 +33,7 @@ from exspec.actors.engine import (
     Sampling,
     shared_code,
 )
-from exspec.actors.engine.faults import first_line, warn_once
+from exspec.actors.engine.faults import first_line
 from exspec.actors.engine.layers import experts
 from exspec.actors.engine.layers.programs import CODE
 from exspec.actors.hardware import hardware
@@ -44,7 +44,7 @@ from exspec.actors.work import WORK
 
 KILLER = "the row ended the process that decoded it"  # the error of such a row
 HEARTBEAT = 2.0  # seconds between heartbeats
-RETRY = 10.0  # seconds between attempts to load the models on a host that cannot
+RETRY = 10.0  # seconds until an actor that could not load the models ends
 MOST_WAITING = 1024  # samples of a chunk that the engine has at once, unless a row has more
 GROUPS = 8  # into how many groups of rows a repeated chunk is cut, to find the row that kills the process
 
@@ -103,7 +103,7 @@ class Generator:
     ) -> None:
         self.host = os.uname().nodename
         self.window = ledger.window() or load.window
-        _take_code(ledger)
+        shared_code.fetch(ledger.known, ledger.code)
         engine, self.tokenizer = self._load(load, ledger)
         self.shape, self.answers = engine.config, answers(self.tokenizer, getattr(engine, "end_ids", frozenset()))
         self.engine = EngineThread(engine)
@@ -122,21 +122,22 @@ class Generator:
         weakref.finalize(self, ledger.leave, self.name).atexit = False
 
     def _load(self, load: Loader, ledger: Ledger) -> tuple[Engine, Any]:
-        """Engine and tokenizer. If they cannot be loaded here, tries again while other hosts decode: Ray ends a job
-        after a few failures to start an actor."""
-        while True:
-            try:
-                loaded = load(self.window)
-            except torch.OutOfMemoryError:
-                ledger.shrink(max(self.window // 2, 1))
+        """Engine and tokenizer. If they cannot be loaded here, while other hosts decode or load, this process ends, and
+        Ray starts the actor again, on any host. An exception would end the job: Ray allows few."""
+        ledger.loading(self.host)
+        try:
+            loaded = load(self.window)
+        except torch.OutOfMemoryError:
+            ledger.shrink(max(self.window // 2, 1))
+            raise
+        except Exception as error:
+            logging.getLogger(__name__).exception("the models cannot be loaded")
+            if not ledger.failed(self.host, first_line(error)):
                 raise
-            except Exception as error:
-                if not ledger.refuse(self.host, first_line(error)):
-                    raise
-                time.sleep(RETRY)
-            else:
-                ledger.accept(self.host)
-                return loaded
+            time.sleep(RETRY)
+            os._exit(1)
+        ledger.started(self.host)
+        return loaded
 
     def close(self) -> None:
         """End the threads. An actor never calls this: its threads end with the process."""
@@ -254,35 +255,16 @@ class Generator:
         return read(self.answers, self.texts, request, [future.result() for future in futures])
 
 
-def _take_code(ledger: Ledger) -> None:
-    """Take over what other actors have compiled on machines of this kind."""
-    try:
-        machine = shared_code.machine()
-        if missing := shared_code.missing(ledger.known(machine)):
-            shared_code.keep(ledger.code(machine, missing))
-    except Exception as error:  # compiling it again costs only time
-        warn_once(f"compiled code of other actors cannot be used: {first_line(error)}")
-
-
-def _share_code(ledger: Ledger) -> None:
-    """Give what this process has compiled to actors that start later."""
-    try:
-        machine = shared_code.machine()
-        if wanted := ledger.claim(machine, shared_code.names()):
-            ledger.share(machine, shared_code.read(wanted))
-    except Exception as error:  # they compile it again, which costs only time
-        warn_once(f"compiled code is not shared: {first_line(error)}")
-
-
 def _send_heartbeats(ledger: Ledger, name: str, host: str, engine: EngineThread, closed: threading.Event) -> None:
-    """Also shares code, if there is more. The thread has no reference to the generator, which could not be deleted
-    otherwise."""
+    """Send heartbeats, and compiled code when there is more. The thread has no reference to the generator, so that
+    Python can delete it."""
     shared = -1
     while True:
         ledger.sign(name, host, engine.statistics.tokens)
         if (graphs := len(CODE.kept)) != shared:
-            _share_code(ledger)
             shared = graphs
+            if code := shared_code.own(ledger.claim):
+                ledger.share(*code)
         if closed.wait(HEARTBEAT):
             return
 

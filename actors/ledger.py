@@ -1,5 +1,5 @@
 """The ledger: it counts attempts at chunks, finds rows that kill their process, collects the actors' heartbeats, and
-has the code that actors have compiled.
+keeps compiled code.
 
 Imports neither torch nor transformers: the process that keeps the ledger has no model.
 """
@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 SILENCE = 15.0  # seconds without a heartbeat after which an actor does not count
+LOADING = 900.0  # seconds that an actor may take to load its models
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,8 @@ class Attempt:
 
 @dataclass(frozen=True)
 class HostSigns:
-    """A host's heartbeats: how many actors are alive, the tokens that all have decoded, seconds since the last one, or
-    0 if all its actors have left."""
+    """A host's heartbeats. actors: alive. tokens: decoded by all of them. silent: seconds since the last heartbeat; 0
+    if all actors have left."""
 
     actors: int
     tokens: int
@@ -75,10 +76,10 @@ class Ledger:
         self.slots = slots
         self.signed: defaultdict[str, dict[str, tuple[float, int]]] = defaultdict(dict)  # by host and actor: see `sign`
         self.left: set[str] = set()  # actors
-        self.unable: dict[str, str] = {}  # by host: why an actor could not start there
+        self.began: dict[str, float] = {}  # by host: when its last actor began to load
+        self.unable: dict[str, tuple[float, str]] = {}  # by host: when and why its last actor could not load
         self.first: float | None = None  # when the first chunk was begun
-        self.shared: defaultdict[str, dict[str, bytes]] = defaultdict(dict)  # by kind of machine: files of code
-        self.asked: defaultdict[str, set[str]] = defaultdict(set)  # by kind of machine: files that an actor gives
+        self.shared: defaultdict[str, dict[str, bytes]] = defaultdict(dict)  # by kind of machine: see `claim`
 
     def begun(self, part: str) -> bool:
         """Whether a chunk has been attempted before."""
@@ -117,14 +118,22 @@ class Ledger:
         """Record the time of an actor's heartbeat, and the number of tokens that it has decoded."""
         self.signed[host][actor] = time.monotonic(), tokens
 
-    def refuse(self, host: str, why: str) -> bool:
-        """Record why an actor cannot start on a host. Returns whether other hosts decode."""
-        self.unable[host] = why
-        return any(signs.actors for name, signs in self.signs().hosts.items() if name != host)
+    def loading(self, host: str) -> None:
+        """Record that an actor begins to load its models on a host."""
+        self.began[host] = time.monotonic()
 
-    def accept(self, host: str) -> None:
-        """Record that an actor has started on a host."""
+    def failed(self, host: str, why: str) -> bool:
+        """Record why an actor cannot load on a host. Returns whether other hosts decode, or may soon do so."""
+        self.unable[host] = time.monotonic(), why
+        signs = self.signs()
+        others = {name for name, at in self.began.items() if time.monotonic() - at < LOADING} - signs.unable.keys()
+        others |= {name for name, host_signs in signs.hosts.items() if host_signs.actors}
+        return bool(others - {host})
+
+    def started(self, host: str) -> None:
+        """Record that an actor has loaded its models on a host."""
         self.unable.pop(host, None)
+        self.began.pop(host, None)
 
     def leave(self, actor: str) -> None:
         """Record that an actor has ended because it was idle."""
@@ -138,12 +147,12 @@ class Ledger:
             tokens = sum(tokens for _, tokens in actors.values())
             hosts[host] = HostSigns(sum(seconds < SILENCE for seconds in silent), tokens, min(silent, default=0.0))
         seconds = 0.0 if self.first is None else now - self.first
-        return Signs(hosts, seconds, len(self.left), self.unable.copy())
+        unable = {host: why for host, (at, why) in self.unable.items() if now - at < LOADING}
+        return Signs(hosts, seconds, len(self.left), unable)
 
     def known(self, machine: str) -> Set[str]:
         """The files of code that actors on this kind of machine have shared."""
-        self.asked[machine] = set(self.shared[machine])  # an actor that was asked for others may have died
-        return self.asked[machine]
+        return {name for name, content in self.shared[machine].items() if content}
 
     def code(self, machine: str, files: Set[str]) -> dict[str, bytes]:
         """Known files and their content."""
@@ -151,13 +160,12 @@ class Ledger:
 
     def claim(self, machine: str, files: Set[str]) -> Set[str]:
         """Which of these files the ledger wants from the caller: those that it has not asked another actor for."""
-        wanted = files - self.asked[machine]
-        self.asked[machine] |= wanted
+        wanted = files - self.shared[machine].keys()
+        self.shared[machine].update(dict.fromkeys(wanted, b""))  # until they come
         return wanted
 
     def share(self, machine: str, files: Mapping[str, bytes]) -> None:
         """Keep the files of code for actors that start later."""
-        self.asked[machine] |= files.keys()
         self.shared[machine].update(files)
 
     def window(self) -> int | None:

@@ -7,7 +7,7 @@ it only from processes that may run code in it anyway.
 import gzip
 import os
 import platform
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import suppress
 from pathlib import Path
 
@@ -39,18 +39,31 @@ def read(wanted: Iterable[str]) -> dict[str, bytes]:
     return found
 
 
-def own() -> tuple[str, dict[str, bytes]] | None:
-    """The kind of this machine and all code of this process; None, with a warning, if it cannot be read."""
+def own(wanted: Callable[[str, Set[str]], Set[str]] = lambda _, names: names) -> tuple[str, dict[str, bytes]] | None:
+    """The kind of this machine, and the wanted files of this process's code. wanted: given the kind and all files.
+
+    None if there are none, and with a warning if they cannot be read: others compile the code again.
+    """
     try:
-        return machine(), read(names())
-    except Exception as error:  # others compile it again, which costs only time
+        here = machine()
+        files = wanted(here, names())
+        return (here, read(files)) if files else None
+    except Exception as error:
         warn_once(f"compiled code is not shared: {first_line(error)}")
         return None
 
 
-def missing(wanted: Iterable[str]) -> set[str]:
-    """The files that are not in this machine's cache."""
-    return {name for name in wanted if not _place(name).exists()}
+def fetch(known: Callable[[str], Set[str]], code: Callable[[str, Set[str]], Mapping[str, bytes]]) -> None:
+    """Take over the code of other processes. known: the files for a kind of machine. code: their content.
+
+    Warns if that fails: this process compiles the code again.
+    """
+    try:
+        here = machine()
+        if missing := {name for name in known(here) if not _place(name).exists()}:
+            keep(code(here, missing))
+    except Exception as error:
+        warn_once(f"compiled code of other actors cannot be used: {first_line(error)}")
 
 
 def keep(files: Mapping[str, bytes]) -> None:
@@ -61,8 +74,8 @@ def keep(files: Mapping[str, bytes]) -> None:
 
 
 def _folders() -> dict[str, Path]:
-    """The folder of torch's compiler, and around it by default, that of the engine's own kernels. Reading CODE.folder
-    also sets it for torch."""
+    """The folder of torch's compiler, and that of the engine's own kernels, which by default contains it. Reading
+    CODE.folder also sets it for torch."""
     return {"compiled": CODE.folder.resolve(), "kernels": (cache_folder() / "kernels").resolve()}
 
 

@@ -6,7 +6,6 @@ from collections.abc import Generator as Yields
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
-from math import ceil
 from typing import Any
 
 import pyarrow as pa
@@ -18,7 +17,7 @@ from exspec.pipeline.cluster.connect import ACTOR, gpus
 from exspec.pipeline.cluster.metrics import RayMeter
 from exspec.pipeline.cluster.ray_ledger import RayLedger
 from exspec.pipeline.errors import JobError
-from exspec.pipeline.input.passes import ROWS_PER_SLOT, Sizes, passes, smallest_chunk
+from exspec.pipeline.input.passes import dispatch
 from exspec.pipeline.input.plan import Task
 from exspec.pipeline.input.reader import Reader
 from exspec.pipeline.job.settings import Job
@@ -26,6 +25,7 @@ from exspec.pipeline.output.contents import read_groups
 from exspec.pipeline.output.parts import PartSink
 from exspec.pipeline.shape import pair_of
 from exspec.pipeline.storage import Folder
+from exspec.pipeline.versions import check_versions, versions
 
 LEARNT = 1 << 16  # tokens of earlier completions that a drafter learns when an actor starts: less than a second
 LATEST = 100  # number of files that they are read from
@@ -60,18 +60,10 @@ def results(
     to_file.handlers = [h for h in to_file.handlers if not isinstance(h, logging.StreamHandler)]
 
     low, high = job.actor_range
-    smallest = smallest_chunk(rows_per_chunk, high, config.batch_size)
-    calls = chunks_at_once(job, config, rows_per_chunk, smallest)
-
-    def held() -> int:
-        """Chunks that an actor has. A fixed pool balances best with one that waits; an elastic one grows by as many
-        actors as could take those that wait: each time, it doubles."""
-        return calls + 1 if low == high else 2 * calls
-
-    todo, count = passes(tasks, high + 1, Sizes(rows_per_chunk, smallest, high * held()))
-    calls = min(calls, -(-count // high))  # the first actor that is ready must not take all chunks
+    samples, calls = job.draws.count, job.chunks_in_flight
+    work = dispatch(tasks, rows_per_chunk, (low, high), config.batch_size, config.slots, samples, calls)
     pool = {"size": high} if low == high else {"min_size": low, "max_size": high}
-    items = [{"tasks": tasks} for tasks in todo]
+    items = [{"tasks": tasks} for tasks in work.passes]
     chunks: ray.data.Dataset = ray.data.from_items(items, override_num_blocks=len(items))
     # Few readers: each process has to import the tokenizer first, and one can feed several engines.
     readers = TaskPoolStrategy(size=min(high + 1, len(items)))
@@ -84,8 +76,8 @@ def results(
         fn_constructor_args=(load, job.sampling, sink, ledger, RayMeter(), job.attempts, job.answers, job.draws),
         compute=ActorPoolStrategy(
             **pool,
-            max_tasks_in_flight_per_actor=held(),
-            max_concurrent_calls_per_actor=calls,
+            max_tasks_in_flight_per_actor=work.held,
+            max_concurrent_calls_per_actor=work.calls,
             enable_true_multi_threading=True,
         ),
         num_cpus=ACTOR,
@@ -95,25 +87,6 @@ def results(
     with closing(found) as batches:  # ends the threads of Ray Data, which would outlive Ray
         for batch in batches:
             yield from (pickle.loads(result) for result in batch["result"].to_pylist())
-
-
-def chunks_at_once(job: Job, config: EngineConfig, most: int, least: int) -> int:
-    """Chunks that an actor works on at a time, so that even chunks of `least` rows keep its batch full. most: rows of
-    the other chunks."""
-    rows = ROWS_PER_SLOT * config.slots / most, ROWS_PER_SLOT * config.batch_size / least
-    return max(job.chunks_in_flight, ceil(max(rows) / job.draws.count))
-
-
-def versions() -> dict[str, str]:
-    """The versions here of the packages that compute tokens. A build for another device is no other version."""
-    import torch
-    import transformers
-
-    return {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__}
-
-
-def _listed(found: dict[str, str]) -> str:
-    return " and ".join(f"{name} {version}" for name, version in found.items())
 
 
 class PairLoader:
@@ -131,12 +104,7 @@ class PairLoader:
         import torch
         from transformers.utils.logging import disable_progress_bar
 
-        if other := {name: here for name, here in versions().items() if here != self.versions[name]}:
-            ours = _listed({name: self.versions[name] for name in other})
-            raise JobError(
-                f"it has {_listed(other)}, the driver has {ours}, and tokens may differ; install the same there, or "
-                "remove the node"
-            )
+        check_versions(self.versions)
         disable_progress_bar()
         torch.set_num_threads(self.job.threads)
         config = self.config

@@ -1,5 +1,6 @@
 """The ledger in its own Ray actor."""
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -10,6 +11,7 @@ from exspec.pipeline.errors import JobError
 P = ParamSpec("P")
 T = TypeVar("T")
 PATIENCE = 5.0  # seconds to wait for the actor's answer
+RETRY = 1.0  # seconds until a call is repeated
 
 
 def remote(method: Callable[Concatenate[Ledger, P], T]) -> Callable[Concatenate["RayLedger", P], T]:
@@ -17,13 +19,16 @@ def remote(method: Callable[Concatenate[Ledger, P], T]) -> Callable[Concatenate[
 
     def call(self: "RayLedger", /, *args: P.args, **kwargs: P.kwargs) -> T:
         import ray
-        from ray.exceptions import RayActorError
+        from ray.exceptions import ActorUnavailableError, RayActorError
 
-        try:
-            result: T = ray.get(getattr(self._actor, method.__name__).remote(*args, **kwargs))
-        except RayActorError:
-            raise JobError("the process of the ledger, which counts the attempts at each chunk, has died") from None
-        return result
+        while True:
+            try:
+                result: T = ray.get(getattr(self._actor, method.__name__).remote(*args, **kwargs))
+                return result
+            except ActorUnavailableError:  # the connection broke; Ray makes a new one, or says that the actor has died
+                time.sleep(RETRY)
+            except RayActorError:
+                raise JobError("the process of the ledger, which counts the attempts at each chunk, has died") from None
 
     return call
 
@@ -47,8 +52,9 @@ class RayLedger(Ledger):
     note = remote(Ledger.note)
     window = remote(Ledger.window)
     shrink = remote(Ledger.shrink)
-    refuse = remote(Ledger.refuse)
-    accept = remote(Ledger.accept)
+    loading = remote(Ledger.loading)
+    failed = remote(Ledger.failed)
+    started = remote(Ledger.started)
     code = remote(Ledger.code)
     known = remote(Ledger.known)
     claim = remote(Ledger.claim)
@@ -60,7 +66,10 @@ class RayLedger(Ledger):
         self._actor.sign.remote(actor, host, tokens)  # do not wait: the driver may be gone
 
     def share(self, machine: str, files: Mapping[str, bytes]) -> None:
-        self._actor.share.remote(machine, files)
+        from ray.exceptions import RayError
+
+        with suppress(RayError):  # the object store is full; others compile the code again
+            self._actor.share.remote(machine, files)
 
     def leave(self, actor: str) -> None:
         self._actor.leave.remote(actor)

@@ -1,4 +1,4 @@
-"""Which chunks a reader task reads, and how chunks shrink towards the end of a job.
+"""Which chunks a reader task reads, how many an actor has, and how they shrink towards the end of a job.
 
 Actors wait for the one that has the last chunks. So the rows of a chunk decrease with the rows that are left, as in
 guided self-scheduling.
@@ -9,13 +9,15 @@ import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, repeat
+from math import ceil
+from typing import NamedTuple
 
 from exspec.pipeline.input.plan import Task
 
 MOST_ROWS, ENOUGH_ROWS = 1 << 20, 1 << 14  # maximum for one reader task: rows of one shard, and of several shards
 ROWS_PER_SLOT = 3  # rows in flight per slot of an actor, so that no slot is empty at the end of a chunk
-SMALLEST = 8  # the smallest chunks have this part of the rows of the largest; smaller ones cost the driver more time
-MOST_CHUNKS = 8  # of the smallest size, that an actor needs for its rows in flight: all are repeated if it dies
+SMALLEST = 8  # rows of the largest chunks per row of the smallest ones; with more, the driver would need more time
+MOST_CHUNKS = 8  # of the smallest size, that hold the rows in flight of an actor: all run again if it dies
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,37 @@ class Sizes:
     def of(self, left: int) -> int:
         """The most rows of the next chunk. left: rows to send."""
         return min(self.most, max(self.least, left // self.held))
+
+
+class Dispatch(NamedTuple):
+    """What actors work on. passes: the pickled tasks of each reader task. calls: chunks that an actor works on at a
+    time. held: these and those that wait in it."""
+
+    passes: list[bytes]
+    calls: int
+    held: int
+
+
+def dispatch(
+    tasks: Iterator[Task], most: int, actors: tuple[int, int], batch_size: int, slots: int, samples: int, calls: int
+) -> Dispatch:
+    """Share tasks among a pool of at least and at most so many actors, and one more reader than actors.
+
+    most: rows of a chunk; the last ones have fewer. batch_size, slots: of an actor. samples: of a row. calls: the
+    fewest chunks that an actor works on at a time; even the smallest ones must keep its batch full.
+    """
+    low, high = actors
+    least = smallest_chunk(most, high, batch_size)
+    calls = max(calls, ceil(ROWS_PER_SLOT * max(slots / most, batch_size / least) / samples))
+
+    def held() -> int:
+        """A fixed pool balances best if one chunk waits. An elastic pool grows by as many actors as could take the
+        chunks that wait: it about doubles each time."""
+        return calls + 1 if low == high else 2 * calls
+
+    made, count = passes(tasks, high + 1, Sizes(most, least, high * held()))
+    calls = min(calls, -(-count // high))  # the first actor that is ready must not take all chunks
+    return Dispatch(made, calls, held())
 
 
 def smallest_chunk(most: int, actors: int, batch_size: int) -> int:

@@ -2,7 +2,9 @@
 processes would take seconds for that."""
 
 import json
+import os
 import pickle
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -24,16 +26,22 @@ from exspec.pipeline.job.settings import Job
 from exspec.pipeline.output.columns import ID, carried_columns
 from exspec.pipeline.output.contents import read_range
 from exspec.pipeline.storage import Folder
+from exspec.pipeline.versions import versions
 from exspec.pipeline.weights import local_model
+
+RETRY = 1.0  # seconds that a reader waits on a host with other versions
 
 
 class Reader:
     """Maps tasks to rows that each contain a chunk: its rows as an Arrow stream, with prompt ids or errors."""
 
     def __init__(self, job: Job, schema: pa.Schema, room: Room) -> None:
-        self.job, self.schema, self.room = job, schema, room
+        self.job, self.schema, self.room, self.versions = job, schema, room, versions()
 
     def __call__(self, descriptors: pa.Table) -> Iterator[pa.Table]:
+        if versions() != self.versions:  # prompts may differ; the host's actor says so
+            time.sleep(RETRY)
+            os._exit(1)  # Ray then runs the task again, on any host
         tasks: list[Task] = pickle.loads(descriptors["tasks"][0].as_py())
         for _, group in groupby(tasks, key=lambda task: task.chunk.number):
             yield from self._shard(list(group))

@@ -1,22 +1,19 @@
 """A Ray cluster on hosts, started with the commands of the page `jobs/docs/cluster.md`, a store, and a user's host."""
 
 import json
-import logging
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-from moto.server import ThreadedMotoServer
 
 from tests.hosts.network import PLACE, Host, Network, until
 from tests.hosts.store import Store
 from tests.pipeline import jobs
-from tests.pipeline.s3 import connected, new_bucket
+from tests.pipeline.s3 import connected, moto, new_bucket
 
 WORKERS = ("w1", "w2", "w3")
 CPUS = "2"  # of a host; the machine may have more
@@ -35,11 +32,11 @@ class Cluster:
 
     def __init__(self, folder: Path, options: dict[str, Any], bucket: str) -> None:
         self.folder, self.options, self.bucket = folder, options, bucket
-        self.network = Network(folder, ["head", *WORKERS, "late", "user", "s3"])
+        self.network = Network(folder, ["head", *WORKERS, "user", "s3"])
         hosts = self.network.hosts
-        self.head, self.user, self.late = hosts["head"], hosts["user"], hosts["late"]
+        self.head, self.user, self.s3 = hosts["head"], hosts["user"], hosts["s3"]
         self.workers = [hosts[name] for name in WORKERS]
-        self.store = Store(hosts["s3"], options["endpoint_url"], {h.address: h.name for h in hosts.values()})
+        self.store = Store(self.s3, options["endpoint_url"], {h.address: h.name for h in hosts.values()})
         for host in hosts.values():
             self._equip(host)
         self.head.run("ray", "get-auth-token", "--generate")
@@ -47,9 +44,8 @@ class Cluster:
         for host in hosts.values():
             (host.disk / "home/.ray").mkdir(parents=True, exist_ok=True)
             (host.disk / "home/.ray/auth_token").write_text(token)
-        self.start_head()
-        for worker in self.workers:
-            self.start_worker(worker)
+        for host in (self.head, *self.workers):
+            self.start(host)
         self.wait_for(1 + len(WORKERS))
 
     def _equip(self, host: Host) -> None:
@@ -63,18 +59,16 @@ class Cluster:
             "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
         }  # fmt: skip
 
-    def start_head(self) -> None:
-        command = "ray start --head --port 6379 --dashboard-host 0.0.0.0"
-        self.head.run(*command.split(), "--num-cpus", CPUS, "--object-store-memory", MEMORY, timeout=STARTED)
-
-    def start_worker(self, host: Host, **variables: str) -> None:
-        command = "ray start --address head:6379"
-        host.run(*command.split(), "--num-cpus", CPUS, "--object-store-memory", MEMORY, timeout=STARTED, **variables)
+    def start(self, host: Host, **variables: str) -> None:
+        """Start Ray on a host."""
+        role = "--head --port 6379 --dashboard-host 0.0.0.0" if host is self.head else "--address head:6379"
+        command = f"ray start {role} --num-cpus {CPUS} --object-store-memory {MEMORY}"
+        host.run(*command.split(), timeout=STARTED, **variables)
 
     def restart(self, host: Host, size: str = "", **variables: str) -> None:
         """Start a worker anew. size: of its disk."""
         self.network.reboot(host, size)
-        self.start_worker(host, **variables)
+        self.start(host, **variables)
 
     def alive(self) -> list[str]:
         """The names of the hosts whose nodes Ray believes to be alive."""
@@ -131,15 +125,6 @@ class Cluster:
         self.network.close()
 
 
-@dataclass
-class Ended:
-    """How a job ended. seconds: from the command's start."""
-
-    code: int
-    text: str
-    seconds: float
-
-
 class Job:
     """A job over the bucket's rows. since: number of the store's requests before it began."""
 
@@ -151,23 +136,23 @@ class Job:
         self.file = cluster.user.disk / f"{output}.json"
         self.file.write_text(json.dumps(made | SHAPE | settings))
 
-    def submit(self, *words: str) -> "Job":
+    def submit(self) -> "Job":
         """Submit it from the user's host, and follow it."""
-        command = ("exspec", "submit", "--address", "http://head:8265", *words, "run", "--job")
+        command = ("exspec", "submit", "--address", "http://head:8265", "run", "--job")
         return self._begin(self.cluster.user, *command, self.inside)
 
-    def run(self, host: Host, *words: str) -> "Job":
+    def run(self, host: Host) -> "Job":
         """Run it on a host of the cluster: the driver is there."""
         copy = host.disk / self.file.name
         copy.write_text(self.file.read_text())
-        return self._begin(host, "exspec", "run", "--job", self.inside, "--ray-address", "head:6379", *words)
+        return self._begin(host, "exspec", "run", "--job", self.inside, "--ray-address", "head:6379")
 
     @property
     def inside(self) -> str:
         return f"{PLACE}/{self.file.name}"
 
     def _begin(self, host: Host, *words: str) -> "Job":
-        self.began, self.log = time.monotonic(), self.cluster.folder / f"{self.output}-{host.name}.log"
+        self.log = self.cluster.folder / f"{self.output}-{host.name}.log"
         with self.log.open("wb") as log:
             self.process = host.start(log, *words)
         return self
@@ -183,23 +168,16 @@ class Job:
             assert self.process.poll() is None, f"the job ended before {request}: {self.text[-3000:]}"
             assert time.monotonic() < end, f"{request}: {self.text[-3000:]}"
 
-    def end(self, seconds: float = ENDED) -> Ended:
-        code = self.process.wait(seconds)
-        return Ended(code, self.text, time.monotonic() - self.began)
+    def end(self) -> int:
+        """Wait until it has ended; returns its exit code."""
+        return self.process.wait(ENDED)
 
 
 @contextmanager
 def cluster(folder: Path, options: dict[str, Any] | None = None, rows: int = 1200) -> Iterator[Cluster]:
     """A cluster with rows and the tiny pair in its bucket. options: of an S3 server; default: moto's is started."""
-    server = None
-    if options is None:
-        server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-        logging.getLogger("werkzeug").setLevel(logging.ERROR)
-        server.start()
-        endpoint = "http://{}:{}".format(*server.get_host_and_port())
-        options = {"endpoint_url": endpoint, "key": "testkey", "secret": "testsecret"}
-    try:
-        made = Cluster(folder / "hosts", options, new_bucket(options, folder))
+    with nullcontext(options) if options else moto() as used:
+        made = Cluster(folder / "hosts", used, new_bucket(used, folder))
         try:
             jobs.save_pair(folder / "pair")
             jobs.write_shards(folder / "in", rows)
@@ -208,6 +186,3 @@ def cluster(folder: Path, options: dict[str, Any] | None = None, rows: int = 120
             yield made
         finally:
             made.close()
-    finally:
-        if server is not None:
-            server.stop()

@@ -2,7 +2,7 @@
 
     python -m tests.hosts.faults                 every fault, one after the other, as a table
     python -m tests.hosts.faults NAME...         these
-    python -m tests.hosts.faults --random 200    random schedules, with their seeds
+    python -m tests.hosts.faults $(seq 200)      random schedules with these seeds
 
 It needs root, and iptables for lost packets.
 """
@@ -18,13 +18,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from exspec.pipeline.errors import counted
-from tests.hosts.cluster import Cluster, Ended, Job, cluster
+from tests.hosts.cluster import Cluster, Job, cluster
 from tests.hosts.network import PLACE, Host, unavailable
 
 EVERYWHERE = "7"  # actors: so many that every host has one
@@ -45,6 +44,7 @@ class Outcome:
 
 
 Fault = Callable[[Cluster, Job], str]
+Disturbance = Callable[[Cluster, Host], AbstractContextManager[Any]]
 FAULTS: dict[str, tuple[Fault, dict[str, Any]]] = {}
 
 
@@ -58,6 +58,31 @@ def fault(name: str, **settings: Any) -> Callable[[Fault], Fault]:
     return register
 
 
+def passing(name: str, seconds: float | None, disturb: Disturbance, moment: str = "decoding") -> None:
+    """Register a fault that begins at a moment and ends after some seconds, or with the job (None). disturb: its host
+    takes part in the job."""
+
+    def play(c: Cluster, job: Job) -> str:
+        job.submit()
+        with disturb(c, at(job, moment)):
+            if seconds is None:
+                return finished(job)
+            time.sleep(seconds)
+        return finished(job)
+
+    fault(name)(play)
+
+
+def throughout(name: str, disturb: Callable[[Cluster], AbstractContextManager[Any]]) -> None:
+    """Register a fault that lasts as long as the job."""
+
+    def play(c: Cluster, job: Job) -> str:
+        with disturb(c):
+            return finished(job.submit())
+
+    fault(name)(play)
+
+
 def busy(job: Job) -> Host:
     """Wait for a worker that has staged a chunk, so that it decodes others."""
     c = job.cluster
@@ -69,184 +94,112 @@ def busy(job: Job) -> Host:
 
 def at(job: Job, moment: str) -> Host:
     """Wait for a moment of the job; returns a worker that takes part in it."""
+    c = job.cluster
     job.wait(MOMENTS["decoding"], BEGUN)
     host = busy(job)
     if moment != "decoding":
-        job.cluster.store.slow = 1.0  # so that the fault comes before the answer
-        seen = len(job.cluster.store.requests)
-        pattern = MOMENTS[moment].replace("OUT", f"/{job.cluster.bucket}/{job.output}").format(host=host.name)
-        assert job.cluster.store.wait(pattern, seen, 1, 60), f"{moment}: not within a minute"
-        job.cluster.store.slow = 0.0
+        with c.store.disturbed(slow=1.0):  # so that the fault comes before the answer
+            seen = len(c.store.requests)
+            pattern = MOMENTS[moment].replace("OUT", f"/{c.bucket}/{job.output}").format(host=host.name)
+            assert c.store.wait(pattern, seen, 1, 60), f"{moment}: not within a minute"
     return host
 
 
 def finished(job: Job) -> str:
     """The job ends by itself, and succeeds."""
-    ended = job.end()
-    assert ended.code == 0, f"exit code {ended.code}: {ended.text[-3000:]}"
+    code = job.end()
+    assert code == 0, f"exit code {code}: {job.text[-3000:]}"
     return "finishes"
 
 
-def cut(c: Cluster, job: Job, moment: str, seconds: float | None) -> str:
-    """A worker's cable is pulled, and plugged in again after some seconds or never."""
-    job.submit()
-    host = at(job, moment)
-    c.network.pull(host)
-    if seconds is not None:
-        time.sleep(seconds)
-        c.network.push(host)
-    return finished(job)
+def resumed(c: Cluster, job: Job, code: int) -> str:
+    """The job broke off, and the same command finishes it."""
+    c.heal()
+    finished(job.submit())
+    return f"ends with code {code}; the next run finishes"
 
 
 for _moment in MOMENTS:
     for _seconds in (5, 90, None):
         _length = "for good" if _seconds is None else f"for {_seconds} s"
-        fault(f"worker cut off {_length}, {_moment}")(partial(cut, moment=_moment, seconds=_seconds))
-
-
-def resumed(c: Cluster, job: Job, ended: Ended) -> str:
-    """The job broke off, and the same command finishes it."""
-    c.heal()
-    again = job.submit().end()
-    assert again.code == 0, again.text[-3000:]
-    return f"ends with code {ended.code}; the next run finishes"
-
-
-@fault("head cut off from one worker for 90 s")
-def _(c: Cluster, job: Job) -> str:
-    job.submit()
-    host = at(job, "decoding")
-    c.network.part(c.head, host)
-    time.sleep(90)
-    c.network.join(c.head, host)
-    return finished(job)
-
-
-@fault("head cut off from all workers for 90 s")
-def _(c: Cluster, job: Job) -> str:
-    job.submit()
-    at(job, "decoding")
-    for host in c.workers:
-        c.network.part(c.head, host)
-    time.sleep(90)
-    for host in c.workers:
-        c.network.join(c.head, host)
-    ended = job.end()
-    return "finishes" if ended.code == 0 else resumed(c, job, ended)
-
-
-@fault("head cut off from the store for 90 s")
-def _(c: Cluster, job: Job) -> str:
-    job.submit()
-    at(job, "decoding")
-    c.network.part(c.head, c.network.hosts["s3"])
-    time.sleep(90)
-    c.network.join(c.head, c.network.hosts["s3"])
-    return finished(job)
+        passing(f"worker cut off {_length}, {_moment}", _seconds, lambda c, host: c.network.pulled(host), _moment)
+passing("head cut off from one worker for 90 s", 90, lambda c, host: c.network.parted(c.head, [host]))
+passing("head cut off from all workers for 90 s", 90, lambda c, _: c.network.parted(c.head, c.workers))
+passing("head cut off from the store for 90 s", 90, lambda c, _: c.network.parted(c.head, [c.s3]))
+passing("store: refuses for a minute (503, SlowDown)", 60, lambda c, _: c.store.disturbed(refused=503))
+# Clients do not wait so long: they repeat each request after it was done.
+passing("store: answers 20 s late, for a minute", 60, lambda c, _: c.store.disturbed(late=20.0))
+passing("worker stopped for 120 s (SIGSTOP)", 120, lambda _, host: host.stopped())
+throughout("store: 200 ms for each request", lambda c: c.store.disturbed(slow=0.2))
+throughout("store: 1 % of its packets are lost", lambda c: c.network.lossy(c.s3, 0.01))
+throughout("store: 1 MB/s", lambda c: c.network.throttled(c.s3, "8mbit"))
 
 
 @fault("driver cut off from the store, and another run takes over")
 def _(c: Cluster, job: Job) -> str:
-    """The lease expires while the first run's actors still reach the store. The first run wakes up while the second
-    one decodes, leaves by itself and commits nothing."""
+    """The lease expires while the first run's actors still reach the store. While the second run decodes, the first
+    one reaches the store again, commits nothing and exits."""
     job.submit()
     at(job, "decoding")
-    c.network.part(c.head, c.network.hosts["s3"])
-    second = Job(c, job.output, job.settings).run(c.workers[0])
-    second.wait(f"{c.workers[0].name} PUT OUT/_log/[0-9]", 2)  # it has taken the output, and committed
-    known = c.names(f"{job.output}/_log")
-    c.network.join(c.head, c.network.hosts["s3"])
-    first, last = job.end(), second.end()
-    assert first.code == 1, first.text[-3000:]
-    assert "took it over" in first.text, first.text[-3000:]
-    assert last.code == 0, last.text[-3000:]
+    with c.network.parted(c.head, [c.s3]):
+        second = Job(c, job.output, job.settings).run(c.workers[0])
+        second.wait(f"{c.workers[0].name} PUT OUT/_log/[0-9]", 2)  # it has taken the output, and committed
+        known = c.names(f"{job.output}/_log")
+    assert job.end() == 1, job.text[-3000:]
+    assert "took it over" in job.text, job.text[-3000:]
+    finished(second)
     new = [entry for entry in c.names(f"{job.output}/_log") if entry not in known]
     lost = [r for r in c.store.requests[job.since :] if r.text.startswith("head PUT") and "/_log/0" in r.text]
     assert not any(r.text.rsplit("/", 1)[-1] in new and r.status == 200 for r in lost), "the first run has committed"
     return "the second run finishes; the first one leaves"
 
 
-@fault("store: 200 ms for each request")
-def _(c: Cluster, job: Job) -> str:
-    c.store.slow = 0.2
-    return finished(job.submit())
+@contextmanager
+def otherwise(c: Cluster, host: Host, size: str = "", **variables: str) -> Iterator[None]:
+    """Start a worker with a disk of this size, or with variables. `heal` starts it as usual."""
+    c.restart(host, size, **variables)
+    c.wait_for(1 + len(c.workers))
+    try:
+        yield
+    finally:
+        host.signal(signal.SIGKILL, "raylet/raylet")
 
 
-@fault("store: 1 % of its packets are lost")
-def _(c: Cluster, job: Job) -> str:
-    with c.network.lossy(c.network.hosts["s3"], 0.01):
-        return finished(job.submit())
+def fill(host: Host, folder: str = PLACE) -> None:
+    """Fill the host's disk of this folder."""
+    host.run("sh", "-c", f"cat /dev/zero >{folder}/full 2>/dev/null || true")
 
 
-@fault("store: 1 MB/s")
-def _(c: Cluster, job: Job) -> str:
-    with c.network.throttled(c.network.hosts["s3"], "8mbit"):
-        return finished(job.submit())
-
-
-@fault("store: refuses for a minute (503, SlowDown)")
-def _(c: Cluster, job: Job) -> str:
-    job.submit()
-    at(job, "decoding")
-    c.store.refused = 503
-    time.sleep(60)
-    c.store.refused = 0
-    return finished(job)
-
-
-@fault("store: answers 20 s late, for a minute")
-def _(c: Cluster, job: Job) -> str:
-    job.submit()
-    at(job, "decoding")
-    c.store.late = 20.0  # longer than clients wait, so that each request is repeated after it was done
-    time.sleep(60)
-    c.store.late = 0.0
-    return finished(job)
-
-
-def wrong_clock(c: Cluster, job: Job, host: int, seconds: int) -> str:
+def wrong_clock(c: Cluster, job: Job, seconds: int) -> str:
     """A worker's clock is wrong from its boot on."""
-    c.restart(c.workers[host], LD_PRELOAD=str(clock(c.folder)), CLOCK_OFFSET=str(seconds))
-    c.wait_for(4)
-    said = finished(job.submit())
-    c.workers[host].signal(signal.SIGKILL, "raylet/raylet")  # `heal` starts it anew
-    return said
+    with otherwise(c, c.workers[0], LD_PRELOAD=str(clock(c.folder)), CLOCK_OFFSET=str(seconds)):
+        return finished(job.submit())
 
 
 for _seconds in (600, -600):
     fault(f"clock of a worker {abs(_seconds) // 60} min {'fast' if _seconds > 0 else 'slow'}", actors=EVERYWHERE)(
-        partial(wrong_clock, host=0, seconds=_seconds)
+        partial(wrong_clock, seconds=_seconds)
     )
-
-
-@contextmanager
-def full_disk(c: Cluster, host: Host, size: str) -> Iterator[Callable[[], str]]:
-    """Gives the host a disk of this size, and a function that fills it. `heal` gives it a new one."""
-    c.restart(host, size=size)
-    c.wait_for(4)
-    try:
-        yield lambda: host.run("sh", "-c", f"cat /dev/zero >{PLACE}/full 2>/dev/null || true")
-    finally:
-        host.signal(signal.SIGKILL, "raylet/raylet")
 
 
 @fault("disk of a worker full from the start", actors=EVERYWHERE)
 def _(c: Cluster, job: Job) -> str:
     """Ray cannot unpack the package there, and ends the job, which names the host."""
-    with full_disk(c, c.workers[0], "200m") as fill:
-        fill()
-        ended = job.submit().end()
-    assert ended.code == 1, ended.text[-3000:]
-    assert f"node {c.workers[0].address} cannot start a process: OSError: [Errno 28]" in ended.text, ended.text[-3000:]
-    return resumed(c, job, ended)
+    host = c.workers[0]
+    with otherwise(c, host, "200m"):
+        fill(host)
+        code = job.submit().end()
+    assert code == 1, job.text[-3000:]
+    assert f"node {host.address} cannot start a process: OSError: [Errno 28]" in job.text, job.text[-3000:]
+    return resumed(c, job, code)
 
 
 @fault("disk of a worker full, decoding", actors=EVERYWHERE)
 def _(c: Cluster, job: Job) -> str:
-    with full_disk(c, c.workers[0], "400m") as fill:
+    with otherwise(c, c.workers[0], "400m"):
         job.submit()
         at(job, "decoding")
-        fill()
+        fill(c.workers[0])
         return finished(job)
 
 
@@ -254,21 +207,11 @@ def _(c: Cluster, job: Job) -> str:
 def _(_c: Cluster, job: Job) -> str:
     job.submit()
     host = at(job, "decoding")
-    host.run("sh", "-c", "cat /dev/zero >/dev/shm/full 2>/dev/null || true")
+    fill(host, "/dev/shm")
     try:
         return finished(job)
     finally:
         host.run("rm", "-f", "/dev/shm/full")
-
-
-@fault("worker stopped for 120 s (SIGSTOP)")
-def _(_c: Cluster, job: Job) -> str:
-    job.submit()
-    host = at(job, "decoding")
-    host.signal(signal.SIGSTOP)
-    time.sleep(120)
-    host.signal(signal.SIGCONT)
-    return finished(job)
 
 
 @fault("worker loses power")
@@ -280,26 +223,27 @@ def _(_c: Cluster, job: Job) -> str:
 
 @fault("worker joins late", actors="4:6")
 def _(c: Cluster, job: Job) -> str:
-    """Four actors fill two hosts; the pool grows as soon as there is a third one."""
+    """Four actors fill two hosts. The pool grows when there is a third one."""
+    late = c.workers[1]
     for host in c.workers[1:]:
         c.network.reboot(host)
     c.wait_for(2)
     job.submit().wait("PUT OUT/_staged")
-    c.store.slow = 1.0  # so that the job lasts longer than its actors take to load
-    c.start_worker(c.late)
-    said = finished(job)
-    c.network.reboot(c.late)
-    assert any(actor.startswith("late-") for actor in c.report(job.output)["rows_by_actor"]), "it decoded nothing"
+    with c.store.disturbed(slow=1.0):  # the job lasts longer than an actor takes to load
+        c.start(late)
+        said = finished(job)
+    assert any(actor.startswith(late.name) for actor in c.report(job.output)["rows_by_actor"]), "it decoded nothing"
     return said
 
 
 @fault("worker with another version of torch", actors=EVERYWHERE)
 def _(c: Cluster, job: Job) -> str:
     """The job goes on without this host, and names it."""
+    name = c.workers[0].name
     with other_torch(c.workers[0], "2.11.0"):
         said = finished(job.submit())
-    assert f"{c.workers[0].name} (it has torch 2.11.0" in job.text, job.text[-3000:]
-    assert not any(actor.startswith(c.workers[0].name) for actor in c.report(job.output)["rows_by_actor"])
+    assert f"{name} ({name} has torch 2.11.0" in job.text, job.text[-3000:]
+    assert not any(actor.startswith(name) for actor in c.report(job.output)["rows_by_actor"])
     return said
 
 
@@ -309,9 +253,10 @@ def _(_c: Cluster, job: Job) -> str:
     host = at(job, "decoding")
     reason = ("--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot")
     host.run("ray", "drain-node", "--address", "head:6379", *reason, "--deadline-remaining-seconds", "120")
-    said = finished(job)
-    host.signal(signal.SIGKILL, "raylet/raylet")
-    return said
+    try:
+        return finished(job)
+    finally:
+        host.signal(signal.SIGKILL, "raylet/raylet")
 
 
 CLOCK = r"""
@@ -355,42 +300,13 @@ def clock(folder: Path) -> Path:
 @contextmanager
 def other_torch(host: Host, version: str) -> Iterator[None]:
     """A host whose torch says that it is another version."""
-    real = Path(torch.__file__).with_name("version.py")
-    other = host.disk / "version.py"
-    other.write_text(re.sub("__version__ = .*", f"__version__ = {version!r}", real.read_text()))
-    host.run("mount", "--bind", f"{PLACE}/version.py", real)
+    real = next(path for path in distribution("torch").files or () if path.name == "METADATA").locate()
+    (host.disk / "METADATA").write_text(re.sub("(?m)^Version: .*", f"Version: {version}", real.read_text()))
+    host.run("mount", "--bind", f"{PLACE}/METADATA", str(real))
     try:
         yield
     finally:
         host.run("umount", real)
-
-
-@contextmanager
-def _link(c: Cluster, host: Host) -> Iterator[None]:
-    c.network.pull(host)
-    yield
-    c.network.push(host)
-
-
-@contextmanager
-def _pair(c: Cluster, host: Host, other: Host) -> Iterator[None]:
-    c.network.part(host, other)
-    yield
-    c.network.join(host, other)
-
-
-@contextmanager
-def _stopped(host: Host) -> Iterator[None]:
-    host.signal(signal.SIGSTOP)
-    yield
-    host.signal(signal.SIGCONT)
-
-
-@contextmanager
-def _store(c: Cluster, **faults: float) -> Iterator[None]:
-    vars(c.store).update(faults)
-    yield
-    vars(c.store).update(dict.fromkeys(faults, 0))
 
 
 @contextmanager
@@ -408,20 +324,20 @@ def _power(c: Cluster, host: Host) -> Iterator[None]:
 
 def drawn(c: Cluster, rng: random.Random) -> tuple[str, AbstractContextManager[None]]:
     """A fault that lasts as long as its block, and its name."""
-    (one, other), store = rng.sample(c.workers, 2), c.network.hosts["s3"]
+    one, other = rng.sample(c.workers, 2)
     faults: dict[str, Callable[[], AbstractContextManager[None]]] = {
-        f"link of {one.name}": lambda: _link(c, one),
-        f"{one.name} from head": lambda: _pair(c, one, c.head),
-        f"{one.name} from {other.name}": lambda: _pair(c, one, other),
-        f"{one.name} from store": lambda: _pair(c, one, store),
-        "head from store": lambda: _pair(c, c.head, store),
-        f"{one.name} stopped": lambda: _stopped(one),
+        f"link of {one.name}": lambda: c.network.pulled(one),
+        f"{one.name} from head": lambda: c.network.parted(one, [c.head]),
+        f"{one.name} from {other.name}": lambda: c.network.parted(one, [other]),
+        f"{one.name} from store": lambda: c.network.parted(one, [c.s3]),
+        "head from store": lambda: c.network.parted(c.head, [c.s3]),
+        f"{one.name} stopped": one.stopped,
         f"actors of {one.name} killed": lambda: _killed(one),
         f"power of {one.name}": lambda: _power(c, one),
-        "store slow": lambda: _store(c, slow=0.5),
-        "store late": lambda: _store(c, late=20.0),
-        "store refuses": lambda: _store(c, refused=503),
-        "store at 2 Mbit/s": lambda: c.network.throttled(store, "2mbit"),
+        "store slow": lambda: c.store.disturbed(slow=0.5),
+        "store late": lambda: c.store.disturbed(late=20.0),
+        "store refuses": lambda: c.store.disturbed(refused=503),
+        "store at 2 Mbit/s": lambda: c.network.throttled(c.s3, "2mbit"),
     }
     name = rng.choice(list(faults))
     return name, faults[name]()
@@ -439,11 +355,11 @@ def schedule(c: Cluster, job: Job, seed: int) -> str:
         said.append(f"{name} {seconds} s")
         with disturbed, suppress(subprocess.TimeoutExpired):
             job.process.wait(seconds)
-    ended, runs = job.end(), 1
-    while ended.code and runs < RUNS_AT_MOST:
+    code, runs = job.end(), 1
+    while code and runs < RUNS_AT_MOST:
         c.heal()
-        ended, runs = job.submit().end(), runs + 1
-    assert ended.code == 0, f"{said}: {ended.text[-3000:]}"
+        code, runs = job.submit().end(), runs + 1
+    assert code == 0, f"{said}: {job.text[-3000:]}"
     return f"{', '.join(said)}: finishes in {counted(runs, 'run')}"
 
 
@@ -453,32 +369,28 @@ def play(c: Cluster, name: str, output: str) -> Outcome:
     job, began = c.job(output, **settings), time.monotonic()
     try:
         how = disturb(c, job)
+        seconds = time.monotonic() - began
+        rows, expected = c.rows(output), c.rows("whole")
+        wrong = [(a, b) for a, b in zip(rows, expected, strict=False) if a != b]
+        assert len(rows) == len(expected), f"{len(rows)} of {len(expected)} rows"
+        assert not wrong, f"{len(wrong)} rows differ; the first: {wrong[0]}"
+        assert "_SUCCESS" in c.names(output)
+        return Outcome(how, seconds, c.report(output)["repeated_chunks"])
     finally:
-        c.store.slow = c.store.late = c.store.refused = 0
-    seconds = time.monotonic() - began
-    rows, expected = c.rows(output), c.rows("whole")
-    wrong = [(a, b) for a, b in zip(rows, expected, strict=False) if a != b]
-    assert len(rows) == len(expected), f"{len(rows)} of {len(expected)} rows"
-    assert not wrong, f"{len(wrong)} rows differ; the first: {wrong[0]}"
-    assert "_SUCCESS" in c.names(output)
-    again = c.report(output)["repeated_chunks"]
-    c.heal()
-    return Outcome(how, seconds, again)
+        c.heal()
 
 
 def undisturbed(c: Cluster) -> float:
     """Run the job that all others are compared with; returns its seconds."""
-    ended = c.job("whole").submit().end()
-    assert ended.code == 0, ended.text[-3000:]
-    return ended.seconds
+    began = time.monotonic()
+    finished(c.job("whole").submit())
+    return time.monotonic() - began
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="faults, or seeds of random schedules")
-    parser.add_argument("--random", type=int, default=0)
-    given = parser.parse_args()
-    names = given.names or list(map(str, range(given.random))) or list(FAULTS)
+    names = parser.parse_args().names or list(FAULTS)
     if unknown := [name for name in names if not name.isdecimal() and name not in FAULTS]:
         parser.error(f"{unknown[0]}: expected one of {', '.join(FAULTS)}")
     if reason := unavailable():
@@ -491,7 +403,6 @@ def main() -> None:
                 print(f"| {name} | {found.how} | {found.seconds:.0f} | {found.again} |", flush=True)
             except Exception as error:
                 print(f"| {name} | FAILED {type(error).__name__}: {error}", flush=True)
-                c.heal()
 
 
 if __name__ == "__main__":

@@ -6,13 +6,13 @@ vanishes with the processes, even if the tests are killed. It needs root, becaus
 
 import os
 import shutil
+import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import psutil
 
@@ -77,7 +77,7 @@ class Host:
             raise OSError(f"{self.name}: {' '.join(map(str, words))}: {done.returncode}: {done.stdout[-3000:]}")
         return done.stdout
 
-    def start(self, log: IO[Any], *words: str | Path, **variables: str) -> "subprocess.Popen[bytes]":
+    def start(self, log: IO[bytes], *words: str | Path, **variables: str) -> "subprocess.Popen[bytes]":
         """Start a command; its output goes to the log."""
         return subprocess.Popen(self.inside(*words, **variables), stdout=log, stderr=log, stdin=subprocess.DEVNULL)
 
@@ -97,15 +97,20 @@ class Host:
                 continue
         return found
 
-    def signal(self, number: int, words: str = "") -> int:
-        """Send a signal to these processes. Returns how many got it."""
-        found = self.processes(words)
-        for process in found:
-            try:
+    def signal(self, number: int, words: str = "") -> None:
+        """Send a signal to these processes."""
+        for process in self.processes(words):
+            with suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
-            except psutil.NoSuchProcess:
-                continue
-        return len(found)
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stop all processes."""
+        self.signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.signal(signal.SIGCONT)
 
     def end(self) -> None:
         """Kill everything on the host, as a loss of power does."""
@@ -155,24 +160,27 @@ class Network:
         host.boot(size)
         self.plug(host)
 
-    def pull(self, host: Host) -> None:
+    @contextmanager
+    def pulled(self, host: Host) -> Iterator[None]:
         """Pull the host's cable."""
-        self.switch.net("ip", "link", "set", f"p{host.number}", "down")
+        link = ("ip", "link", "set", f"p{host.number}")
+        self.switch.net(*link, "down")
+        try:
+            yield
+        finally:
+            self.switch.net(*link, "up")
 
-    def push(self, host: Host) -> None:
-        """Plug the cable in again."""
-        self.switch.net("ip", "link", "set", f"p{host.number}", "up")
-
-    def part(self, one: Host, other: Host) -> None:
-        """Drop all packets between two hosts, without a word to either."""
-        for here, there in ((one, other), (other, one)):
-            words = ("neigh", "replace", there.address, "lladdr", NOWHERE, "dev", "eth0", "nud", "permanent")
-            here.net("ip", *words)
-
-    def join(self, one: Host, other: Host) -> None:
-        """End what `part` did."""
-        for here, there in ((one, other), (other, one)):
-            here.net("ip", "neigh", "del", there.address, "dev", "eth0")
+    @contextmanager
+    def parted(self, host: Host, others: Sequence[Host]) -> Iterator[None]:
+        """Drop all packets between a host and others, without a word to any."""
+        ways = [way for other in others for way in ((host, other.address), (other, host.address))]
+        for here, address in ways:
+            here.net("ip", "neigh", "replace", address, "lladdr", NOWHERE, "dev", "eth0", "nud", "permanent")
+        try:
+            yield
+        finally:
+            for here, address in ways:
+                here.net("ip", "neigh", "del", address, "dev", "eth0")
 
     @contextmanager
     def throttled(self, host: Host, bits: str) -> Iterator[None]:
@@ -202,7 +210,6 @@ class Network:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-@lru_cache(maxsize=1)
 def unavailable() -> str:
     """Why this machine cannot make hosts, as text; empty if it can."""
     if missing := [name for name in ("unshare", "nsenter", "setpriv", "ip", "tc") if not shutil.which(name)]:
@@ -219,11 +226,10 @@ def unavailable() -> str:
     return f"namespaces: {done.stderr.strip()}" if done.returncode else ""
 
 
-def until(what: Any, seconds: float, said: str) -> Any:
-    """The first true value of `what()`, which is asked again and again. Raises TimeoutError."""
+def until(what: Callable[[], bool], seconds: float, said: str) -> None:
+    """Wait until `what()` is true. Raises TimeoutError."""
     end = time.monotonic() + seconds
-    while not (value := what()):
+    while not what():
         if time.monotonic() > end:
             raise TimeoutError(f"{said}: not within {seconds:g} s")
         time.sleep(0.1)
-    return value

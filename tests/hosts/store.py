@@ -10,7 +10,8 @@ import os
 import re
 import socket
 import threading
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,8 @@ KEPT_OUT = {"transfer-encoding", "connection", "content-length", "keep-alive", "
 
 @dataclass
 class Request:
-    """A request to the store: its host, method and path. at: monotonic seconds. status: of the answer; 0: none yet."""
+    """A request to the store: its host, method and path. status: of the answer; 0: none yet."""
 
-    at: float
     text: str
     status: int = 0
 
@@ -66,6 +66,15 @@ class Store:
         with self._changed:
             return self._changed.wait_for(enough, seconds)
 
+    @contextmanager
+    def disturbed(self, **faults: float) -> Iterator[None]:
+        """Set slow, late or refused."""
+        vars(self).update(faults)
+        try:
+            yield
+        finally:
+            vars(self).update(dict.fromkeys(faults, 0))
+
     def close(self) -> None:
         asyncio.run_coroutine_threadsafe(self._client.close(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -90,7 +99,7 @@ class Store:
 
     async def _answer(self, request: web.Request) -> web.Response:
         body, host = await request.read(), self.names.get(request.remote or "", "?")
-        noted = Request(time.monotonic(), f"{host} {request.method} {request.raw_path}")
+        noted = Request(f"{host} {request.method} {request.raw_path}")
         with self._changed:
             self.requests.append(noted)
             self._changed.notify_all()

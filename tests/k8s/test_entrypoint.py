@@ -20,7 +20,6 @@ from urllib.request import Request, urlopen
 import pyarrow.parquet as pq
 import pytest
 import s3fs
-from moto.server import ThreadedMotoServer
 
 from exspec.jobs.demo.shards import write_shards
 from tests.k8s import pod
@@ -36,6 +35,7 @@ from tests.k8s.manifests import (
     overlay,
     pod_templates,
 )
+from tests.pipeline.s3 import moto
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
@@ -60,10 +60,8 @@ print(json.dumps(dict(user=os.getuid(), group=os.getgid(), processes=processes, 
 
 @pytest.fixture
 def endpoint() -> Iterator[str]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    yield "http://{}:{}".format(*server.get_host_and_port())
-    server.stop()
+    with moto() as options:
+        yield options["endpoint_url"]
 
 
 @pytest.fixture

@@ -3,9 +3,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from moto.server import ThreadedMotoServer
 
-from tests.pipeline import jobs
+from tests.pipeline import jobs, s3
 from tests.pipeline.in_process import in_process
 
 
@@ -22,11 +21,8 @@ def _in_process(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def moto() -> Iterator[dict[str, Any]]:
     """The options of an S3 server, which all tests of a process share."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    endpoint = "http://{}:{}".format(*server.get_host_and_port())
-    yield {"endpoint_url": endpoint, "key": "testkey", "secret": "testsecret"}
-    server.stop()
+    with s3.moto() as options:
+        yield options
 
 
 @pytest.fixture(scope="session")

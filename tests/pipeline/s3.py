@@ -1,14 +1,27 @@
-"""Object storage for tests: the server in EXSPEC_TEST_S3."""
+"""Object storage for tests: moto, or the server in EXSPEC_TEST_S3."""
 
 import os
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import s3fs
+from moto.server import ThreadedMotoServer
 
 VARIABLE = "EXSPEC_TEST_S3"
+
+
+@contextmanager
+def moto() -> Iterator[dict[str, Any]]:
+    """The options of a server in this process."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    endpoint = "http://{}:{}".format(*server.get_host_and_port())
+    yield {"endpoint_url": endpoint, "key": "testkey", "secret": "testsecret"}
+    server.stop()
 
 
 def external() -> dict[str, Any]:

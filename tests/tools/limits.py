@@ -31,7 +31,7 @@ from exspec.actors.engine import EngineConfig, EngineStatistics
 from exspec.actors.generator import HEARTBEAT
 from exspec.pipeline.cluster import graph
 from exspec.pipeline.cluster.ray_ledger import RayLedger
-from exspec.pipeline.input.passes import smallest_chunk
+from exspec.pipeline.input.passes import dispatch
 from exspec.pipeline.input.plan import Chunk, Plan, Shard, Task
 from exspec.pipeline.output.collect import Collector, collect
 from exspec.pipeline.output.owner import Output, Writer, take
@@ -225,11 +225,12 @@ def actors(_: Path) -> dict[str, Any]:
         actor_range=(REAL, REAL), chunks_in_flight=1, draws=SimpleNamespace(count=1), num_gpus=0, sampling={},
         attempts=1, answers=None,
     )  # fmt: skip
-    held = graph.chunks_at_once(job, config, ROWS, smallest_chunk(ROWS, REAL, config.batch_size))
+    pool = (REAL, REAL)
+    work = dispatch(map(Task, plan.chunks()), ROWS, pool, config.batch_size, config.slots, 1, job.chunks_in_flight)
     nothing: Any = None
     with patch.multiple(graph, Reader=Reading, Generator=Decoding, RayMeter=lambda: None):
         found = graph.results(
-            job, config, ROWS, nothing, map(Task, plan.chunks()), nothing, nothing, held * REAL / rate, nothing
+            job, config, ROWS, nothing, map(Task, plan.chunks()), nothing, nothing, work.calls * REAL / rate, nothing
         )
         marks, made = [], Counter[int]()
         for done, actor in enumerate(found):

@@ -14,10 +14,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 from exspec.actors.engine import EngineConfig
-from exspec.pipeline.cluster.graph import chunks_at_once
-from exspec.pipeline.input.passes import Sizes, passes, smallest_chunk
+from exspec.pipeline.input import passes
 from exspec.pipeline.input.plan import Plan, Shard, Task
 from exspec.pipeline.job.settings import Job
 
@@ -112,12 +112,13 @@ def decode(lengths: Sequence[int], smaller: bool, actors: int = 8, shards: int =
     edges = [len(lengths) * i // shards for i in range(shards + 1)]
     most = job.chunk_rows(len(lengths))
     plan = Plan([Shard(str(i), "", edges[i + 1] - edges[i], 0, "") for i in range(shards)], most)
-    least = smallest_chunk(most, actors, shape.batch_size) if smaller else most
-    calls = chunks_at_once(job, shape, most, least)
-    todo, count = passes(map(Task, plan.chunks()), actors + 1, Sizes(most, least, actors * (calls + 1)))
-    first = [(edges[task.chunk.number] + task.chunk.first, task.chunk.rows) for task in in_time(todo, actors + 1)]
+    tasks, both = map(Task, plan.chunks()), (actors, actors)
+    with patch.object(passes, "SMALLEST", passes.SMALLEST if smaller else 1):
+        work = passes.dispatch(tasks, most, both, shape.batch_size, shape.slots, 1, job.chunks_in_flight)
+    read = in_time(work.passes, actors + 1)
+    first = [(edges[task.chunk.number] + task.chunk.first, task.chunk.rows) for task in read]
     chunks = [list(lengths[a : a + n]) for a, n in first]
-    return simulate(chunks, actors, shape.batch_size, min(calls, -(-count // actors)))
+    return simulate(chunks, actors, shape.batch_size, work.calls)
 
 
 def spec_bench(rows: int) -> list[int]:
