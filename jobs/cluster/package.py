@@ -14,9 +14,9 @@ def copy_package(folder: Path, beside: Path) -> Path:
     """Copy the package into `folder`, and its metadata into `beside`; returns the copy. Raises JobError if it is not
     installed.
 
-    It is not a wheel. Ray names a wheel by its file name, so all jobs share it, and when a node joins, Ray installs it
-    there for several jobs at the same time. The second installation fails and removes the first, and no job can use
-    the node again. Ray unpacks a folder once. It has no dependencies: the cluster's image provides torch and Ray.
+    A folder, not a wheel: Ray identifies a wheel by its file name, so all jobs share it. When a node joins, Ray
+    installs the wheel for several jobs at once. The second installation fails and removes the first, and no job can
+    use the node again. Ray unpacks a folder once. The copy declares no dependencies: the image provides torch and Ray.
     """
     try:
         number = version("exspec")

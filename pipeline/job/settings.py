@@ -218,9 +218,7 @@ class Job(Decoding):
     num_gpus: float | None = _cluster(
         None, "GPUs per actor; they share the target's layers. Default: 1 on cuda, 0 on cpu.", "any", ge=0
     )
-    rows_per_chunk: Auto = _chunks(
-        "auto", f"Largest number of rows that are committed together. auto: {CHUNK}, fewer in small jobs.", "any"
-    )
+    rows_per_chunk: Auto = _chunks("auto", f"Maximum rows per chunk. auto: {CHUNK}, or fewer in small jobs.", "any")
     chunks_in_flight: int = _chunks(4, "Minimum number of chunks that an actor works on at once.", "any", ge=1)
     attempts: int = _chunks(6, "Attempts at a chunk before it is set aside.", "any", ge=1)
     max_error_share: float | None = _chunks(

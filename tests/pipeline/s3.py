@@ -1,5 +1,6 @@
 """Object storage for tests: moto, or the server in EXSPEC_TEST_S3."""
 
+import logging
 import os
 import random
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ VARIABLE = "EXSPEC_TEST_S3"
 def moto() -> Iterator[dict[str, Any]]:
     """The options of a server in this process."""
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server.start()
     endpoint = "http://{}:{}".format(*server.get_host_and_port())
     yield {"endpoint_url": endpoint, "key": "testkey", "secret": "testsecret"}

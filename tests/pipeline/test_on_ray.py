@@ -4,16 +4,20 @@ import json
 import os
 import re
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow.parquet as pq
 import pytest
+import ray
 from transformers import AutoModelForCausalLM
 
 from exspec.actors.engine import shared_code
 from exspec.actors.ledger import Signs
 from exspec.pipeline import progress, run
+from exspec.pipeline.cluster import ray_ledger
 from exspec.pipeline.cluster.ray_ledger import RayLedger
 from exspec.pipeline.errors import JobError
 from exspec.pipeline.prepare import prepare
@@ -134,6 +138,20 @@ def test_code_goes_through_the_ledger_to_machines_of_the_same_kind() -> None:
     assert ledger.claim("one", {"b"}) == set(), "the first actor gives it"
     assert (ledger.known("one"), ledger.known("other")) == ({"a"}, set())
     assert ledger.code("one", {"a"}) == {"a": b"code"}
+
+
+def test_a_broken_connection_to_the_ledger_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dead ledger ends the job."""
+    ledger = RayLedger()
+    monkeypatch.setattr(ray_ledger, "RETRY", 0.0)
+    ledger.begin("part")
+    with monkeypatch.context() as patch:
+        broken = [ray.exceptions.ActorUnavailableError("the connection broke", None)] * 2
+        patch.setattr(ray, "get", Mock(side_effect=[*broken, ray.get(ledger._actor.begun.remote("part"))]))
+        assert ledger.begun("part") is True
+    ray.kill(ledger._actor)
+    with pytest.raises(JobError, match="the process of the ledger, which counts the attempts at each chunk, has died"):
+        all(ledger.begun("part") for _ in count())  # until Ray has ended it
 
 
 def test_a_device_that_the_cluster_lacks_is_refused(pair: jobs.Pair, tmp_path: Path) -> None:
