@@ -44,7 +44,8 @@ from exspec.actors.work import WORK
 
 KILLER = "the row ended the process that decoded it"  # the error of such a row
 HEARTBEAT = 2.0  # seconds between heartbeats
-RETRY = 10.0  # seconds until an actor that could not load the models ends
+OTHERS = 5.0  # seconds in which actors of other hosts begin to load
+RETRY = 60.0  # seconds until an actor that could not load is started again
 MOST_WAITING = 1024  # samples of a chunk that the engine has at once, unless a row has more
 GROUPS = 8  # into how many groups of rows a repeated chunk is cut, to find the row that kills the process
 
@@ -103,6 +104,7 @@ class Generator:
     ) -> None:
         self.host = os.uname().nodename
         self.window = ledger.window() or load.window
+        ledger.loading(self.host)
         shared_code.fetch(ledger.known, ledger.code)
         engine, self.tokenizer = self._load(load, ledger)
         self.shape, self.answers = engine.config, answers(self.tokenizer, getattr(engine, "end_ids", frozenset()))
@@ -122,16 +124,18 @@ class Generator:
         weakref.finalize(self, ledger.leave, self.name).atexit = False
 
     def _load(self, load: Loader, ledger: Ledger) -> tuple[Engine, Any]:
-        """Engine and tokenizer. If they cannot be loaded here, while other hosts decode or load, this process ends, and
-        Ray starts the actor again, on any host. An exception would end the job: Ray allows few."""
-        ledger.loading(self.host)
+        """Engine and tokenizer. If they do not fit, or cannot be loaded here while other hosts decode or load, this
+        process ends, and Ray starts the actor again, on any host. An exception would end the job: Ray allows few."""
         try:
             loaded = load(self.window)
         except torch.OutOfMemoryError:
             ledger.shrink(max(self.window // 2, 1))
-            raise
+            if self.window == 1:
+                raise
+            os._exit(1)
         except Exception as error:
             logging.getLogger(__name__).exception("the models cannot be loaded")
+            time.sleep(OTHERS)
             if not ledger.failed(self.host, first_line(error)):
                 raise
             time.sleep(RETRY)

@@ -76,7 +76,7 @@ class Ledger:
         self.slots = slots
         self.signed: defaultdict[str, dict[str, tuple[float, int]]] = defaultdict(dict)  # by host and actor: see `sign`
         self.left: set[str] = set()  # actors
-        self.began: dict[str, float] = {}  # by host: when its last actor began to load
+        self.began: dict[str, float] = {}  # by host: when an actor began to load; none has loaded since
         self.unable: dict[str, tuple[float, str]] = {}  # by host: when and why its last actor could not load
         self.first: float | None = None  # when the first chunk was begun
         self.shared: defaultdict[str, dict[str, bytes]] = defaultdict(dict)  # by kind of machine: see `claim`
@@ -120,7 +120,7 @@ class Ledger:
 
     def loading(self, host: str) -> None:
         """Record that an actor begins to load its models on a host."""
-        self.began[host] = time.monotonic()
+        self.began.setdefault(host, time.monotonic())
 
     def failed(self, host: str, why: str) -> bool:
         """Record why an actor cannot load on a host. Returns whether other hosts decode, or may soon do so."""
@@ -152,7 +152,9 @@ class Ledger:
 
     def known(self, machine: str) -> Set[str]:
         """The files of code that actors on this kind of machine have shared."""
-        return {name for name, content in self.shared[machine].items() if content}
+        # An actor that was asked for the others may have died: ask the next one.
+        self.shared[machine] = {name: content for name, content in self.shared[machine].items() if content}
+        return set(self.shared[machine])
 
     def code(self, machine: str, files: Set[str]) -> dict[str, bytes]:
         """Known files and their content."""

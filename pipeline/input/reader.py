@@ -2,6 +2,7 @@
 processes would take seconds for that."""
 
 import json
+import logging
 import os
 import pickle
 import time
@@ -17,6 +18,7 @@ from transformers import AutoTokenizer
 from exspec.actors.engine import Room
 from exspec.actors.source import Source, load_part
 from exspec.actors.work import WORK
+from exspec.pipeline.errors import JobError
 from exspec.pipeline.input.plan import Chunk, Task
 from exspec.pipeline.input.prompts import Prompts
 from exspec.pipeline.input.reading import Unreadable
@@ -26,7 +28,7 @@ from exspec.pipeline.job.settings import Job
 from exspec.pipeline.output.columns import ID, carried_columns
 from exspec.pipeline.output.contents import read_range
 from exspec.pipeline.storage import Folder
-from exspec.pipeline.versions import versions
+from exspec.pipeline.versions import check_versions, versions
 from exspec.pipeline.weights import local_model
 
 RETRY = 1.0  # seconds that a reader waits on a host with other versions
@@ -39,7 +41,10 @@ class Reader:
         self.job, self.schema, self.room, self.versions = job, schema, room, versions()
 
     def __call__(self, descriptors: pa.Table) -> Iterator[pa.Table]:
-        if versions() != self.versions:  # prompts may differ; the host's actor says so
+        try:
+            check_versions(self.versions)
+        except JobError:  # the host's actor says so
+            logging.getLogger(__name__).exception("no prompts can be rendered here")
             time.sleep(RETRY)
             os._exit(1)  # Ray then runs the task again, on any host
         tasks: list[Task] = pickle.loads(descriptors["tasks"][0].as_py())

@@ -243,6 +243,7 @@ def _(c: Cluster, job: Job) -> str:
         said = finished(job.submit())
     assert f"{name} ({name} has torch 2.11.0" in job.text, job.text[-3000:]
     assert not any(actor.startswith(name) for actor in c.report(job.output)["rows_by_actor"])
+    assert not any(r.text.startswith(f"{name} GET /{c.bucket}/in/") for r in c.store.requests[job.since :])
     return said
 
 

@@ -22,8 +22,10 @@ def moto() -> Iterator[dict[str, Any]]:
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server.start()
     endpoint = "http://{}:{}".format(*server.get_host_and_port())
-    yield {"endpoint_url": endpoint, "key": "testkey", "secret": "testsecret"}
-    server.stop()
+    try:
+        yield {"endpoint_url": endpoint, "key": "testkey", "secret": "testsecret"}
+    finally:
+        server.stop()
 
 
 def external() -> dict[str, Any]:
