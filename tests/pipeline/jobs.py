@@ -141,6 +141,15 @@ class TogetherLoader(ArithmeticLoader):
             time.sleep(0.01)
 
 
+class TightLoader(ArithmeticLoader):
+    """Only two slots fit into memory."""
+
+    def __call__(self, window: int) -> tuple[Engine, Any]:
+        if window > 2:
+            raise torch.OutOfMemoryError
+        return super().__call__(window)
+
+
 class ForgetfulLoader(ArithmeticLoader):
     """Runs out of memory in its first round if it has more than `most` slots."""
 

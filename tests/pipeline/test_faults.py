@@ -11,7 +11,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from tests.pipeline import jobs
 from tests.pipeline.generators import generators
@@ -53,18 +52,9 @@ def test_actors_killed_at_random_moments(pair: jobs.Pair, tmp_path: Path) -> Non
     assert jobs.report(tmp_path / "out")["repeated_chunks"] > 0
 
 
-class TightLoader(jobs.ArithmeticLoader):
-    """Only two slots fit into memory."""
-
-    def __call__(self, window: int) -> Any:
-        if window > 2:
-            raise torch.OutOfMemoryError
-        return super().__call__(window)
-
-
 def test_an_actor_halves_its_window_until_the_models_fit(pair: jobs.Pair, tmp_path: Path) -> None:
     """More often than Ray lets an actor fail to start."""
-    assert jobs.run(pair, tmp_path, 20, TightLoader(window=64)) == 0
+    assert jobs.run(pair, tmp_path, 20, jobs.TightLoader(window=64)) == 0
     jobs.assert_complete(tmp_path / "out", 20)
 
 

@@ -1,17 +1,13 @@
 """The suffix drafter: it counts what follows in kept completions, within a memory limit."""
 
 import random
-import tracemalloc
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-from typing import Any
 
 import pytest
 
 from exspec.actors.engine import Engine, EngineConfig, Request
 from exspec.actors.engine.drafters.suffix import CONTEXT, NODE, SLICE, STORE, TOKEN, Row, Suffix, Tree
 from tests import tiny
+from tests.actors.engine.drafters.suffix_memory import alone, filled, peak
 
 
 def draft(drafter: Suffix, tokens: list[int], most: int = 8) -> list[int]:
@@ -19,12 +15,6 @@ def draft(drafter: Suffix, tokens: list[int], most: int = 8) -> list[int]:
     found = drafter._row(0, most)
     assert drafter.rows[0].tokens == tokens
     return found
-
-
-def alone(measure: Callable[..., Any], *values: int) -> Any:
-    """Call it in a process of its own: tracemalloc counts what all threads of a process allocate."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(measure, *values).result()
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -156,19 +146,6 @@ def test_the_store_holds_no_more_than_its_limit(size: int) -> None:
     assert 0.4 * STORE < alone(peak, size) <= STORE
 
 
-def peak(size: int) -> int:
-    """Bytes at most, while it learns completions of this size."""
-    rng = random.Random(0)
-    tracemalloc.start()
-    before = tracemalloc.get_traced_memory()[0]
-    drafter = Suffix(1)
-    for _ in range(150_000 // size):
-        drafter.learn([], [rng.randrange(50_000) for _ in range(size)])
-        while drafter.waiting:
-            drafter.committed({})
-    return tracemalloc.get_traced_memory()[1] - before
-
-
 @pytest.mark.slow
 def test_memory_stays_within_what_the_plan_counts() -> None:
     """After many completions that have nothing in common, many equal ones and a very long one; and with long rows."""
@@ -176,27 +153,6 @@ def test_memory_stays_within_what_the_plan_counts() -> None:
     learned, nodes, rows = alone(filled, store)
     assert 0.4 * store < learned <= store, f"{learned / nodes:.0f} bytes a node, not {NODE}"
     assert rows <= 8 * 4096 * TOKEN, f"{rows / 8 / 4096:.0f} bytes a token, not {TOKEN}"
-
-
-def filled(store: int) -> tuple[int, int, int]:
-    """Bytes of what it learned at most, the number of its nodes, and bytes of rows."""
-    rng = random.Random(0)
-    tracemalloc.start()
-    before = tracemalloc.get_traced_memory()[0]
-    drafter = Suffix(8, store=store)
-    for _ in range(20_000):
-        drafter.learn([], [rng.randrange(50_000) for _ in range(20)])
-    learned = tracemalloc.get_traced_memory()[0] - before
-    for _ in range(20_000):
-        drafter.learn([], [1, 2, 3])
-    alike = tracemalloc.get_traced_memory()[0] - before
-    drafter.learn([], [rng.randrange(50_000) for _ in range(100_000)])
-    long = tracemalloc.get_traced_memory()[0] - before
-    learned = max(learned, alike, long)
-    for slot in range(8):
-        drafter.admit(slot, [rng.randrange(50_000) for _ in range(4000)])
-        drafter.committed({slot: [rng.randrange(50_000) for _ in range(96)]})
-    return learned, len(drafter.tree.children), tracemalloc.get_traced_memory()[0] - before - long
 
 
 def test_a_repeated_prompt_is_drafted_completely() -> None:
