@@ -57,14 +57,14 @@ def dispatch(
     least = smallest_chunk(most, high, batch_size)
     calls = max(calls, ceil(ROWS_PER_SLOT * max(slots / most, batch_size / least) / samples))
 
-    def held() -> int:
+    def held(calls: int) -> int:
         """A fixed pool balances best if one chunk waits. An elastic pool grows by as many actors as could take the
         chunks that wait: it about doubles each time."""
         return calls + 1 if low == high else 2 * calls
 
-    made, count = passes(tasks, high + 1, Sizes(most, least, high * held()))
+    made, count = passes(tasks, high + 1, Sizes(most, least, high * held(calls)))
     calls = min(calls, -(-count // high))  # the first actor that is ready must not take all chunks
-    return Dispatch(made, calls, held())
+    return Dispatch(made, calls, held(calls))
 
 
 def smallest_chunk(most: int, actors: int, batch_size: int) -> int:

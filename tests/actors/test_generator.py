@@ -59,6 +59,7 @@ def test_an_actor_that_runs_out_of_memory_tries_half_its_window_next(monkeypatch
     for slots in (24, 12, 6, 3, 1, 1):
         with pytest.raises(torch.OutOfMemoryError if slots == 1 else SystemExit):
             Generator(Full(window=24), {}, unused, ledger, unused, 3, lambda *_: FreeText(), Draws())  # type: ignore[arg-type]
+        assert tried.pop() == slots
 
 
 @pytest.mark.parametrize(
