@@ -19,6 +19,12 @@ from exspec.pipeline.errors import JobError
 from exspec.pipeline.job.settings import Job
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# Ray gives up a connection whose other end is silent for so long (milliseconds; its default is 20 s). If a broken link
+# works again at that moment, the other end does not notice, and waits for an answer for ever. With 10 min, connections
+# outlast every cut after which the nodes are still alive: Ray declares a node dead after about a minute.
+KEEPALIVE = "RAY_grpc_keepalive_timeout_ms"
+PATIENCE = {} if KEEPALIVE in os.environ else {KEEPALIVE: "600000"}
+os.environ |= PATIENCE
 JOINING = 300  # seconds that nodes may take to join; a lost head node comes back before its workers
 ACTOR = 0.99  # CPUs of an actor: even if actors take all CPUs, each leaves room for two readers
 
@@ -49,7 +55,7 @@ def connect(job: Job) -> None:
             _start(quiet)
         else:
             with _silent():
-                ray.init(address=address, **quiet)
+                ray.init(address=address, runtime_env={"env_vars": PATIENCE}, **quiet)
     except JobError:
         raise
     except Exception as error:  # wrong address, version or token: each raises another type

@@ -53,6 +53,7 @@ class Cluster:
         (host.disk / "tmp").mkdir(exist_ok=True)
         host.variables = {
             "HOME": f"{PLACE}/home", "TMPDIR": f"{PLACE}/tmp", "RAY_TMPDIR": PLACE, "RAY_AUTH_MODE": "token",
+            "RAY_grpc_keepalive_timeout_ms": "600000",
             "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin:/usr/sbin:/sbin", "RAY_USAGE_STATS_ENABLED": "0",
             "HF_HUB_OFFLINE": "1", "AWS_ENDPOINT_URL": self.store.endpoint, "AWS_DEFAULT_REGION": "us-east-1",
             "AWS_ACCESS_KEY_ID": self.options["key"], "AWS_SECRET_ACCESS_KEY": self.options["secret"],

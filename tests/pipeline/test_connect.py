@@ -1,4 +1,4 @@
-"""A local Ray serves only the process that started it."""
+"""A local Ray serves only the process that started it, and connections of a job outlast cuts."""
 
 import json
 import os
@@ -74,3 +74,42 @@ def test_a_local_ray_listens_on_loopback_and_asks_for_a_token(given: dict[str, s
     assert result["same"], "the environment is as it was"
     assert result["another"], "another Ray can be started afterwards"
     assert not result["written"], "no token file was written"
+
+
+PATIENCE = """
+import os, socket, subprocess, sys
+
+def patience():
+    # Milliseconds after which this process's server gives up a silent connection. Ray sets them on its sockets.
+    found = set()
+    for file in os.listdir("/proc/self/fd"):
+        try:
+            own = socket.socket(fileno=os.dup(int(file)))
+        except OSError:  # not a socket
+            continue
+        with own:
+            if own.family == socket.AF_INET6 and own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                found.add(own.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+    return sorted(found)
+
+if address := "".join(sys.argv[1:]):
+    from exspec.pipeline.cluster.connect import connect
+    from exspec.pipeline.job.settings import Job
+    connect(Job(target="t", input="in", output="out", ray_address=address))
+import ray
+if not address:  # a node without the setting
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    subprocess.run([sys.executable, __file__, ray.get_runtime_context().gcs_address], check=True)
+print(patience(), ray.get(ray.remote(patience).remote()))
+"""
+
+
+def test_connections_of_a_job_outlast_cuts_on_any_cluster(tmp_path: Path) -> None:
+    """The servers of driver and workers give up a silent connection after 10 minutes, not after Ray's 20 seconds."""
+    forgotten = ("RAY_A", "RAY_grpc")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(forgotten)} | {"HOME": str(tmp_path)}
+    program = tmp_path / "program.py"
+    program.write_text(PATIENCE)
+    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines() == ["[600000] [600000]", "[20000] [20000]"]
