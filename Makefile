@@ -10,6 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 demo: setup
 	$(BIN)/exspec messages out/messages --rows 256 --shards 4
 	$(BIN)/exspec run --input out/messages --output out/completions
+	@echo "next, with rows of your own: source .venv/bin/activate; exspec plan --input FILE --output FOLDER"
 
 test: setup
 	$(PYTEST) -m "not slow and not rare"

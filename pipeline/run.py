@@ -34,7 +34,7 @@ from exspec.pipeline.output.contents import samples, tables
 from exspec.pipeline.output.owner import SUCCESS, Output, Writer, take
 from exspec.pipeline.output.parts import PartSink, read_staged
 from exspec.pipeline.output.report import Report, stored_occupancy, write_report
-from exspec.pipeline.output.state import FORMAT, PART
+from exspec.pipeline.output.state import FORMAT, PART, State
 from exspec.pipeline.prepare import Prepared
 from exspec.pipeline.progress import Progress
 from exspec.pipeline.secrets import anonymous
@@ -74,7 +74,7 @@ def execute(
         raise JobError(f"since: skips finished shards, but {option} reads them again; use one of the two")
     output, plan, progress = prepared.output, prepared.plan, progress or Progress()
     if not (prepared.restart or retry_errors or repair) and finished(output, plan):
-        progress.tell(f"nothing to do: all {plan.rows} rows are in {anonymous(prepared.folder.url)}")
+        progress.tell(_nothing_to_do(output.state, anonymous(prepared.folder.url)))
         return 0
     if prepared.note:
         progress.say(f"note: {prepared.note}")
@@ -107,6 +107,11 @@ def finished(output: Output, plan: Plan) -> bool:
     whole = [shown.get(name) == size for name, size in output.state.sizes()]
     parts = sum(bool(PART.fullmatch(name)) for name in shown)
     return SUCCESS in shown and all(whole) and parts == len(whole) and not output.folder.names(STAGED)
+
+
+def _nothing_to_do(state: State, place: str) -> str:
+    failed = f", {state.errors} of them with an error" if state.errors else ""
+    return f"nothing to do: all {state.rows} rows are in {place}{failed}"
 
 
 def stop_on_signals() -> None:
@@ -349,9 +354,7 @@ class _Run:
         whole = state.complete and not report.set_aside and not failed
         idle = whole and not report.engines
         place = anonymous(self.folder.url)
-        lines = (
-            [f"nothing to do: all {state.rows} rows are in {place}"] if idle else report.closing_lines(figures, place)
-        )
+        lines = [_nothing_to_do(state, place)] if idle else report.closing_lines(figures, place)
         lines += [failed] if failed else []
         for line in lines:
             self.progress.tell(line)
@@ -377,7 +380,8 @@ class _Run:
             failed = f"still with an error: {tried - mended}"
             self.progress.tell(f"retried: {counted(tried, 'row')}; done now: {mended}; {failed}")
         if alone := errors - (tried - mended):
-            self.progress.tell(f"not retried: {counted(alone, 'row')} with an error that a retry would not help")
+            said = f"{counted(alone, 'row')} with an error that a retry would not help; convert --errors writes them"
+            self.progress.tell(f"not retried: {said}")
 
     def _show_samples(self) -> None:
         width = shutil.get_terminal_size().columns

@@ -30,7 +30,7 @@ class Shared:
         if self.prompts < 2:
             return None
         if not self.cached:
-            return f"shared: no two of {self.prompts} prompts share their first {self.chunk} tokens"
+            return f"shared: nothing; no two of {self.prompts} prompts begin with the same {self.chunk} tokens or more"
         return (
             f"shared: {self.cached / self.tokens:.0%} of the tokens of {self.prompts} prompts are in a prefix "
             "of another prompt (each actor computes it once)"

@@ -19,9 +19,9 @@ from exspec.pipeline.errors import JobError
 from exspec.pipeline.job.settings import Job
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-# Ray gives up a connection whose other end is silent for so long (milliseconds; its default is 20 s). If a broken link
-# works again at that moment, the other end does not notice, and waits for an answer for ever. With 10 min, connections
-# outlast every cut after which the nodes are still alive: Ray declares a node dead after about a minute.
+# Milliseconds after which a server of Ray gives up a silent connection; its default is 20 s. If a broken link works
+# again at that moment, the client does not notice, and waits for an answer for ever. With 10 min, the client gives up
+# first, after 2 to 7 min, and asks again. Most connections outlast a cut: Ray declares a node dead after a minute.
 KEEPALIVE = "RAY_grpc_keepalive_timeout_ms"
 PATIENCE = {} if KEEPALIVE in os.environ else {KEEPALIVE: "600000"}
 os.environ |= PATIENCE

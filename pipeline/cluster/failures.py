@@ -13,6 +13,7 @@ from exspec.pipeline.errors import counted
 CAUSE = re.compile(r"^([\w.]*(?:Error|Exception|Interrupt|Exit)): (.*)", re.MULTILINE)
 NODE = re.compile(r"^\[Node ([\w.:]+)\]", re.MULTILINE)  # in Ray's message about a node without the package of a job
 MEMORY = "low on memory"  # in Ray's message about a process that its memory monitor killed
+KILLED = "its process was killed, or Ray ended it because a part of Ray died"
 WATCH = 0.2  # seconds between looks at Ray's processes
 # Prints the last line that it was sent, unless the process that sent it says that all is well.
 HELPER = 'while read -r line; do last=$line; done; [ "$last" = well ] || echo "$last" >&2'
@@ -67,7 +68,7 @@ def last_words() -> Iterator[None]:
     memory. Nothing of this process can run then.
     """
     helper = subprocess.Popen(["/bin/sh", "-c", HELPER], stdin=subprocess.PIPE, start_new_session=True)
-    over = threading.Event()
+    over, place = threading.Event(), logs()
 
     def send(line: str) -> None:
         assert helper.stdin is not None
@@ -76,17 +77,19 @@ def last_words() -> Iterator[None]:
             helper.stdin.flush()
 
     def expect(died: str) -> None:
-        send(
-            f"exspec: the job broke off: {died}; committed rows are kept; run it again to resume; Ray's logs: {logs()}"
-        )
+        send(f"exspec: the job broke off: {died}; committed rows are kept; run it again to resume; Ray's logs: {place}")
 
     def watch() -> None:
+        nonlocal place
         while not over.wait(WATCH):
+            if place != logs():  # Ray has started
+                place = logs()
+                expect(KILLED)
             if dead := _dead():
                 expect(f"Ray's {dead} died")
                 return
 
-    expect("its process was killed, or Ray ended it because a part of Ray died")
+    expect(KILLED)
     watching = threading.Thread(target=watch, daemon=True)
     watching.start()
     try:

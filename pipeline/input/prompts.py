@@ -207,9 +207,11 @@ class Prompts:
         if self.space and len(text) > (most := LONG * self.space.capacity):
             begun = len(self._ids(text[:most]))  # all of it could take minutes and gigabytes
             if begun >= 2 * self.space.capacity and not self.job.truncate_prompt:
+                full = self.space.capacity >= self.space.context
                 raise RowError(
                     f"the prompt has {len(text)} characters, of which the first {most} are {begun} tokens; it does not "
-                    f"fit the capacity of {self.space.capacity} tokens; raise capacity or shorten the prompt"
+                    f"fit the {'context' if full else 'capacity'} of {self.space.capacity} tokens; shorten it"
+                    f"{'' if full else ', raise capacity'}, or let truncate_prompt cut it"
                 )
         if not (ids := self._ids(text)):
             raise RowError("the prompt has no tokens")

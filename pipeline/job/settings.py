@@ -582,7 +582,7 @@ def problem(error: Any, file: Path | None, kind: type[Job]) -> str:
         known = kind.model_fields
         message = "unknown setting" + (did_you_mean(key, known) or f", expected one of {', '.join(known)}")
     elif error["type"] == "missing":
-        message = "is missing" + ("; a draft needs a target" if key == "target" else "")
+        message = "is not set" + ("; a draft needs a target" if key == "target" else "")
     elif error["type"] == "string_pattern_mismatch":
         expected = str(Job.model_fields[key].description).removesuffix(".")
         message = f"expected {expected[0].lower()}{expected[1:]}, not {error['input']!r}"

@@ -314,6 +314,11 @@ class State:
         """Rows in files."""
         return int(self._one("SELECT coalesce(sum(rows), 0) FROM chunk"))
 
+    @property
+    def errors(self) -> int:
+        """Rows with an error in files."""
+        return int(self._one("SELECT coalesce(sum(errors), 0) FROM chunk"))
+
     def failed(self, only: str) -> int:
         """Error rows that a retry may help. only: of the chunks that `chunks` yields."""
         return int(self._one(f"SELECT coalesce(sum(mendable), 0) FROM chunk WHERE {only} > 0"))

@@ -120,7 +120,7 @@ def resumed(c: Cluster, job: Job, code: int) -> str:
 
 
 for _moment in MOMENTS:
-    for _seconds in (5, 90, None):
+    for _seconds in (5, 21, 90, None):  # Ray's default is to give up silent connections after 20 s
         _length = "for good" if _seconds is None else f"for {_seconds} s"
         passing(f"worker cut off {_length}, {_moment}", _seconds, lambda c, host: c.network.pulled(host), _moment)
 passing("head cut off from one worker for 90 s", 90, lambda c, host: c.network.parted(c.head, [host]))

@@ -68,7 +68,7 @@ def test_a_folder_that_is_not_an_output(
         ("plan --job none.yaml", "job file none.yaml: No such file or directory"),
         ("plan --job bytes.yaml", "job file bytes.yaml: not UTF-8 text (byte 0)"),
         ("plan --input in --output", "'--output' requires an argument"),
-        ("plan --input in", "output: is missing"),
+        ("plan --input in", "output: is not set"),
         ("plan --input empty --output out", "input: no Parquet, JSONL, CSV or Arrow files in "),
         ("plan --input text.parquet --output out", "text.parquet: not a Parquet file"),
         ("plan --input in --output out --device tpu", "device: expected cpu, cuda, or auto: cuda if there is a GPU"),

@@ -87,7 +87,7 @@ def test_plan_prints_how_many_prompt_tokens_are_shared(messages: Path, tmp_path:
     share = re.search(rf"(\d+)% of the tokens of {ROWS} prompts are in a prefix of another", line(messages, *first))
     assert share
     assert 30 < int(share[1]) < 60
-    none = f"shared: no two of {ROWS} prompts share their first {CHUNK} tokens"
+    none = f"shared: nothing; no two of {ROWS} prompts begin with the same {CHUNK} tokens or more"
     assert line(messages, "--prompt-template", "{{ message }}\n\n" + INSTRUCTION) == none
     assert line(messages, *first, "--method", "eqspec") == ""
     pq.write_table(pa.table({"prompt": [INSTRUCTION]}), tmp_path / "one.parquet")

@@ -194,7 +194,7 @@ def test_a_refused_request_is_one_line(
     [
         (["run", "--input", "in/", "--output", "s3://b/out"], "input in/: a cluster cannot resolve a relative path"),
         (["run", "--input", "s3://b/in", "--output", "out"], "output out: a cluster cannot resolve a relative path"),
-        (["run", "--input", "s3://b/in"], "output: is missing"),
+        (["run", "--input", "s3://b/in"], "output: is not set"),
         (["embed", *RUN[1:], "--stop", "."], "stop does not apply to an embedding job"),
         (["embed", *RUN[1:]], "no Ray dashboard answers"),
         ([*RUN, "--batch-size", "many"], "batch_size: expected a"),

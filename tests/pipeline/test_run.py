@@ -129,7 +129,7 @@ def test_another_job_in_the_same_output_is_refused_by_the_keys_that_differ(
     assert "nothing to do" in capsys.readouterr().out
 
 
-def test_row_errors_are_data(pair: jobs.Pair, tmp_path: Path) -> None:
+def test_row_errors_are_data(pair: jobs.Pair, tmp_path: Path, capsys: Any) -> None:
     """The job continues, every row is in the output, and a retry of the errors changes nothing else."""
     prompts: list[str | None] = ["w1 w2", None, "", "w3 " * 80, "w4"]
     (tmp_path / "in").mkdir()
@@ -147,7 +147,11 @@ def test_row_errors_are_data(pair: jobs.Pair, tmp_path: Path) -> None:
         "column 'budget': expected a whole number from 1 up, not -1",
     ]
     assert jobs.report(tmp_path / "out")["errors"] == 4
+    assert jobs.run(pair, tmp_path) == 0
+    assert "nothing to do: all 5 rows are in" in (said := capsys.readouterr().out)
+    assert said.endswith(", 4 of them with an error\n")
     assert jobs.run(pair, tmp_path, retry_errors=True) == 0
+    assert "4 rows with an error that a retry would not help; convert --errors writes them" in capsys.readouterr().out
     again = pq.read_table(next((tmp_path / "out").glob("part-*"))).to_pylist()
     assert again == found, "a row without an error keeps even its seconds"
 
