@@ -110,8 +110,8 @@ def finished(output: Output, plan: Plan) -> bool:
 
 
 def _nothing_to_do(state: State, place: str) -> str:
-    failed = f", {state.errors} of them with an error" if state.errors else ""
-    return f"nothing to do: all {state.rows} rows are in {place}{failed}"
+    line = f"nothing to do: all {state.rows} rows are in {place}"
+    return f"{line}, {errors} of them with an error" if (errors := state.errors) else line
 
 
 def stop_on_signals() -> None:

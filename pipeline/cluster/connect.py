@@ -19,12 +19,12 @@ from exspec.pipeline.errors import JobError
 from exspec.pipeline.job.settings import Job
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-# Milliseconds after which a server of Ray gives up a silent connection; its default is 20 s. If a broken link works
-# again at that moment, the client does not notice, and waits for an answer for ever. With 10 min, the client gives up
-# first, after 2 to 7 min, and asks again. Most connections outlast a cut: Ray declares a node dead after a minute.
+# Milliseconds of silence after which a server of Ray closes a connection; Ray's default is 20 s. If the link returns
+# just then, the client may not learn of it, and waits for an answer for ever. Ray declares a node dead after about a
+# minute of silence, so 10 min outlast every cut that a node survives.
 KEEPALIVE = "RAY_grpc_keepalive_timeout_ms"
-PATIENCE = {} if KEEPALIVE in os.environ else {KEEPALIVE: "600000"}
-os.environ |= PATIENCE
+os.environ.setdefault(KEEPALIVE, "600000")
+os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")  # else Ray refuses what a submitted job has set too
 JOINING = 300  # seconds that nodes may take to join; a lost head node comes back before its workers
 ACTOR = 0.99  # CPUs of an actor: even if actors take all CPUs, each leaves room for two readers
 
@@ -55,7 +55,7 @@ def connect(job: Job) -> None:
             _start(quiet)
         else:
             with _silent():
-                ray.init(address=address, runtime_env={"env_vars": PATIENCE}, **quiet)
+                ray.init(address=address, runtime_env={"env_vars": {KEEPALIVE: os.environ[KEEPALIVE]}}, **quiet)
     except JobError:
         raise
     except Exception as error:  # wrong address, version or token: each raises another type

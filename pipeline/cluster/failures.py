@@ -82,8 +82,8 @@ def last_words() -> Iterator[None]:
     def watch() -> None:
         nonlocal place
         while not over.wait(WATCH):
-            if place != logs():  # Ray has started
-                place = logs()
+            if (now := logs()) != place:  # Ray has started
+                place = now
                 expect(KILLED)
             if dead := _dead():
                 expect(f"Ray's {dead} died")
