@@ -204,14 +204,15 @@ class Prompts:
         """Token ids of a prompt's text. Raises RowError as `tokens` does."""
         if not text:
             raise RowError("the prompt is empty")
-        if self.space and len(text) > (most := LONG * self.space.capacity):
+        if (space := self.space) and len(text) > (most := LONG * space.capacity):
             begun = len(self._ids(text[:most]))  # all of it could take minutes and gigabytes
-            if begun >= 2 * self.space.capacity and not self.job.truncate_prompt:
-                full = self.space.capacity >= self.space.context
+            if begun >= 2 * space.capacity and not self.job.truncate_prompt:
+                room, larger = f"capacity of {space.capacity}", ", raise capacity"
+                if begun >= space.context:
+                    room, larger = f"context of {space.context}", ""
                 raise RowError(
                     f"the prompt has {len(text)} characters, of which the first {most} are {begun} tokens; it does not "
-                    f"fit the {'context' if full else 'capacity'} of {self.space.capacity} tokens; shorten it"
-                    f"{'' if full else ', raise capacity'}, or let truncate_prompt cut it"
+                    f"fit the {room} tokens; shorten it{larger}, or let truncate_prompt cut it"
                 )
         if not (ids := self._ids(text)):
             raise RowError("the prompt has no tokens")

@@ -297,16 +297,19 @@ class Counting:
 
 def test_a_prompt_that_is_far_too_long_is_refused_by_its_beginning() -> None:
     """The whole text could take minutes and gigabytes."""
-    made = prompts({"prompt": pa.string()}, templated=False).within(Room(100, 50))
+    made = prompts({"prompt": pa.string()}, templated=False).within(Room(401, 50))
     made.tokenizer = counting = Counting(each=4)
     begun = "the prompt has 16000000 characters, of which the first 1600 are 400 tokens; it does not fit the"
     with pytest.raises(RowError, match=f"{begun} capacity of 50 tokens; shorten it, raise capacity, or let truncate_"):
         made.tokens({"prompt": "x" * 16_000_000})
     assert counting.given == 1600
-    whole = made.within(Room(50, 50))
-    whole.tokenizer = Counting(each=4)
-    with pytest.raises(RowError, match=f"{begun} context of 50 tokens; shorten it, or let truncate_prompt cut it"):
-        whole.tokens({"prompt": "x" * 16_000_000})
+    for context in (50, 100, 400):  # no capacity helps
+        whole = made.within(Room(context, 50))
+        whole.tokenizer = Counting(each=4)
+        reason = f"{begun} context of {context} tokens; shorten it, or let truncate_prompt cut it"
+        with pytest.raises(RowError, match=reason):
+            whole.tokens({"prompt": "x" * 16_000_000})
+    made = made.within(Room(100, 50))
     made.tokenizer = Counting(each=64)  # few tokens for its length, so the whole text is tokenized
     assert len(made.tokens({"prompt": "x" * 3200})) == 50
     with pytest.raises(RowError, match="a prompt of 100 tokens leaves no room in the context of 100"):
